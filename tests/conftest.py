@@ -17,10 +17,15 @@ import pytest
 from tests.postgres import Server, binaries, serving
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, visibly, where torch has none; files begin with the longest:
-    those that have a test marked `slow`, then the other whole runs.
+    those that have a test marked `slow`, then the other whole runs. TRIREME_ONLY: a word of the
+    reason for which the tests that are run would be skipped elsewhere.
     """
+    if only := os.environ.get("TRIREME_ONLY"):
+        others = [item for item in items if not _skips(item, only)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "e2e"))
     if wanted := [item for item in items if item.get_closest_marker("gpu")]:
@@ -32,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+def _skips(item: pytest.Item, word: str) -> bool:
+    """Whether a mark skips the test where what its reason names by this word is missing."""
+    reasons = [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
+    return any(word.lower() in reason.lower() for reason in reasons)
+
+
 def _must_run(report: Any) -> None:
     """A skip whose reason holds a word of TRIREME_REQUIRE fails: what it needs was installed."""
     reason = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
@@ -41,11 +52,21 @@ def _must_run(report: Any) -> None:
         report.longrepr = f"TRIREME_REQUIRE has '{named[0]}', so this may not be left out: {reason}"
 
 
+def _must_be_sent(report: Any) -> None:
+    """What tests print and log of odd texts reaches the process that reports, over xdist's pipe."""
+    from trireme.text import storable
+
+    report.sections = [(name, storable(text)) for name, text in report.sections]
+    if report.failed and storable(said := str(report.longrepr)) != said:
+        report.longrepr = storable(said)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """See `_must_run`."""
+    """See `_must_run` and `_must_be_sent`."""
     report = yield
     _must_run(report)
+    _must_be_sent(report)
     return report
 
 

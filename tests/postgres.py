@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 USER, PASSWORD = "postgres", "s3cret-of-the-test"
 
 
@@ -76,7 +78,8 @@ def serving(programs: Path) -> Iterator[Server]:
     def call(program: str, *words: str) -> None:
         done = subprocess.run(
             [*as_user, str(programs / program), *words],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=90, cwd=folder,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            timeout=HANG_S, cwd=folder,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from functools import partial
 from typing import Any
 
 import pytest
 
-from trireme.aio import OwnThread, at_once, call_user, is_async
+from tests.limits import HANG_S
+from trireme.aio import OwnThread, at_once, call_user, is_async, one_by_one, running
 
 
 async def waits(value: int) -> int:
@@ -70,3 +72,31 @@ def test_a_coroutine_that_waits_for_nothing_needs_no_event_loop() -> None:
     assert at_once(steps(plain)) == 3
     with pytest.raises(RuntimeError, match="make it `async def`"):
         at_once(steps(waits))
+
+
+def test_what_begins_one_by_one_lets_others_in_between_and_ends_at_the_first_failure() -> None:
+    seen: list[str] = []
+
+    async def other() -> None:
+        while True:
+            seen.append("other")
+            await asyncio.sleep(0)
+
+    async def work(name: str, wait: float = 0.0) -> str:
+        seen.append(name)
+        await asyncio.sleep(wait)
+        if name == "bad":
+            raise ValueError(name)
+        return name
+
+    async def main() -> None:
+        async with running(other()):
+            assert await one_by_one(work(name) for name in "abc") == ["a", "b", "c"]
+            begun = [seen.index(name) for name in "abc"]
+            assert all("other" in seen[x:y] for x, y in itertools.pairwise(begun))
+            tasks = asyncio.all_tasks()
+            with pytest.raises(ValueError, match="bad"):
+                await one_by_one(work(name, wait) for name, wait in (("d", HANG_S), ("bad", 0.0)))
+            assert asyncio.all_tasks() == tasks, "the others were cancelled, and have ended"
+
+    asyncio.run(main())

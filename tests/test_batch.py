@@ -63,3 +63,8 @@ def test_images_are_refused_by_name():
     e = Experience([1, 2], prompt_length=1, multi_modal_inputs={"pixels": torch.zeros(1)})
     with pytest.raises(ValueError, match="only text"):
         flatten([e])
+
+
+def test_a_batch_in_which_nothing_is_trained_has_no_width():
+    batch = flatten([Experience([1, 2], mask=[False, False])])
+    assert (batch.num_samples, batch.num_tokens, batch.width) == (1, 0, 0)

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from trireme.registry import ALGORITHMS
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
@@ -64,6 +66,18 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
 
 def test_the_readme_fits_on_a_few_screens() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 175
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_readme_counts_the_algorithms_that_there_are(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    names = {name: ALGORITHMS.get(name) for name in ALGORITHMS.built_in()}
+    count = len(set(map(id, names.values())))  # another name of one is none of its own
+    assert re.findall(r"\*\*Trainer\*\*\D*(\d+)", text) == [str(count)]
+    table = text[text.index("| `algorithm_type` |") :].split("\n\n")[0].splitlines()[2:]
+    listed = [name for row in table for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    [more] = re.findall(r"(\d+) (?:more|种) \|", "\n".join(table))
+    assert set(listed) <= names.keys() and len(listed) + int(more) == count
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(e.relative_to(ROOT)))

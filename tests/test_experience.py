@@ -170,3 +170,18 @@ def test_a_list_of_what_is_no_number_is_refused() -> None:
 def test_trained_tokens_are_those_of_the_mask() -> None:
     assert Experience([1, 2, 3, 4], mask=[False, True, False, True]).trained_tokens == 2
     assert Experience([1, 2], prompt_length=2).trained_tokens == 0
+
+
+def test_rewards_of_tokens_are_taken_by_either_name() -> None:
+    older = Experience([1, 2, 3, 4], prompt_length=2, token_level_reward=[0.5, 1.0])
+    assert older.token_rewards is not None and older.token_rewards.tolist() == [0, 0, 0.5, 1]
+    newer = Experience([1, 2], prompt_length=1, token_rewards=[0.25])
+    assert newer.token_rewards is not None and newer.token_rewards.tolist() == [0, 0.25]
+    both = Experience([1, 2], prompt_length=1, token_level_reward=[9.0], token_rewards=[0.25])
+    assert both.token_rewards is not None and both.token_rewards.tolist() == [0, 0.25]
+
+
+def test_what_no_weights_sampled_has_the_version_minus_one() -> None:
+    assert Experience([1, 2], prompt_length=1).version == -1
+    assert Experience([1, 2], prompt_length=1, versions=[-1]).version == -1
+    assert Experience([1, 2, 3], prompt_length=1, versions=[0, 5]).version == 0

@@ -8,11 +8,15 @@ import time
 
 import pytest
 
+from tests.limits import HANG_S
+
 HEAVY = ("torch", "transformers", "datasets", "ray", "vllm", "peft", "pandas")
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -30,10 +30,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "log",
         "aio",
         "files",
+        "processes",
         "usercode",
         "config",
     ),
-    ("registry",),
+    ("registry", "text"),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}
 FILES = sorted(ROOT.rglob("*.py"))

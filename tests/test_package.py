@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import trireme
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parent.parent
 IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -32,7 +33,7 @@ def call(*words: str | Path, cwd: Path, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "%|" not in done.stderr, done.stderr
@@ -66,7 +67,6 @@ def empty_environment(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # some 30 s of work
 def test_the_wheel_runs_the_demo_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
     [wheel] = built.glob("*.whl")
     python = empty_environment(tmp_path / "env")

@@ -6,13 +6,17 @@ import importlib
 import logging
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import pytest
 
 import trireme.registry
 from trireme.registry import Registry
+from trireme.workflows.swift import NAMES as SWIFT_NAMES
+
+MAPS = [n for n in SWIFT_NAMES if n.endswith(("s", "_map")) and n.islower()]
 
 
 def make() -> Registry:
@@ -144,3 +148,61 @@ def test_a_users_path_goes_over_a_built_in_name_whenever_that_is_imported(late: 
     if late:
         registry.adopt(theirs)
     assert registry.get("shuffle") is Counter
+
+
+def _mapping() -> Registry:
+    paths = {"sequential": "collections.Counter", "shuffle": "collections.OrderedDict"}
+    return Registry("thing", paths)
+
+
+def test_a_registry_is_a_mapping_of_built_in_names_and_users() -> None:
+    registry = _mapping()
+    assert isinstance(registry, MutableMapping) and list(registry) == ["sequential", "shuffle"]
+    registry.update({"mine": int}, other=float)
+    registry |= {"third": str}
+    assert [*registry.keys()] == ["sequential", "shuffle", "mine", "other", "third"]
+    assert len(registry) == 5 and [*registry.values()] == [Counter, OrderedDict, int, float, str]
+    assert dict(registry.items())["mine"] is int
+    assert registry["shuffle"] is registry.get("shuffle", None)
+    assert registry.get("nothing", 3) == 3 and registry.get("nothing", None) is None
+    assert registry.setdefault("mine", bool) is int and registry.pop("mine") is int
+    assert "mine" not in registry and registry.pop("mine", None) is None
+    assert registry | {"late": 1} == {**registry, "late": 1}
+
+
+def test_an_unknown_name_is_a_key_error_whose_sentence_has_no_quotes() -> None:
+    for ask in (lambda: _mapping()["shufle"], lambda: _mapping().get("shufle")):
+        with pytest.raises(KeyError) as caught:
+            ask()
+        assert str(caught.value).startswith("unknown thing 'shufle'; did you mean 'shuffle'?")
+    with pytest.raises(KeyError, match="'shufle' is not there"):
+        del _mapping()["shufle"]
+
+
+def test_a_built_in_name_can_be_removed_and_given_again() -> None:
+    registry = _mapping()
+    del registry["shuffle"]
+    assert "shuffle" not in registry and "shuffle" not in registry.names()
+    with pytest.raises(ValueError, match="thing 'shuffle' was removed by a plug-in"):
+        registry.get("shuffle")
+    registry["shuffle"] = dict
+    assert registry["shuffle"] is dict
+
+
+def test_of_two_things_that_are_set_by_item_the_last_counts_with_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = _mapping()
+    with caplog.at_level(logging.WARNING):
+        registry["mine"] = int
+        registry["mine"] = int
+        assert not caplog.text
+        registry["mine"] = str
+    assert registry["mine"] is str
+    assert "'mine' of builtins:str replaces that of builtins:int" in caplog.text
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_what_ms_swift_has_as_a_dictionary_is_a_mapping_here(name: str) -> None:
+    module, _, attribute = SWIFT_NAMES[name].partition(":")
+    assert isinstance(getattr(importlib.import_module(module), attribute or name), MutableMapping)

@@ -66,7 +66,7 @@ def test_a_script_can_be_imported(path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert _load(path, monkeypatch).__doc__
 
 
-@pytest.mark.timeout(400)  # some seconds of work
+@pytest.mark.large
 @pytest.mark.parametrize("name", QUICK)
 def test_a_benchmark_runs_on_little_work(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

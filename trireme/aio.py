@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial, wraps
 from queue import SimpleQueue
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from trireme.log import get_logger
+from trireme.processes import end_now
 from trireme.usercode import UserCode, innermost
 
 T = TypeVar("T")
@@ -76,6 +77,21 @@ async def first_failure(
         for failure in sorted(failures, key=lambda error: isinstance(error, consequence)):
             raise failure
         return [task.result() for task in tasks]
+
+
+async def one_by_one(work: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all; what one does before it first waits is done a turn of the loop after the
+    one before, so that others are served between. The first that raises ends all.
+    """
+    tasks: list[asyncio.Future[T]] = []
+    try:
+        for each in work:
+            tasks.append(asyncio.ensure_future(each))
+            await asyncio.sleep(0)
+        return await first_failure(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _error(task: asyncio.Future[Any]) -> BaseException | None:
@@ -262,8 +278,9 @@ class LoopWatch:
         stack = "".join(traceback.format_stack(frame)) if self._limit is not None else f"  {line}"
         get_logger("explorer").error("%s\n%s", said, stack, extra={"place": line})
         if sys.stdout.isatty():
-            print("\x1b[?25h", end="")  # the cursor, which a live display hides
+            sys.stdout.write("\x1b[?25h")  # the cursor, which a live display hides
         sys.stdout.flush()
+        end_now()
         os._exit(code)
 
     def _blocking(self, part: UserCode, seconds: float) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,7 +126,7 @@ def flatten(experiences: Sequence[Experience]) -> Batch:
     fields: dict[str, Tensor] = {}
     missing: dict[str, str] = {}
     for name, attribute in FIELD_NAMES.items():
-        rows = [getattr(e, attribute) for e in experiences]
+        rows = [_row_of(e, attribute) for e in experiences]
         lacking = [e.eid.uid for e, row in zip(experiences, rows, strict=True) if row is None]
         if lacking:
             missing[name] = lacking[0]
@@ -158,6 +159,12 @@ def _mask(e: Experience) -> Tensor:
             f"experience {e.eid.uid} has multi_modal_inputs: only text is trained here"
         )
     return e.mask
+
+
+def _row_of(e: Experience, name: str) -> Any:
+    """A per-token field. Where nothing else is said, tokens were drawn from the policy itself."""
+    itself = name == "sampler_logprobs" and e.sampler_logprobs is None
+    return e.logprobs if itself else getattr(e, name)
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:

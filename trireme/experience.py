@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trireme.text import storable
+
 # Fields with one entry per token, and the type each is held in.
 TOKEN_FIELDS: dict[str, torch.dtype] = {
     "mask": torch.bool,
@@ -50,6 +52,12 @@ class EID:
     run: int = 0
     step: int = 0
     suffix: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """Words of workflows and clients name rows of databases."""
+        for name in ("batch", "task", "suffix"):
+            if isinstance(word := getattr(self, name), str) and not word.isalnum():
+                setattr(self, name, storable(word))
 
     @property
     def uid(self) -> str:

@@ -1,23 +1,208 @@
-"""Files: writes files and folders atomically: each appears whole or not at all.
+"""Files: writes files and folders atomically, and reads what may be anything.
 
-Everything is written beside its place, brought to the disk, then renamed: a process may die at any
-instruction. Errors of the disk name the path that could not be written.
+- Everything is written beside its place, brought to the disk, then renamed: each file appears whole
+  or not at all, and a process may die at any instruction. Errors of the disk name the path.
+- What is read may be garbage, a folder, a pipe or gigabytes: nothing is waited for, nothing is read
+  without a limit, and one sentence names the file.
+- A file that carries no state, and is not what it should be, is renamed out of the way with one
+  warning (`usable`, `for_appending`); lines of one that are damaged are passed by (`read_jsonl`).
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
+import stat
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
+
+from trireme.text import as_json
 
 TEMPORARY = ".tmp-"
 """What names of unfinished files and folders begin with."""
+LARGEST = 64 * 2**20
+"""Bytes of a file that is read as a whole, and of a line."""
+DAMAGED = ".damaged"
+"""What the name of a file ends in that was renamed out of the way."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+}
+_NEEDED_TYPES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
+
+_logger = logging.getLogger("trireme.files")
+Value = TypeVar("Value")
+
+
+class Unreadable(ValueError):
+    """A file is not what it should be: one sentence that names it, without what it holds."""
+
+
+def open_regular(
+    path: Path, flags: int = os.O_RDONLY, *, below: Path | None = None, mode: int = 0o666
+) -> int:
+    """A descriptor of a regular file; nothing is waited for, as it is where a pipe is opened.
+
+    `below`: a folder that `path` lies in; no link on the way from it to the file is followed, also
+    none that takes a folder's place meanwhile. Raises FileNotFoundError, and Unreadable for what is
+    no regular file or may not be opened.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
+    opened: list[int] = []
+    try:
+        if below is None:
+            place, name = None, os.fspath(path)
+        else:
+            flags |= os.O_NOFOLLOW
+            *folders, name = path.relative_to(below).parts
+            opened.append(os.open(below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            for folder in folders:
+                into = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                opened.append(os.open(folder, into, dir_fd=opened[-1]))
+            place = opened[-1]
+        try:
+            there = os.stat(name, dir_fd=place, follow_symlinks=below is None)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+        else:
+            _refuse_other_kinds(path, there)  # opening a device may do something
+        descriptor = os.open(name, flags, mode, dir_fd=place)
+        try:
+            _refuse_other_kinds(path, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise Unreadable(f"{path} is a link to nothing: expected a regular file") from error
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        for one in opened:
+            os.close(one)
+
+
+def _refuse_other_kinds(path: Path, there: os.stat_result) -> None:
+    if not stat.S_ISREG(there.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(there.st_mode), "no file")
+        raise Unreadable(f"{path} is {kind}: expected a regular file")
+
+
+def _unreadable(path: Path, error: OSError) -> Unreadable:
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return Unreadable(f"{path} lies behind a link or a file: expected a regular file")
+    return Unreadable(f"{path} cannot be read: {error.strerror or error}")
+
+
+def read_bytes(path: Path, most: int = LARGEST, *, below: Path | None = None) -> bytes:
+    """All of a regular file. Raises FileNotFoundError, and Unreadable for one of more bytes than
+    `most` and as `open_regular` does, whose `below` this is.
+    """
+    data = bytearray()
+    with open(open_regular(path, below=below), "rb") as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            while size <= most and len(data) <= most and (part := file.read(1 << 20)):
+                data += part
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    if (size := max(size, len(data))) > most:
+        raise Unreadable(f"{path} has {size} bytes: expected at most {most}")
+    return bytes(data)
+
+
+def read_text(path: Path, most: int = LARGEST, *, below: Path | None = None) -> str:
+    """All of a text file in UTF-8. Raises as `read_bytes`, and Unreadable for what is no text."""
+    data = read_bytes(path, most, below=below)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise Unreadable(f"{path}, line {line}: no text in UTF-8") from error
+
+
+def read_json(
+    path: Path, kind: type[Value] = dict, most: int = LARGEST, *, below: Path | None = None
+) -> Value:
+    """The value of a JSON file, a `kind`. Raises as `read_text`, and Unreadable for another."""
+    return _value(str(path), read_text(path, most, below=below), kind)
+
+
+def _value(where: str, text: str | bytes, kind: type[Value]) -> Value:
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise Unreadable(f"{where} is no JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:
+        raise Unreadable(f"{where} is no JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise Unreadable(
+            f"{where} holds a {type(value).__name__}: expected {_NEEDED_TYPES.get(kind, kind)}"
+        )
+    return value
+
+
+def json_or(path: Path, otherwise: Value) -> Value:
+    """What a JSON file that carries no state holds, of the type of `otherwise`, which stands for it
+    where there is none, or where it is damaged: it is renamed out of the way then, with a warning.
+    """
+    try:
+        return read_json(path, type(otherwise))
+    except FileNotFoundError:
+        return otherwise
+    except Unreadable as error:
+        out_of_the_way(path, error)
+        return otherwise
+
+
+def usable(path: Path, *, below: Path | None = None) -> bool:
+    """Whether there is a regular file that can be read and written. What else has its name, and
+    carries no state, is renamed out of the way, with a warning. `below`: see `open_regular`.
+    """
+    try:
+        os.close(open_regular(path, os.O_RDWR, below=below))
+    except FileNotFoundError:
+        return False
+    except Unreadable as error:
+        out_of_the_way(path, error)
+        return False
+    return True
+
+
+def out_of_the_way(path: Path, error: Exception, meanwhile: str = "one begins anew") -> None:
+    """Rename what carries no state and is not what it should be, with a warning that says so."""
+    names = (path.with_name(f"{path.name}{DAMAGED}{n or ''}") for n in range(1000))
+    to = next((name for name in names if not os.path.lexists(name)), None)
+    with naming(path):
+        if to is None:
+            raise OSError(errno.EEXIST, f"there are 1000 names like {path.name}{DAMAGED}")
+        os.rename(path, to)
+    _logger.warning("%s: renamed to %s, and %s", error, to.name, meanwhile)
+
+
+def for_appending(path: Path) -> IO[bytes]:
+    """A file that carries no state, open to be written at its end; see `usable`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    usable(path)
+    with naming(path):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return open(open_regular(path, flags), "ab", buffering=0)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -38,21 +223,77 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, keys in their order. Raises OSError naming the path."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, as_json(value, indent=2) + "\n")
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; none where there is no file."""
-    if not path.exists():
-        return []
-    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [json.loads(line) for line in lines]
+def read_jsonl(path: Path, **needed: type) -> list[dict[str, Any]]:
+    """The rows of a file's whole lines; none where there is no file.
+
+    Lines that are no rows, or lack one of the `needed` keys, are passed by with a warning that
+    names the first. Raises Unreadable where it is no file that can be read.
+    """
+    rows: list[dict[str, Any]] = []
+    damaged: list[Unreadable] = []
+    for number, line in _lines(path):
+        try:
+            if line is None:
+                raise Unreadable(f"{path}, line {number}, is longer than {LARGEST} bytes")
+            row = _value(f"{path}, line {number},", line.decode("utf-8", "replace"), dict)
+            for key, kind in needed.items():
+                if not isinstance(row.get(key), kind):
+                    expected = _NEEDED_TYPES[kind]
+                    raise Unreadable(f"{path}, line {number}, has no '{key}' that is {expected}")
+            rows.append(row)
+        except Unreadable as error:
+            damaged.append(error)
+    if damaged:
+        others = f", and so are {len(damaged) - 1} more lines" if damaged[1:] else ""
+        _say_passed_by(damaged[0].args[0], others)
+    return rows
 
 
-def drop_half_line(path: Path) -> None:
-    """Cut off what a killed process left of a file's last line."""
-    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
+@lru_cache(maxsize=256)  # a file may be read several times
+def _say_passed_by(first: str, others: str) -> None:
+    _logger.warning("%s: passed by%s", first, others)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    """Number and bytes of each whole line, None for one that is too long."""
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        return
+    number, long = 1, False
+    with open(descriptor, "rb") as file:
+        while part := file.readline(LARGEST):
+            if not part.endswith(b"\n"):
+                long = True  # or the half of a last line
+                continue
+            yield number, None if long else part
+            number, long = number + 1, False
+
+
+def whole_lines(path: Path) -> bool:
+    """Whether there is a file of lines that can be read and written, which carries no state; see
+    `usable`. What a killed process left of its last line is cut off.
+    """
+    if not usable(path):
+        return False
+    with open(open_regular(path, os.O_RDWR), "r+b") as file:
+        size = left = file.seek(0, os.SEEK_END)
+        while left > max(0, size - LARGEST):
+            begin = max(0, left - (1 << 20))
+            file.seek(begin)
+            if (found := file.read(left - begin).rfind(b"\n")) >= 0:
+                left = begin + found + 1
+                break
+            left = begin
+        if left > max(0, size - LARGEST) or size <= LARGEST:
+            file.truncate(left)
+            return True
+    error = Unreadable(f"{path} ends in a line of more than {LARGEST} bytes")
+    out_of_the_way(path, error)
+    return False
 
 
 class CannotWrite(OSError):
@@ -125,6 +366,23 @@ def set_aside(path: Path) -> Path:
     return old
 
 
+def remove(path: Path) -> None:
+    """Remove what a program may have left under a name: a link, a folder that may not be entered,
+    or one deeper than Python's stack. Raises OSError naming what stays.
+    """
+    if path.is_symlink() or not path.is_dir():
+        with naming(path):
+            path.unlink(missing_ok=True)
+        return
+    with suppress(OSError, RecursionError):
+        shutil.rmtree(path)
+        return
+    for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        subprocess.run([*words, "--", os.fspath(path)], capture_output=True, check=False)
+    if os.path.lexists(path):
+        raise CannotWrite(f"cannot remove {path}")
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Errors of the disk say which path was being written."""
@@ -140,7 +398,7 @@ def naming(path: Path) -> Iterator[None]:
 def alone(path: Path, else_say: str) -> Iterator[None]:
     """One process at a time, by a lock that ends with it. Raises InUse for the second one."""
     with naming(path):
-        file = path.open("w")
+        file = _lock_file(path)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,11 +409,18 @@ def alone(path: Path, else_say: str) -> Iterator[None]:
         yield
 
 
+def _lock_file(path: Path) -> IO[bytes]:
+    # a link may lead to the file of another lock: who has both would wait for himself
+    usable(path, below=path.parent)
+    flags = os.O_RDWR | os.O_CREAT
+    return open(open_regular(path, flags, below=path.parent), "r+b", buffering=0)
+
+
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
     """One process or thread after the other, by a lock on the file `path`, which holds nothing."""
     with naming(path):
-        file = path.open("w")
+        file = _lock_file(path)
     with file:
         with suppress(OSError):  # a disk that has no locks
             fcntl.flock(file, fcntl.LOCK_EX)

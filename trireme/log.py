@@ -13,13 +13,15 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TextIO
+from typing import IO
+
+from trireme.files import for_appending
+from trireme.text import hide_passwords, say, shown
 
 ROOT = "trireme"
 PARTS = (
@@ -37,8 +39,6 @@ SHOWN_REPEATS = 3
 FILE_ONLY = {"file_only": True}
 """`extra` of what a file keeps and the console is told in another way."""
 
-_PASSWORD = re.compile(r"(\w://[^\s:/@?]*:(?=[^\s@'\"]+@)|[?&]password=)[^\s@&'\"]+")
-
 # Modules that log under their own name, `trireme.<package>…`: the part each package belongs to.
 _PART_OF_PACKAGE = {
     "sync": "synchronizer",
@@ -51,11 +51,6 @@ _PART_OF_PACKAGE = {
 def get_logger(part: str = "plugin") -> logging.Logger:
     """The logger of a part: `explorer`, `explorer_runner_3`, `trainer` …; or of a user's file."""
     return logging.getLogger(f"{ROOT}.{part}")
-
-
-def hide_passwords(text: str) -> str:
-    """`text` with the passwords of the URLs in it replaced by stars."""
-    return _PASSWORD.sub(r"\1***", text) if "@" in text or "password=" in text else text
 
 
 def setup_logging(job_log_dir: str | Path, level: str) -> Callable[[], None]:
@@ -104,18 +99,19 @@ def write_failure(job_log_dir: str | Path, error: BaseException) -> Path | None:
         record.msg = f"the run failed; the first rollout that did:\n{of_rollout.rstrip()}\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(_Lines(LINE).format(record) + "\n")
+        with for_appending(path) as file:
+            file.write((Lines(LINE).format(record) + "\n").encode("utf-8", "backslashreplace"))
     except OSError:  # the disk may be what failed
         return None
     return path
 
 
-class _Lines(logging.Formatter):
-    """A line of a log, or several with a traceback; never a password."""
+class Lines(logging.Formatter):
+    """A line of a log, or several with a traceback: no password, no control character."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide_passwords(super().format(record))
+        """See Formatter."""
+        return shown(hide_passwords(super().format(record)))
 
 
 class PartFiles(logging.Handler):
@@ -124,20 +120,20 @@ class PartFiles(logging.Handler):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._files: dict[str, TextIO] = {}
-        self.setFormatter(_Lines(LINE))
+        self._files: dict[str, IO[bytes]] = {}
+        self.setFormatter(Lines(LINE))
 
-    def file_of(self, part: str) -> TextIO:
+    def file_of(self, part: str) -> IO[bytes]:
         """The open file of a part."""
         if part not in self._files:
-            self._files[part] = (self.folder / f"{part}.log").open("a", encoding="utf-8")
+            opened = for_appending(self.folder / f"{part}.log")
+            self._files.setdefault(part, opened)  # a warning of this may have opened it meanwhile
         return self._files[part]
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, whole."""
         file = self.file_of(part_of(record.name))
-        file.write(self.format(record) + "\n")
-        file.flush()
+        file.write((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
 
     def close(self) -> None:
         """Close all files."""
@@ -172,4 +168,4 @@ class ConsoleLines(logging.Handler):
         elif self._seen[kind] == SHOWN_REPEATS:
             more = f" (more of these: {self.folder / f'{part}.log'})"
         # sys.stderr is looked up at each line: a live display puts itself in its place
-        print(f"{record.levelname.lower()}: {line}{more}", file=sys.stderr)
+        say(f"{record.levelname.lower()}: {line}{more}", file=sys.stderr)

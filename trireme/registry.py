@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -27,8 +27,26 @@ logger = logging.getLogger(__name__)
 Thing = TypeVar("Thing")
 
 
-class Registry:
-    """One kind of thing by name: workflows, rewards, algorithms and their parts."""
+_RAISE: Any = object()
+
+
+class UnknownName(ValueError, KeyError):
+    """A name that a registry does not have. A KeyError too, as of any mapping."""
+
+    __str__ = Exception.__str__  # a KeyError prints its sentence in quotes
+
+
+class Registry(MutableMapping[str, Any]):
+    """One kind of thing by name: workflows, rewards, algorithms and their parts.
+
+    A mapping as ms-swift's are (`update`, `items`, `in`, `del`), of built-in names and users'. Only
+    `get` without a default is another: an unknown name is an error there, as in Trinity-RFT.
+    """
+
+    __eq__ = object.__eq__  # comparing the items would import them all
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def __init__(
         self,
@@ -50,23 +68,30 @@ class Registry:
         self._built_in: dict[str, Any] = dict(default_mapping or {})
         self._registered: dict[str, Any] = {}
         self._of_paths: dict[str, Any] = {}
+        self._removed: set[str] = set()
 
     def names(self) -> list[str]:
         """All known names, sorted."""
-        return sorted({*self.built_in(), *self._registered})
+        return sorted(self)
 
     def built_in(self) -> list[str]:
         """Names that are not a user's, in the order of the files that give them."""
-        return list(dict.fromkeys([*self._at_home, *self._built_in]))
+        names = dict.fromkeys([*self._at_home, *self._built_in])
+        return [name for name in names if name not in self._removed]
 
-    def get(self, key: str | None, *, kind: str = "") -> Any:
-        """What `key` names; None for None. Raises ValueError (unknown) or ImportError (broken).
+    def get(self, key: str | None, default: Any = _RAISE, *, kind: str = "") -> Any:
+        """What `key` names; None for None. For an unknown name the default, where one is given.
 
-        `kind`: what messages call it, where several keys of the YAML share this registry.
+        Raises UnknownName, a ValueError, or ImportError where the name's module is broken. `kind`:
+        what messages call it, where several keys of the YAML share this registry.
         """
         kind = kind or self.name
         if key is None:
             return None
+        if default is not _RAISE and key not in self:
+            return default
+        if key in self._removed:
+            raise UnknownName(f"{kind} '{key}' was removed by a plug-in")
         if key in self._registered:
             return self._registered[key]
         if key in self._at_home and key not in self._built_in:
@@ -77,11 +102,11 @@ class Registry:
                 thing = self._registered[key] = _import_path(thing, kind=kind)
             return thing
         if key in self._refused:
-            raise ValueError(f"{kind} '{key}' {self._refused[key]}")
+            raise UnknownName(f"{kind} '{key}' {self._refused[key]}")
         if not is_path(key):
             known = ", ".join(self.names()) or "none"
             hint = did_you_mean(key, self.names()) or "."
-            raise ValueError(f"unknown {kind} '{key}'{hint} Known: {known}")
+            raise UnknownName(f"unknown {kind} '{key}'{hint} Known: {known}")
         if key not in self._of_paths:  # a path is no name
             self._of_paths[key] = _import_path(key, kind=kind)
         return self._of_paths[key]
@@ -104,6 +129,7 @@ class Registry:
             self._built_in.setdefault(module_name, module_cls)
             return module_cls
         taken, replaces = self._registered.get(module_name), module_name in self.built_in()
+        self._removed.discard(module_name)
         if taken is not None and not replaces and not force:
             if _where(taken) == _where(module_cls):  # of a module that was loaded twice
                 return module_cls
@@ -139,14 +165,45 @@ class Registry:
         return name in self._refused
 
     def __setitem__(self, name: str, thing: Any) -> None:
-        """`registry["name"] = thing`, the way in which some plug-ins register."""
-        self.register_module(name, thing)
+        """`registry["name"] = thing`, the way in which some plug-ins register: the last one counts,
+        and a line says so.
+        """
+        there = self._registered.get(name)
+        if there is not None and name not in self.built_in() and _where(there) != _where(thing):
+            logger.warning(
+                "%s: '%s' of %s replaces that of %s", self.name, name, _where(thing), _where(there)
+            )
+        self.register_module(name, thing, force=True)
 
     def __getitem__(self, name: str) -> Any:
         return self.get(name)
 
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise UnknownName(f"{self.name} '{name}' is not there to be removed")
+        self._registered.pop(name, None)
+        if name in self.built_in():
+            self._removed.add(name)
+
     def __contains__(self, name: object) -> bool:
-        return any(name in names for names in (self._registered, self._at_home, self._built_in))
+        known = (self._registered, self._at_home, self._built_in)
+        return name not in self._removed and any(name in names for names in known)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.built_in(), *self._registered]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"Registry({self.name}: {', '.join(self) or 'none'})"
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ior__(self, other: Mapping[str, Any]) -> Registry:
+        self.update(other)
+        return self
 
     @cached_property
     def _at_home(self) -> dict[str, str]:

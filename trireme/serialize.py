@@ -4,13 +4,15 @@ No pickle: what comes from a disk or a wire can hold tensors and JSON values and
 rows of numbers lie end to end in one tensor of 4-byte words, each in the shortest of three forms
 (as it is; runs of equal words; what is not 0, and where), bit for bit; text is compressed, since
 a reply stands in it both as text and in its messages. What version 1 wrote is still read.
+
+A flipped bit is seen: of the text by zlib, of the rest by a checksum (which older bytes lack).
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,20 +26,21 @@ FORMAT = "trireme-experiences-2"
 _FORMAT_1 = "trireme-experiences-1"
 _ROWS = ("tokens", *TOKEN_FIELDS, "chosen", "rejected")
 _COMPACT = json.JSONEncoder(separators=(",", ":")).encode
+JSON_FIELDS = ("info", "metrics", "messages", "tools")
+"""Whose values are JSON."""
+TEXT_FIELDS = ("stop_reason", "truncate_status", "prompt_text", "response_text")
 Words = np.ndarray[Any, np.dtype[np.int32]]
 _PLAIN = (
     "prompt_length",
     "reward",
     "temperature",
-    "stop_reason",
-    "truncate_status",
-    "prompt_text",
-    "response_text",
-    "info",
-    "metrics",
-    "messages",
-    "tools",
+    *TEXT_FIELDS,
+    *JSON_FIELDS,
 )
+
+
+class Damaged(ValueError):
+    """Bytes that are not, or no longer, what `encode` wrote."""
 
 
 def encode(experiences: Sequence[Experience]) -> bytes:
@@ -53,13 +56,18 @@ def encode(experiences: Sequence[Experience]) -> bytes:
             form, packed = _packed(rows[0] if len(rows) == 1 else torch.cat(rows))
             forms.append([name, form, len(packed)])
             words.append(packed)
-    header = {"rows": forms, "experiences": [_header(e) for e in experiences]}
+    held = dict(images)
+    if words:
+        held["words"] = torch.from_numpy(np.concatenate(words))
+    header = {
+        "rows": forms,
+        "crc": _checksum(held),
+        "experiences": [_header(e) for e in experiences],
+    }
     text = zlib.compress(_as_json(header, experiences), 1)
     if words and not images:
-        return _block(np.concatenate(words), text)
-    tensors = images | {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-    if words:
-        tensors["words"] = torch.from_numpy(np.concatenate(words))
+        return _block(held["words"].numpy(), text)
+    tensors = held | {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     return save(tensors, metadata={"format": FORMAT})
 
 
@@ -76,20 +84,40 @@ def _block(words: Words, text: bytes) -> bytes:
     return b"".join((len(header).to_bytes(8, "little"), header, words.tobytes(), text))
 
 
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Of the names and bytes of all tensors but the text's."""
+    crc = 0
+    for name in sorted(tensors.keys() - {"json"}):
+        crc = zlib.crc32(name.encode(), crc)
+        crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy(force=True).data, crc)
+    return crc
+
+
 def decode(data: bytes) -> list[Experience]:
-    """The experiences that `encode` wrote. Raises ValueError for bytes that it did not write."""
+    """The experiences that `encode` wrote. Raises Damaged for bytes that it did not write."""
+    try:
+        return _decoded(data)
+    except Damaged:
+        raise
+    except Exception as error:  # what a flipped bit makes of lengths, names and numbers is endless
+        raise Damaged(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+
+
+def _decoded(data: bytes) -> list[Experience]:
     length = int.from_bytes(data[:8], "little")
     try:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     except (ValueError, KeyError) as error:
-        raise ValueError("these bytes are not experiences written by Trireme") from error
+        raise Damaged("these bytes are not experiences written by Trireme") from error
     if metadata.get("format") not in (FORMAT, _FORMAT_1):
-        raise ValueError(f"experience format {metadata.get('format')!r}: expected {FORMAT!r}")
+        raise Damaged(f"experience format {metadata.get('format')!r}: expected {FORMAT!r}")
     tensors = load(data)
     if metadata["format"] == _FORMAT_1:  # a tensor a field, and the JSON in the metadata
         headers, rows = json.loads(metadata["experiences"]), tensors
     else:
         text = json.loads(zlib.decompress(tensors["json"].numpy().tobytes()))
+        if text.get("crc") not in (None, _checksum(tensors)):
+            raise Damaged("its checksum is another")
         headers, rows = text["experiences"], {}
         sizes = [count for _, _, count in text["rows"]]
         parts = tensors["words"].split(sizes) if sizes else ()

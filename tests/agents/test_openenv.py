@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from tests.limits import HANG_S
 from tests.model.fake import FakeEngine
 from trireme.explorer.runner import Outcome, Runner, TimeLimit
 from trireme.model.chat_tokens import ChatTokens
@@ -24,7 +25,9 @@ from trireme.workflows.workflow import resolve
 server = pytest.importorskip(
     "openenv.core.env_server", reason="make test-agents installs openenv-core"
 )
-types = pytest.importorskip("openenv.core.env_server.types")
+types = pytest.importorskip(
+    "openenv.core.env_server.types", reason="make test-agents installs openenv-core"
+)
 
 
 class Guess(types.Action):
@@ -69,7 +72,7 @@ def url() -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         own.should_exit = True
-        thread.join(30)
+        thread.join(HANG_S)
 
 
 def play(replies: list[str], times: int = 1, **options: Any) -> tuple[Outcome, FakeEngine]:
@@ -90,7 +93,7 @@ def run(task: Task, replies: list[str], times: int = 1) -> tuple[Outcome, FakeEn
         spec = resolve(name)
         assert spec.examine is not None
         spec.examine(task)
-        runner = Runner(make, whole, limit=TimeLimit(60), max_retries=0)
+        runner = Runner(make, whole, limit=TimeLimit(HANG_S), max_retries=0)
         return await runner.run(task, spec, range(times)), engine
 
     return asyncio.run(main())

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from tests.agents.programs import EXAMPLES, PROGRAMS, Program
 from tests.agents.steered import MAX_LEN, ROOT, Steered, exactness, make_model
 from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
+from tests.limits import HANG_S
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
@@ -26,9 +27,6 @@ from trireme.server.gateway import Gateway
 from trireme.server.rollouts import Rollouts
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
-
-LIMIT_S = 120.0
-
 
 QUESTION = "What is 6 times 7?"
 
@@ -90,7 +88,7 @@ async def play(
             options: dict[str, Any] = {"max_model_len": most, "gateway": gateway.address}
             return Model(engine, chat, key=key, sampling=Sampling(max_tokens=512), **options)
 
-        runner = Runner(make, engine, limit=TimeLimit(LIMIT_S), max_retries=0)
+        runner = Runner(make, engine, limit=TimeLimit(HANG_S), max_retries=0)
         try:
             return await runner.run(task, resolve("command_workflow"), range(1)), steered
         finally:
@@ -118,7 +116,7 @@ def scripted(
                     options["auxiliary"] = [Model(key=("judge",), **options | {"engine": other})]
                 return Model(key=key, **options)
 
-            runner = Runner(make, engine, limit=TimeLimit(60), max_retries=0)
+            runner = Runner(make, engine, limit=TimeLimit(HANG_S), max_retries=0)
             spec = resolve(task.workflow)
             assert spec.examine is not None
             spec.examine(task)
@@ -128,11 +126,10 @@ def scripted(
 
 
 ROUNDS = [pytest.param(program, embedded, id=program.name) for program in PROGRAMS] + [
-    pytest.param(PROGRAMS[2], vllm, id="vllm", marks=[needs_vllm, pytest.mark.timeout(700)])
+    pytest.param(PROGRAMS[2], vllm, id="vllm", marks=needs_vllm)
 ]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("program", "engines"), ROUNDS)
 def test_what_a_program_samples_is_what_is_trained(
     program: Program, engines: Engines, model: Path, tmp_path: Path

@@ -145,6 +145,7 @@ def test_gdpo_refuses_a_reward_that_its_parts_are_not() -> None:
         assign_advantages(part, [known, _with_parts(0, 1, 9.0)])
     with pytest.raises(ValueError, match=r"is 3 and its parts come to 1.*reward_shaping_mapper"):
         assign_advantages(part, [known, _with_parts(0, 1, 3.0, a=(1.0, 1.0))])
+    assert len(assign_advantages(part, [known, _with_parts(0, 1, 0.0, a=(0.0, 1.0))])[0]) == 2
     too_long = _with_parts(0, 1, 0.0)
     too_long.mask = torch.zeros_like(too_long.mask)
     kept, _ = assign_advantages(part, [known, too_long])

@@ -310,6 +310,38 @@ def test_an_advantage_class_sets_what_experiences_learn(plugin: Any) -> None:
     assert advantages == [[0, -2, -2], [0, 2, 2]] and metrics == {"group_mean": 0.5}
 
 
+@pytest.mark.parametrize(("advantages", "has"), [(None, "none"), ([1.0] * 5, "5 numbers")])
+def test_an_advantage_class_that_gives_another_length_is_told_what_it_gave(
+    plugin: Any, advantages: list[float] | None, has: str
+) -> None:
+    def gives(self: Any, group_id: str, exps: Any) -> Any:
+        for e in exps:
+            e.advantages = e.returns = advantages
+        return exps, {}
+
+    plugin.TheirMean.calculate_group_advantage = gives
+    given = [Experience([1, 2, 3], prompt_length=1, reward=1.0, eid=EID(1, 0, 0))]
+    message = f"gave experience 1/0/0/0 {has} as advantages: expected 2, one for each token"
+    with pytest.raises(ValueError, match=message):
+        _recipe("theirs").advantages(given)
+
+
+def test_what_plug_ins_count_by_the_helpers_of_trinity() -> None:
+    from trinity.algorithm.sample_strategy import SampleStrategy
+    from trinity.algorithm.utils import prefix_metrics
+
+    class Counts(SampleStrategy):
+        async def sample(self, step: int, **kwargs: Any) -> Any:
+            return [], {}, []
+
+    metrics: dict[str, Any] = {}
+    rows = [Experience([1, 2], prompt_length=1, versions=[version]) for version in (0, 3, -1)]
+    Counts(None).set_model_version_metric(rows, metrics)
+    assert metrics == {"sample/model_version": 1.5}  # what no weights sampled has no version
+    assert prefix_metrics({"a": 1}, "actor") == {"actor/a": 1}
+    assert prefix_metrics({"a": 1}, "actor", metrics) is metrics and metrics["actor/a"] == 1
+
+
 def test_options_and_forms_that_cannot_be_are_told(plugin: Any) -> None:
     with pytest.raises(ValueError, match=r"has no option 'clipp' .did you mean 'clip'"):
         _ = _recipe("grpo", policy_loss_fn="their_ppo", policy_loss_fn_args={"clipp": 1}).parts

@@ -20,6 +20,7 @@ POSITIONS = torch.tensor([4, 5, 9, 3, 4, 5, 8, 2, 3, 4, 7, 6])
 """Samples 0 and 4 have tokens between the trained ones that an environment wrote."""
 GROUPS = torch.tensor([7, 7, 7, 9, 9, 9])
 """Of samples 0 to 5."""
+PER_GROUP = torch.tensor(3.0)
 
 
 def _draw(seed: int, spread: float = 0.6) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,8 @@ def _real_loss(logprobs: Tensor, old: Tensor, right: list[bool], tau: float) -> 
 def test_real_has_the_gradient_of_its_formula(right: list[bool]) -> None:
     logprobs, old = _draw(0)
     advantages = torch.tensor([1.5 if r else -0.25 for r in right], dtype=torch.float64)[SAMPLES]
-    factors = label_weights(logprobs.detach(), old, advantages, SAMPLES, GROUPS[SAMPLES], tau=0.4)
+    batch = logprobs.detach(), old, advantages, SAMPLES, GROUPS[SAMPLES], PER_GROUP
+    factors = label_weights(*batch, tau=0.4)
     loss, _ = real(logprobs, old, tau=0.4)
     counts = torch.bincount(SAMPLES)[SAMPLES]
     (loss * factors / (6 * counts)).sum().backward()  # seq-mean-token-mean
@@ -64,7 +66,8 @@ def test_real_has_the_gradient_of_its_formula(right: list[bool]) -> None:
 def test_a_rollout_of_real_with_an_advantage_of_0_is_a_wrong_one() -> None:
     logprobs, old = _draw(1)
     advantages = torch.tensor([0.5, 0.0, -0.5, 0.0, 0.0, 0.0], dtype=torch.float64)[SAMPLES]
-    factors = label_weights(logprobs.detach(), old, advantages, SAMPLES, GROUPS[SAMPLES])
+    batch = logprobs.detach(), old, advantages, SAMPLES, GROUPS[SAMPLES], PER_GROUP
+    factors = label_weights(*batch)
     assert (factors[SAMPLES == 0] < 0).all() and (factors[SAMPLES == 1] > 0).all()
     assert (factors[SAMPLES >= 3] == 0).all()  # nobody was right there
 
@@ -94,8 +97,11 @@ def _fipo_loss(logprobs: Tensor, old: Tensor, a: Tensor, **given: float | bool |
 
 @pytest.mark.parametrize("high_only", [True, False])
 @pytest.mark.parametrize("bound", [None, 2.0])
-def test_fipo_is_the_loop_over_what_follows(bound: float | None, high_only: bool) -> None:
-    logprobs, old = _draw(2)
+@pytest.mark.parametrize("spread", [0.6, 0.03])  # with the smaller one few are at a bound
+def test_fipo_is_the_loop_over_what_follows(
+    spread: float, bound: float | None, high_only: bool
+) -> None:
+    logprobs, old = _draw(2, spread)
     advantages = torch.tensor([1.0, -1.0, -0.5, 2.0, -2.0, 0.0], dtype=torch.float64)[SAMPLES]
     loss, reported = fipo(
         *(logprobs, old, advantages, SAMPLES, POSITIONS),

@@ -15,6 +15,7 @@ from trireme.algorithms.policy_loss import (
     chord_mu,
     cispo,
     dppo,
+    fipo,
     importance_sampling,
     m2po,
     mix,
@@ -30,7 +31,7 @@ from trireme.algorithms.policy_loss import (
     sppo,
     topr,
 )
-from trireme.algorithms.sequence_loss import dpo, geo_mean, gspo, kto, rec, vespo
+from trireme.algorithms.sequence_loss import dpo, geo_mean, gspo, kto, real, rec, vespo
 
 
 def _slope(loss, ratio: float, advantage: float, **options) -> tuple[float, float]:
@@ -72,6 +73,8 @@ def _lp(ratio: float) -> float:
         (topr, 3.0, 2.0, {}, -2 * _lp(3), -2),
         (topr, 3.0, -2.0, {}, 2 * _lp(3), 2),
         (topr, 0.5, -2.0, {}, _lp(0.5), 1),
+        (m2po, 1.2, 2.0, {}, -2.4, -2.4),
+        (m2po, 1.2, 2.0, {"log_ratio_clip": 0.1}, -2 * math.exp(0.1), 0),
         (sppo, 1.2, 2.0, {}, -2 * math.log(1.2), -2),
         (sppo, 1.4, 2.0, {}, 0, 0),
         (sppo, 0.7, 2.0, {}, 0, 0),
@@ -108,6 +111,7 @@ def _lp(ratio: float) -> float:
         (rec, 0.5, 2.0, {"clip_mode": "two-side"}, 0, 0),
         (rec, 0.5, 2.0, {"clip_mode": "ring"}, 0, 0),
         (rec, 0.3, 2.0, {"clip_mode": "ring"}, -2 * _lp(0.3), -2),
+        (rec, 2.5, -2.0, {"clip_mode": "ring"}, 0, 0),
         (rec, 3.5, 2.0, {"clip_mode": "ring"}, 0, 0),
         (rec, 3.5, -2.0, {"clip_mode": "ring"}, 2 * _lp(3.5), 2),
         (rec, 1.1, 2.0, {"weight": "importance_sampling"}, -2.2 * _lp(1.1), -2.2),
@@ -126,6 +130,21 @@ def _lp(ratio: float) -> float:
 )  # fmt: skip
 def test_a_tokens_loss_and_slope(loss, ratio, advantage, options, value, slope):
     assert _slope(loss, ratio, advantage, **options) == pytest.approx((value, slope), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", [ppo, dppo, m2po, fipo, gspo, geo_mean, vespo, rec, real])
+def test_a_loss_reports_how_far_the_policy_has_moved(loss):
+    old = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    logprobs = torch.tensor([_lp(1.8), _lp(0.2), _lp(1.1)], dtype=torch.float64).requires_grad_()
+    given = {"logprobs": logprobs, "old_logprobs": old, "sample_ids": torch.tensor([0, 0, 1])}
+    given |= {"advantages": torch.tensor([2.0, 2.0, -1.0]), "positions": torch.tensor([3, 4, 3])}
+    names = loss.__code__.co_varnames[: loss.__code__.co_argcount]
+    _, reported = loss(**{name: given[name] for name in names})
+    expected = [-math.log(1.8), -math.log(0.2), -math.log(1.1)]
+    assert reported["ppo_kl"].tolist() == pytest.approx(expected)
+    assert not any(values.requires_grad for values in reported.values())
+    if loss is dppo:
+        assert reported["masked"].tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize("option", ["clip_mode", "weight", "regularizer"])
@@ -180,12 +199,12 @@ def test_gspos_ratio_is_the_samples_and_its_gradient_is_spread_over_it():
     assert logprobs.grad.tolist() == pytest.approx([-s / 2, -s / 2, math.exp(0.3)])
 
 
-def _dpo(policy: Tensor, **options) -> Tensor:
+def _dpo(policy: Tensor, **options) -> tuple[Tensor, dict[str, Tensor]]:
     """Two pairs, the second's samples apart: chosen (2 and 1 tokens), rejected (1 and 2)."""
     pairs = torch.tensor([0, 0, 1, 0, 1, 1])
     chosen = torch.tensor([True, True, True, False, False, False])
     ref = torch.tensor([-1.0, -1.0, -2.0, -1.0, -0.5, -0.5], dtype=torch.float64)
-    return dpo(policy, ref, pairs, chosen, **options)[0]
+    return dpo(policy, ref, pairs, chosen, **options)
 
 
 def test_dpo_is_a_loss_of_each_pair():
@@ -193,13 +212,20 @@ def test_dpo_is_a_loss_of_each_pair():
     # gains over the reference: .5 + 0 against -1; 1 against 0 + .2
     margins = [0.2 * 1.5, 0.2 * 0.8]
     losses = [-math.log(1 / (1 + math.exp(-m))) for m in margins]
-    out = _dpo(policy, beta=0.2)
+    out, reported = _dpo(policy, beta=0.2)
     a, b = losses
     assert out.tolist() == pytest.approx([a, a, b, a, b, b])
+    assert {name: values.tolist() for name, values in reported.items()} == {
+        "dpo_accuracy": [1, 1],
+        "dpo_margin": pytest.approx(margins),
+        "dpo_reward_chosen": pytest.approx([0.2 * 0.5, 0.2 * 1.0]),
+        "dpo_reward_rejected": pytest.approx([0.2 * -1.0, 0.2 * 0.2]),
+    }
     flipped = [-math.log(1 / (1 + math.exp(m))) for m in margins]
     smooth = [0.9 * x + 0.1 * y for x, y in zip(losses, flipped, strict=True)]
     c, d = smooth
-    assert _dpo(policy, beta=0.2, label_smoothing=0.1).tolist() == pytest.approx([c, c, d, c, d, d])
+    smoothed, _ = _dpo(policy, beta=0.2, label_smoothing=0.1)
+    assert smoothed.tolist() == pytest.approx([c, c, d, c, d, d])
 
 
 def test_kto_weighs_each_replys_gain_against_the_reference_point():
@@ -291,8 +317,13 @@ SAMPLES = torch.tensor([0, 0, 1, 1, 2])
 )
 def test_the_correction_truncates_or_masks(options, expected):
     sampler = torch.full((5,), -1.0, dtype=torch.float64)
-    weights, _ = rollout_correction(sampler + RATIOS.log(), sampler, SAMPLES, **options)
+    weights, reported = rollout_correction(sampler + RATIOS.log(), sampler, SAMPLES, **options)
     assert weights.tolist() == pytest.approx(expected)
+    assert ("truncated" in reported) == ("rollout_is" in options)
+    if options in ({"rollout_is": "token"}, {"rollout_is": "token", "rollout_rs": "token"}):
+        assert reported["truncated"].tolist() == [1, 0, 0, 0, 0]
+    if "rollout_rs" in options:
+        assert reported["masked"].tolist() == [float(weight == 0) for weight in expected]
 
 
 def test_the_correction_of_a_token_that_the_sampler_hardly_had_is_finite():

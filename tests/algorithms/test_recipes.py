@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -121,7 +122,11 @@ def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given()
             "'ppo' leaves no group out",
         ),
         ({"loss_agg_mode": "mean"}, "expected one of token-mean"),
+        ({"policy_loss_fn": "math:pi"}, "policy_loss_fn 'math:pi' is not a function but float"),
         ({"algorithm_type": "sft", "advantage_fn_args": {"epsilon": 1}}, "has no advantage_fn"),
+        ({"algorithm_type": "sft", "teacher_kl_fn": "k2"}, "'sft' learns from rows of data"),
+        ({"algorithm_type": "mix", "teacher_kl_fn": "k2"}, "'mix' learns from rows of data"),
+        ({"teacher_kl_fn_args": {"kl_coef": 1}}, "no effect without algorithm.teacher_kl_fn"),
     ],
 )
 def test_bad_settings_are_refused_in_one_sentence(given, message):
@@ -190,7 +195,8 @@ def test_advantages_are_per_task_and_lie_on_the_mask():
         assert experience.advantages.tolist() == pytest.approx([0, 0, score, 0], abs=1e-5)
         assert torch.equal(experience.returns, experience.advantages)
     assert metrics["reward_mean"] == 5.0
-    assert metrics["zero_std_groups"] == 0.5
+    assert metrics["zero_std_groups"] == metrics["idle_groups"] == 0.5
+    assert metrics["group_reward_std"] == 0.5  # of the population: 1 and 0
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -284,6 +290,15 @@ def test_an_experience_without_a_reward_is_named():
         get_recipe(_config(algorithm_type="grpo")).advantages(_rollouts({(0, 0): 1, (0, 1): None}))
 
 
+def test_where_the_trainer_computes_advantages_the_rewards_are_metrics_if_all_are_known():
+    recipe = get_recipe(_config(algorithm_type="ppo"))
+    kept, metrics = recipe.advantages(experiences := _rollouts({(0, 0): 1.0, (0, 1): 2.0}))
+    assert kept == experiences and experiences[0].advantages is None
+    assert (metrics["reward_mean"], metrics["group_reward_std"]) == (1.5, 0.5)
+    assert recipe.advantages(_rollouts({(0, 0): 1.0, (0, 1): None}))[1] == {}
+    assert recipe.advantages([]) == ([], {})
+
+
 def test_no_experiences_have_no_advantages():
     kept, metrics = get_recipe(_config(algorithm_type="grpo")).advantages([])
     assert kept == [] and metrics["experience_count"] == 0
@@ -350,6 +365,30 @@ def test_stale_experiences_are_dropped_and_counted():
     taken, sampled = asyncio.run(recipe.take(Ages(), 5, version=3))
     assert [e.version for e in taken] == [2] * 5
     assert sampled["sample/dropped_stale"] == 10.0
+
+
+def test_no_more_is_taken_than_fresh_ones_are_missing():
+    asked, fresh = [], itertools.cycle([0, 1])
+
+    class Half:
+        """Every second experience is stale."""
+
+        async def take_step(self) -> list[Experience]:
+            raise AssertionError("not asked for")
+
+        async def take(self, n: int) -> list[Experience]:
+            asked.append(n)
+            taken = _rollouts({(0, run): 0.0 for run in range(n)})
+            for experience in taken:
+                experience.versions = torch.full((len(experience.tokens),), 9 * next(fresh))
+            return taken
+
+    options = {"sample_strategy_args": {"max_staleness": 1}}
+    recipe = get_recipe(
+        _config(algorithm_type="grpo", sample_strategy="staleness_control", **options)
+    )
+    taken, _ = asyncio.run(recipe.take(Half(), 6, version=9))
+    assert asked == [6, 3, 2, 1] and [e.version for e in taken] == [9] * 6
 
 
 @advantage("rank")
@@ -450,21 +489,19 @@ def test_the_range_of_an_option_stands_at_the_option_a_users_too(kind):
 
 
 def test_an_expert_s_and_own_tokens_are_averaged_each_by_a_mode_of_its_own():
-    """Own: 1 and 3 tokens; an expert's: 2 and 4, the longest reply there."""
-    sizes, expert = (1, 3, 2, 4), (False, False, True, True)
-    rollouts = [Experience(range(n + 1), prompt_length=1, eid=EID(0, n)) for n in sizes]
-    flags = torch.tensor([e for n, e in zip(sizes, expert, strict=True) for _ in range(n)])
-    batch = flatten(rollouts).with_fields(expert=flags)
+    """Own: 1, 3 and no tokens; an expert's: 2 and 4, the longest reply there."""
+    sizes, experts = (1, 3, 0, 2, 4), torch.tensor([False, False, False, True, True])
+    batch = flatten([Experience(range(n + 1), prompt_length=1, eid=EID(0, n)) for n in sizes])
     options = {"sft_loss_agg_mode": "seq-mean-token-mean"}
 
     def weights(**others: str) -> list[float]:
         config = _config(algorithm_type="mix", policy_loss_fn_args=options | others)
-        return get_recipe(config).weights(batch).tolist()
+        return get_recipe(config).weights(batch, experts).tolist()
 
     theirs = [1 / 4] * 2 + [1 / 8] * 4
     assert weights() == pytest.approx([1 / 4] * 4 + theirs)
     own = weights(grpo_loss_agg_mode="seq-mean-token-sum")
-    assert own == pytest.approx([1 / 2] * 4 + theirs)
+    assert own == pytest.approx([1 / 3] * 4 + theirs)
     with pytest.raises(
         ValueError, match=r"sft_loss_agg_mode.*one of token-mean, seq-mean-token-sum"
     ):

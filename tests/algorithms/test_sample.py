@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trireme.algorithms.recipes import get_recipe
-from trireme.algorithms.sample import own_share
+from trireme.algorithms.sample import own_share, representative_sample
 from trireme.experience import EID, Experience
 
 
@@ -40,6 +40,7 @@ def test_the_expert_gives_its_share_rounded_up():
     assert [e.eid.batch for e in theirs] == ["expert"] * 3
     for e in theirs:
         assert e.reward == 0 and e.version == -1
+        assert e.versions is not None and set(e.versions.tolist()) == {-1}
         assert e.advantages is not None and not e.advantages.any()
 
 
@@ -88,3 +89,28 @@ def test_a_mix_needs_the_strategy_that_brings_the_expert():
 def test_parts_that_do_not_fit_are_refused_in_one_sentence(given, message):
     with pytest.raises(ValueError, match=message):
         get_recipe(SimpleNamespace(**given))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "once"),
+    [("default", True), ("warmup", True), ("explore_step", True), ("staleness_control", False)],
+)
+def test_a_strategy_says_whether_a_batch_is_one_take_of_the_buffer(strategy, once):
+    """Where it is, a take that is cancelled has taken nothing."""
+    recipe = get_recipe(SimpleNamespace(algorithm_type="grpo", sample_strategy=strategy))
+    assert recipe.takes_once is once
+
+
+def test_what_a_sample_strategy_shows_is_the_worst_and_the_best():
+    def rollout(reward: float | None, text: str) -> Experience:
+        return Experience(
+            [1, 2], prompt_length=1, reward=reward, prompt_text="?", response_text=text
+        )
+
+    rows = [rollout(0.5, "b"), rollout(1.0, "c"), rollout(None, "d"), rollout(-2.0, "a")]
+    assert representative_sample(rows) == [
+        {"prompt": "?", "response": "a", "reward": -2.0},
+        {"prompt": "?", "response": "c", "reward": 1.0},
+    ]
+    assert representative_sample(rows[2:3]) == [{"prompt": "?", "response": "d", "reward": None}]
+    assert representative_sample([]) == []

@@ -98,3 +98,11 @@ def test_a_run_that_says_what_some_steps_earned_earned_nothing_in_the_others() -
     kept, _ = assign_advantages(make_part("advantage_fn", ADVANTAGES, "gigpo", {}), experiences)
     found = [float(e.advantages[-1]) for e in kept]  # type: ignore[index]
     assert found == pytest.approx([-0.25, -0.25, 0.25, 0.25])  # returns 0.5 and 1
+
+
+def test_a_run_of_one_step_that_says_nothing_earned_its_reward_there() -> None:
+    experiences = episode(0, [1.0], ["a"]) + episode(1, [0.0], ["b"])
+    for silent in experiences:
+        del silent.info["step_reward"]
+    kept, _ = assign_advantages(make_part("advantage_fn", ADVANTAGES, "gigpo", {}), experiences)
+    assert [float(e.advantages[-1]) for e in kept] == [0.5, -0.5]  # type: ignore[index]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.buffer.samples import step_of, uids
+from tests.limits import HANG_S
 from trireme.buffer.buffer import Closed
 from trireme.buffer.sql import SqlBuffer
 from trireme.experience import Experience
@@ -21,13 +22,15 @@ from trireme.files import write_json
 
 TASKS, RUNS = 25, 4
 BATCH, SAVE_INTERVAL = 64, 5
-LEASE = 5.0
+LEASE = 10.0
 GO = "go"
 """In the folder, once all writers have opened the buffer."""
 
 
 def open_as(url: str, role: Any, name: str) -> SqlBuffer:
-    return SqlBuffer("shared", url, role=role, party=name, lease_time=LEASE, max_read_timeout=120)
+    return SqlBuffer(
+        "shared", url, role=role, party=name, lease_time=LEASE, max_read_timeout=HANG_S
+    )
 
 
 def made(name: str, step: int) -> list[Experience]:

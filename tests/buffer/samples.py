@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from tests.limits import HANG_S
 from trireme.experience import EID, Experience
 
 T = TypeVar("T")
@@ -52,4 +53,4 @@ class JumpingClock:
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a test's coroutine; a hang fails it."""
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, HANG_S))

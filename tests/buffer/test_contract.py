@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.buffer.samples import JumpingClock, run, sample, step_of, uids
-from trireme.buffer.buffer import Buffer, Closed
+from trireme.buffer.buffer import Buffer, Closed, Condition, WallClock
 from trireme.buffer.file import FileBuffer
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.sql import SqlBuffer
@@ -296,11 +296,65 @@ def test_an_explorer_that_waits_too_long_is_told_for_what(make: Make) -> None:
     run(main())
 
 
+class HandClock(JumpingClock):
+    """Time passes only by the test's hand."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_put_waits_on_while_the_trainer_takes_something() -> None:
+    async def main() -> None:
+        clock = HandClock()
+        buffer = QueueBuffer("experiences", capacity=1, max_read_timeout=10.0, clock=clock)
+        await buffer.put(step_of(1))
+        put = asyncio.ensure_future(buffer.put(step_of(2)))
+        for _ in range(3):  # each makes no room, and comes before the ten seconds are over
+            await asyncio.sleep(0.01)
+            clock.time += 6.0
+            await buffer.take(1)
+        await asyncio.sleep(0.01)
+        assert clock.time > 10 and not put.done()
+        await buffer.take(1)
+        await put
+
+    run(main())
+
+
+def test_a_queue_gives_the_explore_steps_one_by_one_however_large() -> None:
+    async def main() -> None:
+        buffer = QueueBuffer("experiences")
+        step = asyncio.ensure_future(buffer.take_step())
+        await asyncio.sleep(0)
+        await buffer.put([sample(1, 0, 0)])  # one alone is a step too
+        assert uids(await step) == uids([sample(1, 0, 0)])
+        await buffer.put(step_of(2))
+        await buffer.put(step_of(3))
+        await buffer.close()
+        assert uids(await buffer.take_step()) == uids(step_of(2))
+        assert uids(await buffer.take_step()) == uids(step_of(3))
+        with pytest.raises(Closed):
+            await buffer.take_step()
+
+    run(main())
+
+
 def test_an_empty_put_is_no_put(make: Make) -> None:
     async def main() -> None:
         buffer = make(capacity=1)
         for _ in range(3):
             await buffer.put([])
         assert len(buffer) == 0
+
+    run(main())
+
+
+def test_the_wall_clocks_sleep_lets_its_seconds_pass() -> None:
+    async def main() -> None:
+        clock = WallClock()
+        begun = clock.now()
+        await clock.sleep(0.05)
+        assert clock.now() - begun >= 0.04
+        assert not await Condition(clock).wait(0.01), "nobody has notified"
 
     run(main())

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.buffer.party import GO, RUNS, TASKS, made, read
+from tests.limits import HANG_S
 from tests.postgres import Server
 
 
@@ -49,7 +50,7 @@ class Parties:
 
     def finish(self) -> None:
         for name, process in self.running.items():
-            _, errors = process.communicate(timeout=600)
+            _, errors = process.communicate(timeout=HANG_S)
             assert process.returncode == 0, f"{name}: {errors}"
 
 
@@ -105,7 +106,6 @@ def test_on_sqlite_each_experience_is_learned_from_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.large
-@pytest.mark.timeout(900)
 def test_on_postgres_each_of_40_000_experiences_is_learned_from_once(
     postgres: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

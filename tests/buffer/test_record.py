@@ -108,15 +108,15 @@ def test_the_copy_is_of_the_moment_when_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
-    (tmp_path / "experience_buffer.jsonl").mkdir()
-    record = record_for(None, tmp_path)
+    (tmp_path / "buffer").touch()
+    record = record_for(None, tmp_path / "buffer")
 
     async def main() -> None:
         buffer = QueueBuffer("experiences", record=record)
         await buffer.put(step_of(1))
         buffer.state()
 
-    with pytest.raises(OSError, match=r"experience_buffer\.jsonl"):
+    with pytest.raises(OSError, match=r"/buffer"):
         run(main())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from sqlalchemy import MetaData, text
 
 from tests.buffer.samples import JumpingClock, run, sample, step_of, uids
+from tests.limits import HANG_S
 from tests.postgres import PASSWORD, Server
 from trireme.buffer.buffer import Closed
 from trireme.buffer.claims import Reuse
@@ -227,10 +227,10 @@ def test_a_reader_that_is_alive_keeps_what_it_took_past_its_lease(url: str) -> N
     async def main() -> None:
         explorer = open_as("explore", url)
         await explorer.put(step_of(1))
-        slow = open_as("train", url, "slow", lease_time=0.4)
+        slow = open_as("train", url, "slow", lease_time=1.5)
         await slow.take(3)
-        other = open_as("train", url, "other", lease_time=0.4)
-        await asyncio.sleep(1.0)
+        other = open_as("train", url, "other", lease_time=1.5)
+        await asyncio.sleep(2.5)
         assert uids(await other.take(1)) == uids(step_of(1))[3:]
         slow.commit()
 
@@ -344,12 +344,12 @@ def test_a_server_that_is_away_is_waited_for(
 def test_a_server_that_stays_away_ends_the_wait_with_its_name(postgres: Server) -> None:
     async def main(url: str) -> None:
         trainer = open_as("train", url, max_read_timeout=0.3, retry_seconds=0.1)
+        said = r"database 'postgresql.* was away for 0.3 s"
+        with postgres.away(), pytest.raises(TimeoutError, match=said):
+            await trainer.take(1)
+        trainer = open_as("train", url)  # which waits for half an hour
         with postgres.away():
-            with pytest.raises(TimeoutError, match=r"database 'postgresql.* was away for 0.3 s"):
-                await trainer.take(1)
-            started = time.monotonic()
-            await trainer.fail(ValueError("another cause"))  # is not held up by it
-            assert time.monotonic() - started < 5
+            await asyncio.wait_for(trainer.fail(ValueError("another cause")), HANG_S)
 
     run(main(postgres.database()))
 
@@ -362,7 +362,7 @@ def test_a_take_that_is_cancelled_waits_for_no_server(postgres: Server) -> None:
             await asyncio.sleep(0.3)
             taking.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(taking, timeout=5)
+                await asyncio.wait_for(taking, HANG_S)
         await explorer.put(step_of(1))
         assert uids(await trainer.take(4)) == uids(step_of(1))
 
@@ -420,3 +420,121 @@ def test_a_side_that_nobody_started_is_said_long_before_the_time_out(
         run(trainer.take(1))
     sentence = "waiting on buffer 'experiences'; no command with mode: explore is on this buffer"
     assert caplog.text.count(sentence) == int(not there)
+
+
+def damage(url: str, *eids: str) -> None:
+    """Flip a bit in the middle of what is stored of these experiences."""
+    with open_database(url, MetaData()).begin() as connection:
+        for eid in eids:
+            query = text("SELECT experience_bytes FROM experiences WHERE msg_id = :eid")
+            data = bytearray(connection.scalar(query, {"eid": eid}))
+            data[-20] ^= 1
+            update = text("UPDATE experiences SET experience_bytes = :data WHERE msg_id = :eid")
+            connection.execute(update, {"data": bytes(data), "eid": eid})
+
+
+def test_a_damaged_row_ends_a_take_in_a_sentence_and_nothing_is_claimed(url: str) -> None:
+    async def main() -> None:
+        buffer = open_as("both", url)
+        await buffer.put(step_of(1))
+        damage(url, "1/1/0/0")
+        sentence = r"row 3 of table experiences in '.+' is damaged \(error: .+\): expected it as it"
+        with pytest.raises(ValueError, match=sentence):
+            await buffer.take(4)
+        assert len(buffer) == 4
+        assert uids(await buffer.take(2)) == ["1/0/0/0", "1/0/1/0"]  # before it all is well
+
+    run(main())
+
+
+def test_damaged_rows_that_may_be_left_out_are_counted_and_others_fill_the_batch(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        buffer = open_as("both", url, on_error="skip")
+        await buffer.put(step_of(1))
+        damage(url, "1/0/0/0", "1/1/1/0")
+        take = asyncio.create_task(buffer.take(3))
+        await asyncio.sleep(0.3)
+        assert not take.done()  # two are left, and the third has to be waited for
+        await buffer.put(step_of(2, tasks=1, runs=1))
+        assert uids(await take) == ["1/0/1/0", "1/1/0/0", "2/0/0/0"]
+        assert buffer.metrics() == {"buffer/damaged": 2.0}
+        await buffer.put(step_of(1))  # is there already, and is not put again
+        assert len(buffer) == 0
+
+    run(main())
+    said = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+    assert ["row 1 of" in said[0], "row 4 of" in said[1], len(said)] == [True, True, 2]
+    assert said[1].endswith("and left out: 2 so far")
+
+
+def test_what_is_damaged_stays_out_after_a_resume_and_the_others_are_taken_once(url: str) -> None:
+    async def main() -> None:
+        killed = open_as("train", url, on_error="skip")
+        explorer = open_as("explore", url)
+        await explorer.put(step_of(1))
+        await explorer.put(step_of(2))
+        assert len(await killed.take(2)) == 2
+        state = killed.state()
+        killed.commit()
+        damage(url, "1/1/0/0")
+        assert uids(await killed.take(2)) == ["1/1/1/0", "2/0/0/0"]
+
+        again = open_as("train", url, on_error="skip")
+        again.load_state(state)
+        await explorer.close()
+        taken = uids(await again.take(4)) + uids(await again.take(4))
+        assert taken == ["1/1/1/0", "2/0/0/0", "2/0/1/0", "2/1/0/0", "2/1/1/0"]
+        again.commit()
+        with pytest.raises(Closed):
+            await again.take(1)
+
+    run(main())
+
+
+def test_a_whole_run_that_is_resumed_makes_a_damaged_row_anew(url: str) -> None:
+    async def main() -> None:
+        buffer = open_as("both", url, on_error="skip")
+        await buffer.put(step_of(1, tasks=1))
+        assert len(await buffer.take(2)) == 2
+        state = buffer.state()
+        buffer.commit()
+        await buffer.put(step_of(2, tasks=1))
+        damage(url, "2/0/0/0")
+        assert uids(await buffer.take(1)) == ["2/0/1/0"]
+
+        again = open_as("both", url, on_error="skip")
+        again.load_state(state)
+        await again.put(step_of(2, tasks=1))
+        assert uids(await again.take(2)) == ["2/0/0/0", "2/0/1/0"]
+
+    run(main())
+
+
+def test_of_rows_that_are_all_damaged_the_end_is_seen(url: str) -> None:
+    async def main() -> None:
+        buffer = open_as("both", url, on_error="skip")
+        await buffer.put(step_of(1, tasks=1))
+        damage(url, "1/0/0/0", "1/0/1/0")
+        await buffer.close()
+        with pytest.raises(Closed):
+            await buffer.take(4)
+
+    run(main())
+
+
+def test_a_row_that_is_damaged_between_two_uses_is_sealed_and_not_used_again(url: str) -> None:
+    async def main() -> None:
+        reuse = Reuse(cooldown=0.01, use_count_limit=3)
+        buffer = open_as("both", url, on_error="skip", reuse=reuse)
+        await buffer.put(step_of(1, tasks=1))
+        assert len(await buffer.take(2)) == 2
+        damage(url, "1/0/0/0")
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            assert uids(await buffer.take(1)) == ["1/0/1/0"]
+            assert buffer.metrics() == {"buffer/damaged": 1.0, "buffer/dropped": 0.0}
+            buffer.commit()  # counts what it holds
+
+    run(main())

@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoint.models import random_model
 from tests.checkpoint.write_fsdp import write_fsdp
 from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
+from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import load_checkpoint, read_manifest, write_manifest
+from trireme.checkpoint.save import copy_model_files, write_weights
 from trireme.cli.convert import convert
 
 VOCAB = 101  # no two ranks hold as many rows
@@ -179,3 +182,36 @@ def sharded(whole: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tenso
         )
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_export_that_was_deleted_is_made_again_as_the_manifest_lists_it(
+    written: Path, step: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = step / "actor" / "huggingface"
+    hf.mkdir()
+    copy_model_files(written / "model", hf)
+    weights = load_file(written / "model" / "model.safetensors")
+    write_weights(hf / "model.safetensors", {n: t.to(dtype) for n, t in weights.items()})
+    write_manifest(step, 3, {"version": 1, "buffer": {}})
+    before = [path.read_bytes() for path in (hf / "model.safetensors", step / "manifest.json")]
+    (hf / "model.safetensors").unlink()
+    assert convert([step]) == 0
+    assert [p.read_bytes() for p in (hf / "model.safetensors", step / "manifest.json")] == before
+    assert convert([step]) == 0
+    assert "1 complete already" in capsys.readouterr().out
+    loaded = load_checkpoint(JobFolder(step.parent))
+    assert loaded is not None and loaded.step == 3
+
+    # in a dtype that is asked for the step stays whole, too
+    (hf / "model.safetensors").unlink()
+    other = "float32" if dtype != torch.float32 else "bfloat16"
+    assert convert([step], None, other) == 0
+    assert "manifest lists from now on" in capsys.readouterr().out
+    assert load_file(hf / "model.safetensors")["model.norm.weight"].dtype == getattr(torch, other)
+    read_manifest(step, 3)
+    assert convert([step]) == 0
+    (hf / "model.safetensors").unlink()
+    assert convert([step], None, None, max_shard_gb=2e-5) == 0  # the former dtype, in one file
+    read_manifest(step, 3)
+    assert load_file(hf / "model.safetensors")["model.norm.weight"].dtype == getattr(torch, other)

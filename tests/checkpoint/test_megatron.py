@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import HANG_S
+
 pytest.importorskip("megatron.core", reason="needs megatron-core: make test-megatron")
 
 from safetensors import safe_open
@@ -32,7 +34,6 @@ CASES: list[Case] = [
     ("llama", False, "stacked"),
     ("llama", True, "numbered"),
 ]
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return folders

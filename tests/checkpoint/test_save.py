@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.models import save_checkpoint, save_whole
+from tests.limits import HANG_S
 from trireme.checkpoint.layout import REFERENCE, JobFolder
 from trireme.checkpoint.manifest import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_weights
@@ -28,7 +29,7 @@ STATE = {
     "step": 0,
     "version": 3,
     "explorer": {"step": 7, "taskset": {"current_index": 28}},
-    "buffer": {"puts": [2, 1], "experiences": b"\x00bytes\xff"},
+    "buffer": {"puts": [2, 1], "experiences": b"\x00bytes\xff", "others": b"\x01"},
 }
 
 
@@ -73,6 +74,7 @@ def test_the_folder_is_that_of_the_seed(tmp_path: Path, tiny_dir: Path) -> None:
         "actor/optim_world_size_1_rank_0.pt",
         "actor/extra_state_world_size_1_rank_0.pt",
         "state/state.buffer.experiences.bin",
+        "state/state.buffer.others.bin",
     }
     for path in tiny_dir.iterdir():
         copied = step / "actor" / "huggingface" / path.name
@@ -166,7 +168,7 @@ def test_weights_are_published_while_the_disk_takes_or_removes_a_checkpoint(
             daemon=True,
         )
         thread.start()
-        thread.join(10)
+        thread.join(HANG_S)
         assert not thread.is_alive(), "the training would wait"
 
     def slow_sync(path: Path) -> None:
@@ -235,6 +237,21 @@ def test_dying_at_any_rename_leaves_a_checkpoint_to_go_on_from(
         assert not list(job.glob(".tmp-*")), "what was left half-written is removed"
         save(job, 3, tiny_dir)
         assert JobFolder(job).latest_weights_step() == 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_under_a_temporary_name_is_put_back_where_it_is_whole(
+    tmp_path: Path, tiny_dir: Path, whole: bool
+) -> None:
+    save(tmp_path, 1, tiny_dir)
+    path = save(tmp_path, 2, tiny_dir)
+    if not whole:
+        (path / "actor/huggingface/model.safetensors").write_bytes(b"half of it")
+    path.rename(tmp_path / ".tmp-global_step_2-0a1b")
+    loaded = load_checkpoint(JobFolder(tmp_path))
+    assert loaded is not None and loaded.step == 1 + whole
+    assert JobFolder(tmp_path).steps() == [1, 2][: 1 + whole]
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(
@@ -306,11 +323,8 @@ MALFORMED = {
     "no buffer": {"state": {"version": 1}},
     "files of another kind": {"files": ["a"]},
     "another step": {"step": 999},
+    "another format": {"format": "trireme-checkpoint-9"},
     "a step of another kind": {"step": "2"},
-    "a file outside": {"files": {"../global_step_1/manifest.json": 1}},
-    "a state outside": {
-        "state": {"version": 1, "buffer": {"experiences": {"$file": "../../../etc/hostname"}}}
-    },
     "a state that is no path": {"state": {"version": 1, "buffer": {"x": {"$file": 3}}}},
 }
 
@@ -339,6 +353,27 @@ def test_a_checkpoint_without_checksums_is_gone_on_from_and_the_log_says_so(
     loaded = load_checkpoint(JobFolder(tmp_path))
     assert loaded is not None and loaded.step == 1 and _first_weight(loaded) == -1
     assert "saved without checksums" in caplog.text
+
+
+@pytest.mark.parametrize("inside", ["files", "state"])
+@pytest.mark.parametrize("name", ["../outside.bin", "state/../../outside.bin", "{}/outside.bin"])
+def test_a_manifest_that_names_a_file_outside_its_folder_is_passed_by(
+    tmp_path: Path, tiny_dir: Path, inside: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, tiny_dir)
+    path = save(tmp_path, 2, tiny_dir) / "manifest.json"
+    (tmp_path / "outside.bin").write_bytes(b"12345")  # there, and as large as is said
+    manifest = json.loads(path.read_text()) | {"format": "trireme-checkpoint-1"}
+    for key in ("checksum", "xxh3_128"):
+        del manifest[key]
+    name = name.format(tmp_path)
+    manifest["files"][name] = 5
+    if inside == "state":
+        manifest["state"]["buffer"]["experiences"] = {"$file": name}
+    path.write_text(json.dumps(manifest))
+    loaded = load_checkpoint(JobFolder(tmp_path))
+    assert loaded is not None and loaded.step == 1
+    assert f"{path} names the file '{name}': expected a path inside its folder" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,18 @@ from io import StringIO
 
 import pytest
 from huggingface_hub import constants
-from rich.console import Console
 
 from tests.config.made import config_of, values
 from tests.config.test_placement import SEVEN, tree
 from trireme.cli.check import check
 from trireme.config import ConfigError, load_config
 from trireme.launch.check import checked
+from trireme.monitor.terminal import Terminal
 
 
 def printed(path, *overrides):
     out = StringIO()
-    code = check(path, overrides, Console(file=out, soft_wrap=True, width=80))
+    code = check(path, overrides, Terminal(file=out, soft_wrap=True, width=80))
     return code, out.getvalue()
 
 

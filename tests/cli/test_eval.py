@@ -18,6 +18,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.limits import HANG_S
 from trireme.cli.eval import EvalOptions, _api_of, _plan, _report, _values
 from trireme.cli.main import app
 from trireme.experience import Experience
@@ -217,7 +218,7 @@ def test_a_signal_stops_it_and_leaves_no_folder(
     tasks: Path, tmp_path: Path, tiny_dir: Path, api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, answer = Event(), Event()
-    monkeypatch.setattr(Api, "do_POST", lambda handler: asked.set() or answer.wait(120))
+    monkeypatch.setattr(Api, "do_POST", lambda handler: asked.set() or answer.wait(HANG_S))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     words = ["eval", "--tasks", f"sums={tasks}", "--workflow", "simple_workflow"]
@@ -225,9 +226,9 @@ def test_a_signal_stops_it_and_leaves_no_folder(
     command = [sys.executable, "-m", "trireme", *words]
     environment = os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as running:
-        assert asked.wait(120) and list(temporary.glob("trireme-eval-*"))
+        assert asked.wait(HANG_S) and list(temporary.glob("trireme-eval-*"))
         running.terminate()
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=HANG_S)
         answer.set()
     assert running.returncode == 128 + signal.SIGTERM and said.endswith("stopped\n")
     assert not list(temporary.glob("trireme-eval-*"))

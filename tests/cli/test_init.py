@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.job import ROOT, environment
+from tests.limits import HANG_S
 from trireme.cli.init import init
 
 
@@ -21,14 +22,13 @@ def call(*words: str, cwd: Path) -> str:
         env=environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{cwd}"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # some 30 s of work
 def test_a_starter_project_runs_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.odd import ALL
+from tests.test_text import commands_in
 from trireme.cli.log import log, select
 from trireme.cli.main import app
 
@@ -80,3 +82,13 @@ def test_a_folder_without_logs_is_an_error(
 ) -> None:
     assert log(tmp_path, None) == 2
     assert capsys.readouterr().err == f"no log files in {tmp_path}\n"
+
+
+def test_control_characters_that_another_program_logged_are_shown(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"2026-01-01 10:00:03,000 ERROR vllm: \x1b[2Jgone {ALL}\n"
+    (job / "log/engine_0.log").write_text(line, encoding="utf-8", errors="surrogatepass")
+    assert log(job, None, last=1, color=False) == 0
+    said = capsys.readouterr().out
+    assert "vllm: \u241b[2Jgone" in said and commands_in(said) == set()

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import trireme
+from tests.limits import HANG_S
 from trireme.cli.main import app
 
 PLAIN = {"compare": False}
@@ -58,7 +59,7 @@ def test_the_yaml_may_be_a_plain_word(called: dict[str, Any]) -> None:
 
 def test_the_version_is_told_also_by_the_module() -> None:
     words = [sys.executable, "-m", "trireme", "--version"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+    said = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S).stdout
     assert (
         said == CliRunner().invoke(app, ["--version"]).output == f"trireme {trireme.__version__}\n"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
+from tests.odd import ALL
+from tests.test_text import commands_in
 from tests.tiny import make_model
 from trireme.buffer.record import Record
 from trireme.cli.view import Sample, Wanted, _coloured, view
@@ -201,3 +205,29 @@ def test_stored_rollouts_show_roles_instead_of_the_templates_marks(
     record.close()
     assert view(None, edited, tokenizer=model, color=False) == 0
     assert "<|im_start|>user\n2+2?" in capsys.readouterr().out, "nothing is left out by a guess"
+
+
+def test_odd_texts_are_shown_and_a_damaged_row_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Record(database=f"sqlite:///{tmp_path}/x.db", lines=tmp_path / "x.jsonl")
+    turns = [{"role": "user", "content": ALL}, {"role": "assistant", "content": ALL}]
+    record._write([
+        Experience([20, 21, 22], mask=[False, True, False], eid=EID(1, n), prompt_text=ALL,
+                   response_text=f"reply {ALL}", messages=turns)
+        for n in range(2)
+    ])  # fmt: skip
+    record.close()
+    for place in ("x.db", "x.jsonl"):
+        for color in (False, True):
+            assert view(None, str(tmp_path / place), color=color) == 0
+            said = capsys.readouterr().out
+            assert "\u241b]0;owned" in said and "\x1b]0;owned" not in said
+            assert color or commands_in(said) == set()
+    with closing(sqlite3.connect(tmp_path / "x.db")) as database, database:
+        (data,) = database.execute("SELECT experience_bytes FROM experiences").fetchone()
+        bad = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+        database.execute("UPDATE experiences SET experience_bytes = ? WHERE id = 1", [bad])
+    assert view(None, str(tmp_path / "x.db"), color=False) == 0
+    said = capsys.readouterr().out
+    assert "--- row 1 of table experiences is damaged (" in said and "--- 1/1/0/0" in said

@@ -396,6 +396,30 @@ def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
     assert any("generates in its place, since no Python with vLLM was" in n for n in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "has_vllm", "kind", "says"),
+    [
+        (2, True, "vllm", f"vLLM 0.32.0 of {FOUND.python} generates in its place"),
+        (2, False, "torch", "the embedded torch engine generates in its place, since no Python"),
+        (0, True, "torch", "the embedded torch engine generates in its place, since this machine"),
+    ],
+)
+def test_sglang_is_vllm_where_a_gpu_and_vllm_are(
+    gpus: int,
+    has_vllm: bool,
+    kind: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
+    monkeypatch.setattr(placement, "find_vllm", lambda asked: FOUND if has_vllm else None)
+    found = plan(tmp_path, f"{key('engine_type')}=sglang", head_dim=64)
+    assert found.engine_kind == kind
+    said = [note for note in found.notes if note.startswith(f"{key('engine_type')} (sglang): ")]
+    assert says in said[0] and len([n for n in found.notes if "in its place" in n]) == 1
+
+
 def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

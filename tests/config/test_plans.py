@@ -438,6 +438,23 @@ def test_what_changes_nothing_is_noted(tmp_path, overrides, told):
     assert plan_of(tmp_path, *steps, *overrides).notes.count(told) == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "noted"),
+    [
+        (["policy_loss_fn=geo_mean"], True),
+        (["policy_loss_fn=geo_mean", "loss_agg_mode=seq-mean-token-mean"], False),
+        (["algorithm_type=gspo", "loss_agg_mode=token-mean"], True),
+        (["algorithm_type=gspo"], False),
+        ([], False),
+    ],
+)
+def test_a_loss_of_samples_that_is_averaged_by_their_length_is_noted(tmp_path, given, noted):
+    keys = [f"algorithm.{key}" for key in given]
+    notes = [n for n in plan_of(tmp_path, *keys).notes if "loss of whole samples" in n]
+    begin = "algorithm.loss_agg_mode (token-mean): policy_loss_fn '"
+    assert [note.startswith(begin) for note in notes] == [True] * noted
+
+
 def test_what_changes_something_is_not_noted(tmp_path):
     steps = ["buffer.total_steps=4", "trainer.total_steps=4"]
     plain = plan_of(tmp_path, *steps).notes

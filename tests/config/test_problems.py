@@ -119,6 +119,12 @@ def test_an_explorers_name_has_to_name_files(tmp_path, name):
     assert found.startswith(f"explorer.name is '{name}': expected letters, digits")
 
 
+@pytest.mark.parametrize("key", ["checkpoint_root_dir", "project", "group", "name"])
+def test_the_name_of_a_folder_has_no_nul(tmp_path, key):
+    found = only_problem(tmp_path, f'{key}="a\\0b"')
+    assert found == f"{key} is 'a\\x00b': expected the name of a folder, without NUL"
+
+
 def test_a_dataset_on_the_hub_is_a_note(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     tree = values(tmp_path)

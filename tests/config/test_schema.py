@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.limits import HANG_S
 from trireme.config import load_config
 from trireme.config.schema import Config
 from trireme.config.section import Section, fate_of, section_in
@@ -102,6 +103,6 @@ def test_a_file_is_read_and_validated_by_itself_without_loading_what_is_slow():
         "print([m for m in ('torch', 'transformers', 'datasets', 'ray') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
     )
     assert done.stdout.strip() == "[]", done.stderr

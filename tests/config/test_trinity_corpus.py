@@ -120,6 +120,7 @@ def test_an_option_of_verl_without_a_counterpart_is_refused(
         "{custom_reward_function: {path: null, name: compute_score}}",
         "{actor_rollout_ref: {model: {lora_rank: 0, lora_alpha: 16, target_modules: all-linear}}}",
         "{actor_rollout_ref: {model: {mtp: {enable: false}}}}",
+        "{actor_rollout_ref: {model: {fused_kernel_options: {impl_backend: torch}}}}",
         "{trainer: {resume_mode: auto, resume_from_path: false}}",
         "{critic: {enable: null, ppo_epochs: 1}}",
         "{critic: {ppo_epochs: 2}, actor_rollout_ref: {actor: {ppo_epochs: 2}}}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +255,39 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
         rows.require("prompt", "format.prompt_key")
     with pytest.raises(ValueError, match="did you mean 'question'"):
         rows.require("questions", "format.prompt_key")
+
+
+HALF = '{"question": "1 + 1?", "more": [{"tag": "cut \\ud83d"}]}'
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "raw_task"])
+def test_half_of_a_surrogate_pair_is_named_with_its_file_line_and_column(
+    kind: str, tmp_path: Path
+) -> None:
+    whole, where = '{"question": "\\ud83d\\ude00?"}', "line 3"
+    path, asked = tmp_path / "data.jsonl", None
+    if kind == "json":
+        path, where = tmp_path / "data.json", "entry 2"
+        path.write_text(f"[{whole}, {HALF}]")
+    elif kind == "raw_task":
+        with closing(sqlite3.connect(tmp_path / "d.db")) as database, database:
+            database.execute("CREATE TABLE tasks (raw_task TEXT)")
+            database.executemany("INSERT INTO tasks VALUES (?)", [[whole], [HALF]])
+        asked, where = f"sqlite:///{tmp_path / 'd.db'}", "row 1"
+    else:
+        path.write_text(f"{whole}\n\n{HALF}\n")
+    named = asked or str(path)
+    with pytest.raises(ValueError) as raised:
+        load_rows(named)
+    said = str(raised.value)
+    assert said.startswith(f"dataset '{named}' has half of a surrogate pair: ")
+    assert said.endswith(f"{where}, column 'more': expected whole characters, got "
+                         '[{"tag": "cut \\ud83d"}]')  # fmt: skip
+    if kind != "raw_task":
+        assert [row["question"] for row in load_rows(named, on_error="skip")] == ["\U0001f600?"]
+
+
+def test_a_nul_in_a_row_is_a_character_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "a\\u0000b"}\n')
+    assert load_rows(path)[0] == {"question": "a\0b"}

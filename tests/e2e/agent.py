@@ -16,12 +16,14 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
+from tests.limits import HANG_S
+
 TASKS = RUNS = 4
 
 
 def until(ready: Any, wanted: str) -> Any:
     """What `ready` returns, once that is something."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         if found := ready():
             return found
@@ -60,7 +62,7 @@ async def episode(url: str, http: httpx.AsyncClient, name: str, task: str, run: 
 
 
 async def play_round(url: str, number: int, tasks: int) -> None:
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=HANG_S) as http:
         await asyncio.gather(
             *(
                 episode(url, http, f"{number}-{task}-{run}", f"{number} and {task}", run)

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import yaml
 
+from tests.limits import HANG_S
 from tests.tiny import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +160,7 @@ class Forked:
         """The exit code; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout: float = 600) -> int:
+    def wait(self, timeout: float = HANG_S) -> int:
         """The exit code; an error if there is none in time."""
         self._process.join(timeout)
         if (code := self._process.exitcode) is None:
@@ -167,7 +168,7 @@ class Forked:
             raise AssertionError(f"no end in {timeout:g} s:\n{self.said()}")
         return code
 
-    def communicate(self, timeout: float = 600) -> tuple[str, str]:
+    def communicate(self, timeout: float = HANG_S) -> tuple[str, str]:
         """What it printed on stdout and stderr, once it has ended."""
         self.wait(timeout)
         return _read(self._out), _read(self._err)
@@ -190,9 +191,9 @@ class Forked:
         self._process.kill()
         self._process.join()
 
-    def kill_when(self, path: Path, seconds: float = 600) -> None:
+    def kill_when(self, path: Path) -> None:
         """SIGKILL once that file is there; it must not have ended before."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + HANG_S
         while not path.exists():
             ended = self.poll() is not None and not path.exists()
             assert not ended, f"it ended before {path} appeared:\n{self.said()}"
@@ -268,7 +269,7 @@ def run_fresh(
         command(folder, config, *overrides),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
         env=environment() | variables,
         cwd=folder,
     )
@@ -279,18 +280,16 @@ def weights(job: Path, step: int) -> bytes:
     return (job / f"global_step_{step}" / "actor/huggingface/model.safetensors").read_bytes()
 
 
-def wait_for(
-    what: Callable[[], Any], seconds: float, *processes: subprocess.Popen[str] | Forked
-) -> Any:
+def wait_for(what: Callable[[], Any], *processes: subprocess.Popen[str] | Forked) -> Any:
     """What `what` finds, once it finds something; while all processes run."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + HANG_S
     while not (found := what()):
         late = time.monotonic() > deadline
         for process in processes:
             if process.poll() is not None or late:
                 process.kill()
                 raise AssertionError("\n".join(map(str, process.communicate())))
-        assert not late, f"what was waited for did not come in {seconds:g} s"
+        assert not late, f"what was waited for did not come in {HANG_S:g} s"
         time.sleep(0.05)
     return found
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.job import command, environment, small_config
+from tests.limits import HANG_S
 
 JOB = "checkpoints/tests/job"
 
@@ -32,10 +33,10 @@ def start(
     )  # fmt: skip
 
 
-def ended(process: subprocess.Popen[str], code: int = 0, seconds: float = 300) -> tuple[str, str]:
+def ended(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     """Its stdout and stderr, once it has ended as it should."""
     try:
-        said = process.communicate(timeout=seconds)
+        said = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError("\n".join(map(str, process.communicate()))) from None
@@ -50,11 +51,10 @@ def where(log: Path, part: str) -> tuple[int, str]:
 
 
 def dies(process: subprocess.Popen[str], part: str, kill: Callable[[], Any]) -> str:
-    """`kill` it: the run ends within 30 s, with one sentence that says who died."""
+    """`kill` it: the run ends by itself; one sentence says who died, and none of Ray's."""
     kill()
-    died = time.monotonic()
-    _, stderr = ended(process, code=1, seconds=100)
-    assert time.monotonic() - died < 30
+    stdout, stderr = ended(process, code=1)
+    assert "(raylet)" not in stdout + stderr and "Traceback" not in stdout + stderr, stdout
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     reason = r"its machine [\d.]+ is lost|process \d+ is gone"
     sentence = rf"error: {part} has died: ({reason}); its log is \S+\.log.*"
@@ -79,9 +79,9 @@ def left_behind(folder: Path) -> list[int]:
     return found
 
 
-def nobody_left(folder: Path, seconds: float = 20) -> bool:
-    """Whether all processes of a run in this folder end in time."""
-    deadline = time.monotonic() + seconds
+def nobody_left(folder: Path) -> bool:
+    """Whether all processes of a run in this folder end."""
+    deadline = time.monotonic() + HANG_S
     while left_behind(folder) and time.monotonic() < deadline:
         time.sleep(0.5)
     return not left_behind(folder)

@@ -15,6 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.e2e.job import environment, run, small_config, started, write_jsonl
+from tests.limits import HANG_S
 from tests.tiny import make_model
 from trireme.cli.main import app
 
@@ -143,7 +144,7 @@ def test_check_and_run_say_all_problems_at_once_and_load_no_engine(
     for name, code in (("check", 1), ("run", 2)):
         done = subprocess.run(
             [sys.executable, "-c", LIGHT, name, "--config", str(folder / "config.yaml"), *words],
-            capture_output=True, text=True, timeout=60, env=environment(), cwd=folder,
+            capture_output=True, text=True, timeout=HANG_S, env=environment(), cwd=folder,
         )  # fmt: skip
         said = (done.stdout + done.stderr).splitlines()
         assert done.returncode == code, said

@@ -139,7 +139,6 @@ def _run(folder: Path, config: dict[str, Any]) -> list[float]:
     return [row["metrics"][key] for row in found if key in row["metrics"]]
 
 
-@pytest.mark.timeout(400)  # some 5 s of work
 @pytest.mark.parametrize("name", ONLINE)
 def test_the_reward_of_a_bandit_rises(name, tmp_path):
     config = _config(tmp_path, name)

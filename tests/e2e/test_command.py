@@ -24,7 +24,7 @@ print(said, file=sys.stderr)
 print(len(set(said)) / 6)
 """
 ON_RAY = ("cluster.launcher=ray", "cluster.ray_address=local", "cluster.node_num=1")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 ENGINES = [

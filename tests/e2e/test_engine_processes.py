@@ -20,13 +20,14 @@ from typer.testing import CliRunner
 
 from tests.e2e.job import run, small_config, started, wait_for
 from tests.engines.vllm.made import needs_vllm
+from tests.limits import HANG_S
 from tests.tiny import make_model
 from trireme.cli.main import app
 from trireme.engines.remote import RemoteEngine
 
 VLLM = {"engine_type": "vllm", "enable_prefix_caching": True}
 TORCH = {"engine_type": "torch", "engine_num": 2}
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 def job(folder: Path, engine: dict[str, Any], **sync: Any) -> dict[str, Any]:
@@ -140,7 +141,6 @@ def test_vllm_and_the_trainer_take_turns_on_one_device(tmp_path: Path) -> None:
     assert log.count("to fall asleep") >= 4 and log.count("to wake up") >= 4
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("engine", "method"),
     [(TORCH, "nccl"), (TORCH, "checkpoint"), pytest.param(VLLM, "nccl", marks=needs_vllm)],
@@ -155,9 +155,9 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(
     going = started(tmp_path, config)
     log = tmp_path / "checkpoints/tests/job/log/trainer.log"
     try:
-        wait_for(lambda: log.exists() and "saved" in log.read_text(), 300, going)
+        wait_for(lambda: log.exists() and "saved" in log.read_text(), going)
         os.kill(engines_of(going.pid)[0], signal.SIGKILL)
-        _, said = going.communicate(timeout=500)
+        _, said = going.communicate(timeout=HANG_S)
     finally:
         going.kill()
     assert going.returncode == 0, said
@@ -179,12 +179,12 @@ def test_an_engine_that_is_killed_too_often_ends_the_run_with_its_name(tmp_path:
     going = started(tmp_path, config)
     log = tmp_path / "checkpoints/tests/job/log/trainer.log"
     try:
-        wait_for(lambda: log.exists() and "saved" in log.read_text(), 300, going)
+        wait_for(lambda: log.exists() and "saved" in log.read_text(), going)
         first, second = engines_of(going.pid)
         os.kill(first, signal.SIGKILL)
-        (again,) = wait_for(lambda: set(engines_of(going.pid)) - {first, second}, 300, going)
+        (again,) = wait_for(lambda: set(engines_of(going.pid)) - {first, second}, going)
         os.kill(again, signal.SIGKILL)
-        _, said = going.communicate(timeout=60)
+        _, said = going.communicate(timeout=HANG_S)
     finally:
         going.kill()
     assert going.returncode == 1
@@ -195,7 +195,7 @@ def test_an_engine_that_is_killed_too_often_ends_the_run_with_its_name(tmp_path:
 def test_engines_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     config = job(tmp_path, TORCH)
     going = started(tmp_path, config)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + HANG_S
     while len(found := engines_of(going.pid)) < 2:
         assert time.monotonic() < deadline and going.poll() is None
         time.sleep(0.1)

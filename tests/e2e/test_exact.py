@@ -32,7 +32,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return job, weights(job, 4)
 
 
-@pytest.mark.timeout(300)  # three runs
 def test_equal_seeds_give_byte_identical_weights(tmp_path: Path, whole: tuple[Path, bytes]) -> None:
     config = small_config(tmp_path)
     assert run(tmp_path, config).returncode == 0
@@ -133,7 +132,6 @@ def with_task_folders(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("make", [with_a_reward_model, with_task_folders])
 def test_whatever_gives_the_rewards_a_killed_run_resumes_to_the_same_weights(
     tmp_path: Path, make: Callable[[Path], dict[str, Any]]
@@ -162,7 +160,6 @@ VARIANTS = {
 
 
 @pytest.mark.large
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_three_runs_and_three_killed_ones_end_with_the_same_bytes(
     tmp_path: Path, variant: str

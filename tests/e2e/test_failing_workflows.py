@@ -10,7 +10,6 @@ import pytest
 from tests.e2e.job import run, small_config
 from tests.e2e.test_modes import metrics
 
-pytestmark = pytest.mark.timeout(700)
 PLUGIN = '''
 """Every task fails in its own way, by the sum that it asks for."""
 import asyncio

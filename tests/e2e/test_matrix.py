@@ -37,7 +37,6 @@ from trireme.launch.check import examine
 from trireme.model.model import Model
 from trireme.task import Task
 
-pytestmark = pytest.mark.timeout(1200)
 STEPS, TASKS, RUNS = 3, 2, 2
 VALUES: dict[str, list[str]] = {
     "algorithm": ["grpo", "multi_step_grpo", "ppo", "mix", "dpo", "sft"],
@@ -125,7 +124,7 @@ QUICK = [
     Case("grpo", "trainer_driven", "replay_again", "embedded", "single", "full", "one"),
     Case("ppo", "explorer_driven", "queue", "process", "steps", "full", "one"),
 ]
-"""In every `make test`, a minute in all; the others are for `make test-matrix`."""
+"""In every `make test`, a minute in all; the others are for `make test-long`."""
 
 
 def parameters() -> list[Any]:
@@ -282,7 +281,7 @@ def serving(folder: Path) -> Iterator[str]:
     words = ["rollout", "--model", str(model), "--port", "0", "--max-model-len", "192"]
     command = Forked(words, folder / "server")
     try:
-        wait_for(lambda: "serving" in command.said(), 300, command)
+        wait_for(lambda: "serving" in command.said(), command)
         [url] = re.findall(r"serving .* on (http://[\d.:]+)", command.said())
         yield url
     finally:

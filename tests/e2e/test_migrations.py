@@ -60,7 +60,6 @@ def gsm8k_of_swift(folder: Path) -> Path:
     )
 
 
-@pytest.mark.timeout(400)  # some 10 s of work
 @pytest.mark.parametrize(
     ("page", "data"),
     [

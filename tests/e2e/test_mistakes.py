@@ -14,6 +14,7 @@ import yaml
 
 from tests.e2e.job import attended, command, environment, wait_for
 from tests.e2e.mistakes import MISTAKES, TASKSET, Mistake, answer, folder_for
+from tests.limits import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def sleeping(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def test_a_blocked_event_loop_ends_the_run(folder: Path) -> None:
-    said = sleeping(folder, "explorer.max_timeout=3").communicate(timeout=240)[1]
+    said = sleeping(folder, "explorer.max_timeout=3").communicate(timeout=HANG_S)[1]
     sentence, line, details = said.splitlines()[-3:]
     assert "workflow 'mistaken_sleeps' has blocked the event loop for 3 s" in sentence
     assert "`await asyncio.sleep(...)`" in sentence and "a plain `def`" in sentence
@@ -76,8 +77,8 @@ def test_a_blocked_event_loop_ends_the_run(folder: Path) -> None:
 def test_one_control_c_ends_a_run_whose_event_loop_is_blocked(folder: Path) -> None:
     process = sleeping(folder, "name=interrupted")
     log = folder / "checkpoints/tests/interrupted/log/explorer.log"
-    wait_for(lambda: log.exists() and "event loop for" in log.read_text(), 240, process)
+    wait_for(lambda: log.exists() and "event loop for" in log.read_text(), process)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == 130, said
     assert "mistaken_sleeps' blocked the event loop" in said and "time.sleep(1000)" in said

@@ -72,10 +72,10 @@ def server(folder: Path, model: str, *flags: str) -> Iterator[str]:
     words = ("--port", "0", "--seed", "42", "--max-model-len", "128", *flags)
     process = Forked(("rollout", "--model", model, *words), folder)
     try:
-        yield wait_for(lambda: re.search(ADDRESS, process.said()), 100, process)[0]
+        yield wait_for(lambda: re.search(ADDRESS, process.said()), process)[0]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait()
 
 
 def outcome(folder: Path, config: dict[str, Any], name: str) -> tuple[list[Any], dict[str, Any]]:

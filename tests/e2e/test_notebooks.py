@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.job import ROOT
+from tests.limits import HANG_S
 
 pytest.importorskip("nbclient", reason="no nbclient: make setup installs it")
 pytest.importorskip("ipykernel", reason="no ipykernel: make setup installs it")
@@ -28,7 +29,10 @@ def played(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     book = import_module("nbformat").read(FOLDER / f"{name}.ipynb", as_version=4)
     client = import_module("nbclient").NotebookClient(
-        book, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        book,
+        timeout=int(HANG_S),
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
     )
     client.execute()
     code = [cell for cell in book.cells if cell.cell_type == "code"]
@@ -42,8 +46,7 @@ def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
     assert all(cell["outputs"] == [] for cell in cells_of(path.stem))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # some 40 s of work
+@pytest.mark.large
 def test_training_with_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = played("train_with_a_reward", tmp_path, monkeypatch)
     assert "reward 1" in told[-2] and "####" in told[-1]
@@ -53,7 +56,6 @@ def test_training_with_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # some 10 s of work
 def test_trying_a_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = played("try_a_workflow", tmp_path, monkeypatch)
     assert "rollout 0, step 0: reward 0.5" in told[2] and "4 of 21 tokens" in told[2]

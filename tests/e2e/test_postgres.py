@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.job import Forked, command, small_config, started, trireme
 from tests.e2e.test_modes import metrics
+from tests.limits import HANG_S
 from tests.postgres import PASSWORD, Server
 
 
@@ -21,7 +22,7 @@ def start(folder: Path, config: dict[str, Any], *overrides: str) -> Forked:
 def wait_for_explorers(url: str, number: int) -> None:
     import psycopg
 
-    deadline, found = time.monotonic() + 100, 0
+    deadline, found = time.monotonic() + HANG_S, 0
     while found < number:
         assert time.monotonic() < deadline, f"{found} explorers of {number} came"
         time.sleep(0.2)
@@ -34,7 +35,6 @@ def wait_for_explorers(url: str, number: int) -> None:
 
 
 @pytest.mark.large
-@pytest.mark.timeout(400)
 def test_two_explorers_feed_a_trainer_and_nobody_says_the_password(
     postgres: Server, tmp_path: Path
 ) -> None:

@@ -23,7 +23,6 @@ SMALL = ("buffer.total_steps=2", "buffer.batch_size=2", "model.max_response_toke
 GSM8K = {"question": "What is 6 * 7?", "answer": "6 * 7 = 42\n#### 42"}
 
 
-@pytest.mark.timeout(400)  # some 10 s of work each
 @pytest.mark.parametrize("number", range(len(YAMLS)))
 def test_the_seams_run_as_pasted(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

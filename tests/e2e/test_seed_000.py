@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
+
 pytest.importorskip("textworld", reason="ALFWorld is not installed: make test-extras runs these")
 
 from tests.e2e.job import environment
@@ -44,7 +46,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("example", "each"), [("grpo_alfworld", 1), ("grpo_alfworld_general_multi_step", 3)]
 )
@@ -69,7 +70,7 @@ def test_the_yaml_runs_with_a_tiny_model(
     command += [str(ROOT / "examples" / example / "alfworld.yaml")]
     command += [f"{key}={value}" for key, value in overrides.items()]
     done = subprocess.run(
-        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=360
+        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     [lines] = tmp_path.rglob("experience_buffer.jsonl")

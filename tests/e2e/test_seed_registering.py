@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from tests.e2e.job import ROOT, command, environment, small_config
+from tests.limits import HANG_S
 
 MINE = """
 from typing import List
@@ -94,7 +95,7 @@ def test_both_forms_of_registering_have_effect(tmp_path: Path) -> None:
     config["buffer"]["explorer_input"]["default_eval_workflow_type"] = "my_step_wise"
     config["buffer"]["explorer_input"]["default_workflow_type"] = "my_alfworld"
     done = subprocess.run(
-        command(tmp_path, config), capture_output=True, text=True, timeout=240, cwd=tmp_path,
+        command(tmp_path, config), capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path,
         env=environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

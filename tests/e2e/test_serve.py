@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.job import environment, small_config
 from tests.e2e.test_modes import metrics
 from tests.e2e.test_two_commands import Pair
+from tests.limits import HANG_S
 from tests.server import bad
 
 AGENT = Path(__file__).with_name("agent.py")
@@ -39,7 +40,7 @@ def play(pair: Pair, first: int, last: int) -> None:
     words = [sys.executable, str(AGENT), str(pair.job / "explorer_server_url.txt")]
     done = subprocess.run(
         [*words, str(first), str(last)],
-        env=environment(), capture_output=True, text=True, timeout=500,
+        env=environment(), capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -47,7 +48,7 @@ def play(pair: Pair, first: int, last: int) -> None:
 def refuse_all(pair: Pair) -> None:
     """Requests that ended an engine, or could: refused, and the server's run goes on."""
     url = (pair.job / "explorer_server_url.txt").read_text()
-    with httpx.Client(base_url=url, timeout=300) as client:
+    with httpx.Client(base_url=url, timeout=HANG_S) as client:
         for path, body in bad.agents_requests()[::3]:
             bad.refused(client.post(path, json=body))
         assert client.get("/health").status_code == 200

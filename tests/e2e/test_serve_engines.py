@@ -16,10 +16,11 @@ from tests.e2e.agent import serving, until
 from tests.e2e.job import small_config
 from tests.e2e.test_command import ENGINES
 from tests.e2e.test_two_commands import Pair
+from tests.limits import HANG_S
 from tests.tiny import make_model
 
 KEY = "a key of the server's"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 def by_previous_ids(client: openai.OpenAI) -> None:
@@ -86,6 +87,6 @@ def test_agents_are_served_whatever_generates(tmp_path: Path, overrides: tuple[s
         assert sent == {"committed": 2}  # the stream's conversation, and that of the responses
     finally:
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=HANG_S)
     assert "the server has ended: 1 commits" in output and process.returncode == 0, output
     assert len(pair.rows()) == 2

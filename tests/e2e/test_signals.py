@@ -12,9 +12,7 @@ from tests.e2e.job import Forked, run, small_config, started, wait_for, weights
 from tests.e2e.test_two_commands import Pair, check, pair  # noqa: F401 - the fixture
 
 JOB = "checkpoints/tests/job"
-LIMIT_S = 300.0
 """For what takes seconds on a quiet machine."""
-pytestmark = pytest.mark.timeout(900)
 PLUGIN = '''
 """A workflow whose first call of the third explore step lasts; another that cannot be cancelled."""
 import asyncio, time
@@ -67,8 +65,8 @@ def told(process: Forked, *numbers: int) -> tuple[int, str]:
     for number in numbers:
         process.send_signal(number)
         if len(numbers) > 1 and number == numbers[0]:  # two at once are one
-            wait_for(lambda: "at the next safe point" in process.said(), LIMIT_S, process)
-    _, errors = process.communicate(timeout=LIMIT_S)
+            wait_for(lambda: "at the next safe point" in process.said(), process)
+    _, errors = process.communicate()
     return process.wait(), errors
 
 
@@ -95,7 +93,7 @@ def test_a_signal_saves_what_was_learned_and_the_same_command_ends_with_equal_we
         "experience_buffer": {"storage_type": storage, "name": "b"}
     }
     process = started(tmp_path, config)
-    wait_for((tmp_path / "third_step").exists, LIMIT_S, process)
+    wait_for((tmp_path / "third_step").exists, process)
     returned, said = told(process, number)
     assert returned == code, said
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -112,7 +110,7 @@ def test_a_signal_saves_what_was_learned_and_the_same_command_ends_with_equal_we
 def test_the_words_are_true_where_the_same_command_begins_anew(tmp_path: Path) -> None:
     config = job(tmp_path) | {"continue_from_checkpoint": False}
     process = started(tmp_path, config)
-    wait_for((tmp_path / "third_step").exists, LIMIT_S, process)
+    wait_for((tmp_path / "third_step").exists, process)
     code, said = told(process, signal.SIGTERM)
     assert code == 143 and "begins anew (continue_from_checkpoint: false)" in said
     done = run(tmp_path, config, "name=job", "continue_from_checkpoint=true")
@@ -121,7 +119,7 @@ def test_the_words_are_true_where_the_same_command_begins_anew(tmp_path: Path) -
 
 def test_before_the_first_train_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     process = started(tmp_path, job(tmp_path, "clings"))
-    wait_for((tmp_path / "clinging").exists, LIMIT_S, process)
+    wait_for((tmp_path / "clinging").exists, process)
     code, said = told(process, signal.SIGTERM)
     assert code == 143 and said.splitlines()[-1].endswith("the same command begins anew"), said
 
@@ -131,7 +129,7 @@ def test_a_loop_that_user_code_blocks_ends_by_the_time_limit_or_a_second_control
     tmp_path: Path, numbers: tuple[int, ...]
 ) -> None:
     process = started(tmp_path, job(tmp_path, "blocks", cluster={"stop_timeout": 5}))
-    wait_for((tmp_path / "blocking").exists, LIMIT_S, process)
+    wait_for((tmp_path / "blocking").exists, process)
     code, said = told(process, *numbers)
     assert code == 128 + numbers[0], said
     if len(numbers) == 1:
@@ -157,9 +155,9 @@ def test_two_commands_that_are_told_to_end_go_on_where_they_were(pair: Pair) -> 
         ("explore", lambda: pair.explored() >= 2),
     ):
         process = pair.running[mode]
-        wait_for(ready, LIMIT_S, process)
+        wait_for(ready, process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) in (143, 0), process.said()
+        assert process.wait() in (143, 0), process.said()
         pair.start(mode)
     pair.finish()
     check(pair)

@@ -11,6 +11,9 @@ import pytest
 from tests.e2e.job import run, small_config
 
 PLUGIN = '''
+import asyncio
+import os
+import subprocess
 from typing import Dict, List
 
 from swift.llm import PtEngine, RequestConfig, RolloutInferRequest, Template, to_device
@@ -27,9 +30,13 @@ from swift.utils import get_logger
 logger = get_logger()
 
 
-class Again(MultiTurnScheduler):
+class Again:
+    """Without a base, and with an `async def` of its own."""
 
-    def step(self, infer_request: RolloutInferRequest, response_choice, current_turn: int) -> Dict:
+    def __init__(self, max_turns=None, *args, **kwargs):
+        self.max_turns = max_turns
+
+    async def step(self, infer_request, response_choice, current_turn: int) -> Dict:
         infer_request.messages.append({'role': 'user', 'content': 'Again.'})
         return {'infer_request': infer_request}
 
@@ -44,6 +51,33 @@ class Letters(ORM):
         assert [len(m) for m in messages] == [4] * len(completions)
         logger.info('judged %d', len(completions))
         return [sum(c.isalpha() for c in text) / 8 for text in completions]
+
+
+class Trajectories(ORM):
+
+    def __init__(self, args=None, **kwargs):
+        super().__init__(args)
+        from swift.rewards.orm import MathAccuracy
+        self.accurate = MathAccuracy()
+
+    def __call__(self, completions, **kwargs) -> List[float]:
+        found = []
+        for one in kwargs.get('request_id'):
+            last = kwargs.get('trajectory_inputs')[one][-1]
+            found += self.accurate([last['messages'][-1]['content']], [last['solution']])
+        return found
+
+
+class Waits(AsyncORM):
+    """Reads its environment, and leaves a process behind whose parent has ended."""
+
+    address = os.environ['OF_THE_RUNNERS']
+
+    async def __call__(self, completions, **kwargs):
+        await asyncio.sleep(0)
+        assert os.environ['OF_THE_RUNNERS'] == self.address == 'here'
+        subprocess.run('setsid sleep 67 > /dev/null 2>&1 &', shell=True, check=True)
+        return [0.0 for _ in completions]
 
 
 class Brief(ORM):
@@ -72,12 +106,15 @@ class OwnModel(DefaultRMPlugin):
 for name, scheduler in {'again': Again}.items():
     multi_turns[name] = scheduler
 orms['letters'], orms['own_' + 'brief'] = Letters, Brief
+orms.update({'trajectories': Trajectories, 'waits': Waits})
+assert {'accuracy', 'toolbench', 'waits'} <= set(orms) and orms.get('none', None) is None
 rm_plugins['own_model'] = OwnModel
 loss_scale_map['last_turn'] = LastTurn
 '''
 FLAGS = (
     *("--external_plugins", "plugin.py", "--multi_turn_scheduler", "again", "--max_turns", "2"),
-    *("--reward_funcs", "letters", "own_brief", "--reward_weights", "1", "0.5"),
+    *("--reward_funcs", "letters", "own_brief", "trajectories", "waits", "toolbench"),
+    *("--reward_weights", "1", "0.5", "1", "1", "1"),
     *("--loss_scale", "last_turn"),
 )
 
@@ -87,6 +124,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "plugin.py").write_text(PLUGIN)
     made = small_config(tmp_path)
     made["buffer"]["total_steps"] = 1
+    made["explorer"]["env_vars"] = {"OF_THE_RUNNERS": "here"}
     return made
 
 
@@ -98,6 +136,7 @@ def test_a_plug_in_for_ms_swift_trains_as_it_is(tmp_path: Path, config: dict[str
     for row in map(json.loads, lines):
         assert "Again." in row["prompt"] + row["response"]
         assert row["trained_tokens"] <= 9  # of two turns the last alone
+    assert "processes that rollouts had left running: sleep 67 (" in done.stdout
     assert "judged 4" in (job / "log" / "launcher.log").read_text()
 
 

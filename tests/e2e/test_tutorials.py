@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.job import ROOT, Forked, environment, trireme, wait_for
 from tests.faults.jobs import free_port
+from tests.limits import HANG_S
 from trireme.demo.prepare import prepare
 
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -62,7 +63,7 @@ def script(place: Path, *words: str) -> str:
     """What one of the files prints, once it has ended well."""
     out = subprocess.run(
         [sys.executable, *words], cwd=place, env=environment(), capture_output=True, text=True,
-        timeout=300,
+        timeout=HANG_S,
     )  # fmt: skip
     assert out.returncode == 0, out.stdout + out.stderr
     return out.stdout
@@ -82,7 +83,6 @@ def test_every_page_but_the_first_shows_files() -> None:
     assert all(shown[number] for number in ("201", "301", "302", "303", "401", "601"))
 
 
-@pytest.mark.timeout(400)  # some 10 s of work
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -99,13 +99,12 @@ def test_a_tutorials_yaml_runs(place: Path, name: str, overrides: tuple[str, ...
     assert "1/1" in printed or "1/30" in printed, printed
 
 
-@pytest.mark.timeout(400)
 def test_the_agent_of_303_teaches_the_model_behind_its_server(place: Path) -> None:
     words = ("run", "lab/online.yaml", "buffer.train_batch_size=16", "buffer.total_steps=1")
     port = f"explorer.proxy_port={free_port()}"
     processes = [Forked((*words, mode, port), place) for mode in ("mode=serve", "mode=train")]
     url = place / "checkpoints/lab/online/explorer_server_url.txt"
-    wait_for(url.exists, 200, *processes)
+    wait_for(url.exists, *processes)
     printed = script(place, "lab/agent.py", str(url), "2")
     assert "problems 0 to 1" in printed
     for process in processes:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from tests.limits import HANG_S
 from tests.server.made import on_port, torch_rollouts, until
 from trireme.engines.device import ColocationLock, Device
 from trireme.engines.engine import Engine, Sampling
@@ -25,7 +26,7 @@ def colocated(folder: Path, main: Callable[[Device, RemoteEngine, Engine], Await
             device, engine = Device(), RemoteEngine([url])
             device.colocation = engine.colocation = ColocationLock(engine)
             try:
-                await asyncio.wait_for(main(device, engine, rollouts.engine), 60)
+                await asyncio.wait_for(main(device, engine, rollouts.engine), HANG_S)
             finally:
                 await engine.close()
                 device.close()

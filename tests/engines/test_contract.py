@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
+from tests.limits import HANG_S
 from tests.server.made import on_port, torch_rollouts
 from tests.tiny import make_model
 from trireme.engines.device import Device
@@ -23,8 +24,7 @@ from trireme.launch.engine_host import EngineHost, start_all, stop_all
 PROMPT = [5, 6, 7, 8]
 MAX_LEN = 64
 LONG = Sampling(max_tokens=40, ignore_eos=True)
-SLOW_START = pytest.mark.timeout(900)
-VLLM = pytest.param("vllm", marks=[needs_vllm, SLOW_START])
+VLLM = pytest.param("vllm", marks=needs_vllm)
 Run = Callable[[Callable[[Engine], Awaitable[Any]]], Any]
 
 
@@ -46,11 +46,11 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
     """Runs `main(engine)`, closes the engine, and fails after a while."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     if request.param == "remote":
-        return lambda main: asyncio.run(asyncio.wait_for(_remote(main, tiny_dir), 60))
+        return lambda main: asyncio.run(asyncio.wait_for(_remote(main, tiny_dir), HANG_S))
 
     if request.param == "vllm":
         host, folder = request.getfixturevalue("vllm")
-        return lambda main: asyncio.run(asyncio.wait_for(_vllm(main, host, folder), 300))
+        return lambda main: asyncio.run(asyncio.wait_for(_vllm(main, host, folder), HANG_S))
 
     def make(device: Device) -> Engine:
         if request.param == "scripted":
@@ -69,7 +69,7 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
             device = Device(1)
             engine = make(device)
             try:
-                return await asyncio.wait_for(main(engine), 20)
+                return await asyncio.wait_for(main(engine), HANG_S)
             finally:
                 await engine.close()
                 device.close()

@@ -6,19 +6,20 @@ import socket
 
 import pytest
 
+from tests.limits import HANG_S
 from trireme.engines.weight_group import Meeting, WeightGroup, open_store
 from trireme.trainer.ranks import RankSpec, connect, free_address
 
 
 def refuses(host: str, port: int) -> bool:
     with socket.socket() as other:
-        other.settimeout(5)
+        other.settimeout(HANG_S)
         return other.connect_ex((host, port)) != 0
 
 
 def test_what_one_writes_the_other_reads() -> None:
-    server = open_store("127.0.0.1", 0, serve=True, timeout=5)
-    client = open_store("127.0.0.1", server.port, serve=False, timeout=5)
+    server = open_store("127.0.0.1", 0, serve=True, timeout=HANG_S)
+    client = open_store("127.0.0.1", server.port, serve=False, timeout=HANG_S)
     client.set("a", "1")
     assert server.get("a") == b"1"
 
@@ -26,14 +27,14 @@ def test_what_one_writes_the_other_reads() -> None:
 def test_a_store_on_one_address_is_not_open_on_others() -> None:
     """All of 127/8 is this machine: 127.0.0.2 stands for its address in a network."""
     address = free_address()
-    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=5))
-    ranks = connect(RankSpec(0, 2, address, timeout=5), serve=True)
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=HANG_S))
+    ranks = connect(RankSpec(0, 2, address, timeout=HANG_S), serve=True)
     for port in (trainer.port, ranks.port):
         assert not refuses("127.0.0.1", port)
         assert refuses("127.0.0.2", port)
 
 
 def test_an_address_that_is_taken_is_an_error_at_once() -> None:
-    server = open_store("127.0.0.1", 0, serve=True, timeout=5)
+    server = open_store("127.0.0.1", 0, serve=True, timeout=HANG_S)
     with pytest.raises(OSError, match="in use"):
-        open_store("127.0.0.1", server.port, serve=True, timeout=5)
+        open_store("127.0.0.1", server.port, serve=True, timeout=HANG_S)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from tests.e2e.job import wait_for
+from tests.limits import HANG_S
 from trireme.engines.bucket_handles import Borrower, Lender
 from trireme.engines.weight_group import Meeting, NotTaken, WeightGroup
 
 
-def pair(timeout: float = 20, backend: str = "gloo") -> tuple[WeightGroup, WeightGroup]:
+def pair(timeout: float = HANG_S, backend: str = "gloo") -> tuple[WeightGroup, WeightGroup]:
     """The trainer and one engine, met."""
     trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, backend, timeout))
     engine = WeightGroup(Meeting("127.0.0.1", trainer.port, 2, 1, backend, timeout))
@@ -78,7 +79,7 @@ def test_a_lent_bucket_is_written_over_only_when_the_engine_has_copied_it() -> N
             for name, tensor in engine.receive():
                 received[name] = tensor  # held, as an engine that loads whole layers does
                 assert not sending.done() or name in ("18", "19")
-            sending.result(timeout=20)
+            sending.result(timeout=HANG_S)
         assert list(received) == list(sent)
         assert all(torch.equal(received[name], sent[name]) for name in sent)
 
@@ -88,7 +89,7 @@ def test_an_engine_that_does_not_take_what_it_is_lent_is_named_and_can_be_given_
     trainer.connect({1: "engine 0"})
     with pytest.raises(NotTaken, match=r"^engine 0 did not come to bucket 1 of push 1 in 1 s$"):
         trainer.send([("a", torch.zeros(8))])
-    trainer, _ = pair(timeout=60, backend="ipc")
+    trainer, _ = pair(timeout=HANG_S, backend="ipc")
     with pytest.raises(NotTaken, match="given up"):
         trainer.send([("a", torch.zeros(8))], given_up=lambda: True)
 
@@ -96,20 +97,20 @@ def test_an_engine_that_does_not_take_what_it_is_lent_is_named_and_can_be_given_
 LENDS = """
 import sys, torch
 from trireme.engines.weight_group import Meeting, WeightGroup
-group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, "ipc", timeout=60))
+group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, "ipc", timeout=1200))
 group.connect()
 print(sum(float(tensor.sum()) for _, tensor in group.receive()), flush=True)
 """
 
 
 def test_another_process_reads_the_lent_bytes() -> None:
-    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, "ipc", timeout=60))
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, "ipc", timeout=HANG_S))
     trainer.connect()
     process = subprocess.Popen(
         [sys.executable, "-c", LENDS, f"{trainer.port}"], stdout=subprocess.PIPE, text=True
     )
     trainer.send([(f"{n}", torch.ones(1000)) for n in range(7)], bucket_bytes=8000)
-    assert process.communicate(timeout=60)[0].strip() == "7000.0"
+    assert process.communicate(timeout=HANG_S)[0].strip() == "7000.0"
 
 
 def test_memory_that_is_gone_or_too_small_is_said() -> None:
@@ -180,7 +181,7 @@ def test_a_gpus_bucket_is_shared_and_mapped_once_a_push_and_freed_after_it() -> 
         for push in (1, 2):
             sending = pool.submit(trainer.send, sent.items(), bucket_bytes=512)
             received = dict(engine.receive())
-            sending.result(timeout=20)
+            sending.result(timeout=HANG_S)
             assert all(torch.equal(received[name], sent[name]) for name in sent)
             assert len(ipc.shared) == ipc.opened == 2 * push  # and once more for the large one
             assert ipc.mapped == 0 and ipc.most_mapped == 1
@@ -196,7 +197,7 @@ def test_the_end_of_a_push_waits_until_nothing_is_mapped() -> None:
         weights: Any = engine.receive()
         next(weights)  # it has the bucket, and reads no further
         with pytest.raises(NotTaken, match="engine 0 did not come to bucket 2"):
-            sending.result(timeout=20)
+            sending.result(timeout=HANG_S)
         assert ipc.mapped == 1
         weights.close()
         assert ipc.mapped == 0
@@ -231,14 +232,14 @@ def test_another_process_reads_the_lent_memory_of_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     device = torch.device("cuda", 0)
-    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, "ipc", timeout=60), device)
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, "ipc", timeout=HANG_S), device)
     trainer.connect()
     process = subprocess.Popen(
         [sys.executable, "-c", LENDS, f"{trainer.port}"], stdout=subprocess.PIPE, text=True
     )
     weights = [(f"{n}", torch.ones(1000, device=device)) for n in range(7)]
     trainer.send(weights, bucket_bytes=8000)
-    assert process.communicate(timeout=60)[0].strip() == "7000.0"
+    assert process.communicate(timeout=HANG_S)[0].strip() == "7000.0"
 
 
 def test_a_sender_that_fails_is_heard_at_once() -> None:
@@ -304,14 +305,14 @@ def test_a_broadcast_that_never_ends_names_who_did_not_come_and_is_aborted() -> 
         late = r"worker 0 of http://b did not come to bucket 1 of push 1 in 1 s"
         for side in (sending, taking):
             with pytest.raises(RuntimeError, match=f"the weight group has broken: {late}"):
-                side.result(timeout=20)
+                side.result(timeout=HANG_S)
     assert all(double.aborted for double in doubles)
 
 
 MEMBER = """
 import os, signal, sys
 from trireme.engines.weight_group import Meeting, WeightGroup
-group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, timeout=60))
+group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, timeout=1200))
 group.connect()
 for name, _ in group.receive():
     print(name, flush=True)
@@ -320,14 +321,14 @@ for name, _ in group.receive():
 
 
 def test_a_member_killed_amid_a_push_ends_the_push_with_a_sentence() -> None:
-    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=20))
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=HANG_S))
     tensors = [(f"{n}", torch.zeros(2**20)) for n in range(50)]
     member = subprocess.Popen([sys.executable, "-c", MEMBER, f"{trainer.port}"])
     try:
         trainer.connect({1: "worker 0 of http://a"})
         with pytest.raises(RuntimeError, match="the weight group has broken: "):
             trainer.send(tensors, bucket_bytes=2**22)
-        assert member.wait(20) == -signal.SIGKILL
+        assert member.wait(HANG_S) == -signal.SIGKILL
         with pytest.raises(RuntimeError, match="its members have not met"):
             trainer.send(tensors)
     finally:
@@ -352,7 +353,7 @@ def test_a_push_may_follow_before_the_last_one_is_read() -> None:
         sending = pool.submit(lambda: [trainer.send([("a", torch.ones(9))]) for _ in range(2)])
         receiving = engine.receive()
         next(receiving)
-        wait_for(lambda: trainer._store.check(["push/2/0"]), 20)
+        wait_for(lambda: trainer._store.check(["push/2/0"]))
         assert list(receiving) == []
         assert [name for name, _ in engine.receive()] == ["a"]
         sending.result()

@@ -21,7 +21,7 @@ class Fake:
         if action == "raise":
             raise ValueError("no such door")
         if action == "hang":
-            time.sleep(60)
+            time.sleep(3600)
         if action == "die":
             os._exit(7)
         self.count += 1

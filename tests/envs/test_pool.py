@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.limits import HANG_S
 from trireme.envs.pool import EnvError, EnvLost, EnvPool
 
 FACTORY = "tests.envs.fakes:make"
@@ -15,7 +16,7 @@ FACTORY = "tests.envs.fakes:make"
 
 @pytest.fixture
 def pool() -> Iterator[EnvPool]:
-    made = EnvPool(FACTORY, workers=2, timeout_s=20, recycle_after=500)
+    made = EnvPool(FACTORY, workers=2, timeout_s=HANG_S, recycle_after=500)
     yield made
     made.close()
 
@@ -53,11 +54,11 @@ def test_what_an_environment_raises_comes_out_with_its_traceback(pool: EnvPool) 
 
 
 def test_a_hung_worker_is_replaced_and_its_other_environments_are_lost() -> None:
-    pool = EnvPool(FACTORY, workers=1, timeout_s=4)
+    pool = EnvPool(FACTORY, workers=1, timeout_s=8)
     try:
         with pool.lend_blocking() as env, pool.lend_blocking() as beside:
             assert env.reset() and beside.reset()
-            with pytest.raises(EnvLost, match=r"'step' of .* worker 0 gave no answer for 4 s"):
+            with pytest.raises(EnvLost, match=r"'step' of .* worker 0 gave no answer for 8 s"):
                 env.step("hang")
             with pytest.raises(EnvLost, match="worker 0 is gone: 'step' of"):
                 beside.step("a")
@@ -80,7 +81,7 @@ def test_a_dead_worker_is_replaced(pool: EnvPool) -> None:
 
 
 def test_a_worn_worker_is_replaced_when_it_is_empty() -> None:
-    pool = EnvPool(FACTORY, workers=1, timeout_s=20, recycle_after=2)
+    pool = EnvPool(FACTORY, workers=1, timeout_s=HANG_S, recycle_after=2)
     try:
         pids = []
         for _ in range(5):
@@ -114,13 +115,16 @@ def test_many_episodes_from_loops_and_threads_are_all_accounted_for(pool: EnvPoo
 
 def test_a_cancelled_episode_gives_its_environment_back(pool: EnvPool) -> None:
     async def main() -> None:
+        playing = asyncio.Event()
+
         async def plays() -> None:
             async with pool.lend() as env:
                 await env.reset()
-                await asyncio.sleep(60)
+                playing.set()
+                await asyncio.Event().wait()
 
         task = asyncio.create_task(plays())
-        await asyncio.sleep(1.5)
+        await playing.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

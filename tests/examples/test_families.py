@@ -13,7 +13,6 @@ import pytest
 
 from tests.e2e.job import ROOT, trireme
 
-pytestmark = pytest.mark.timeout(600)
 EXAMPLES = ROOT / "examples"
 DIFFERS = "buffer.explorer_input.{}default_reward_fn_type=tests.e2e.job:length_reward"
 """A reward that differs from reply to reply, since a model that knows nothing earns no other."""

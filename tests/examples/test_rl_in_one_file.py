@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_in_one_file.py"
 
 
@@ -15,7 +17,7 @@ def test_it_runs_and_reports_each_phase() -> None:
         [sys.executable, str(EXAMPLE), "--quick"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from tests.limits import HANG_S
 from tests.tiny import make_tokenizer
 from trireme.buffer.queue import QueueBuffer
 from trireme.data.rows import Rows
@@ -30,7 +31,7 @@ CHAT = ChatTokens(TOKENIZER)
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a test's coroutine; a hang fails it."""
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, HANG_S))
 
 
 def scripted(replies: Any = lambda prompt: "42") -> ScriptedEngine:
@@ -85,7 +86,7 @@ class Models:
 def make_runner(engine: Any = None, models: Any = None, **options: Any) -> Runner:
     engine = engine or scripted()
     options = {"max_retries": 0} | options
-    limit = options.pop("limit", None) or TimeLimit(options.pop("max_timeout", 5.0))
+    limit = options.pop("limit", None) or TimeLimit(options.pop("max_timeout", HANG_S))
     return Runner(models or Models(engine), engine, limit=limit, **options)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 from tests.explorer.made import Sync, make_explorer, run
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Taskset
 from trireme.experience import Experience
+from trireme.explorer.explorer import explorer_state
+from trireme.files import LARGEST
 from trireme.model.model import Model
 from trireme.task import Task
 
@@ -89,3 +92,11 @@ def test_what_was_solved_changes_what_is_asked_for() -> None:
     solved = [alphas[row] for row in tried if row % 3 == 0]
     failed = [alphas[row] for row in tried if row % 3]
     assert min(solved) > max(failed)
+
+
+def test_where_an_explorer_stands_may_be_as_large_as_a_data_set_makes_it(tmp_path: Path) -> None:
+    """A selector keeps numbers of each row, and of millions of rows they are what was written."""
+    path = tmp_path / "explorer_meta.json"
+    state = {"latest_iteration": 3, "taskset_states": [{"current_index": 12}]}
+    path.write_text(json.dumps(state) + " " * LARGEST)
+    assert explorer_state(path) == {"step": 3, "taskset": {"current_index": 12}}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
 from trireme.buffer.sql import SqlBuffer
 from trireme.checkpoint.layout import JobFolder
 from trireme.experience import EID, Experience
@@ -33,7 +34,7 @@ def group(task: str, rewards: Sequence[float]) -> list[Experience]:
 
 
 def store(folder: Path, role: Any = "explore") -> SqlBuffer:
-    return SqlBuffer("shared", f"sqlite:///{folder}/shared.db", role=role, max_read_timeout=5)
+    return SqlBuffer("shared", f"sqlite:///{folder}/shared.db", role=role, max_read_timeout=HANG_S)
 
 
 def intake(folder: Path, buffer: Any, reports: list[Any] | None = None) -> Intake:

@@ -59,3 +59,17 @@ def test_a_failed_rollout_is_counted_and_lowers_an_evaluation() -> None:
     assert metrics["failed"] == 1 and metrics["tasks"] == 2
     training = rollout_metrics([good, bad])
     assert training["rollout/failed/timeout"] == 1 and training["rollout/reward/mean"] == 1.0
+
+
+def test_a_run_whose_prompt_was_too_long_is_not_one_that_trains_nothing_besides() -> None:
+    learns, overlong, *masked = (one(0, run, 0.0) for run in range(4))
+    for e in (overlong, *masked):
+        e.mask[:] = False
+    overlong.truncate_status = "prompt_truncated"
+    # a second step makes the run one that trains
+    more = [one(0, 4, 0.0, step=0), one(0, 4, 0.0, step=1)]
+    more[0].mask[:] = False
+    metrics = rollout_metrics([Outcome(Task(), [learns, overlong, *masked, *more])])
+    assert metrics["rollout/runs"] == 5
+    assert metrics["rollout/prompt_truncated/mean"] == 0.2
+    assert metrics["rollout/untrained/mean"] == 0.4

@@ -21,6 +21,7 @@ from tests.explorer.made import (
     scripted,
     task,
 )
+from tests.limits import HANG_S
 from tests.model.fake import user
 from trireme.engines.device import RolloutBarrier
 from trireme.engines.scripted import ScriptedEngine
@@ -219,7 +220,7 @@ def test_a_thread_that_hangs_times_out_alone_and_what_it_returns_is_dropped() ->
     def hangs(task: Any, model: Any) -> Any:
         if task.task_id == 1:
             return Blocking(task=task, model=model).run()
-        release.wait(10)
+        release.wait(HANG_S)
         try:
             return model.chat([{"role": "user", "content": "late"}])
         except Revoked as error:
@@ -227,15 +228,13 @@ def test_a_thread_that_hangs_times_out_alone_and_what_it_returns_is_dropped() ->
             raise
 
     async def main() -> tuple[Outcome, Outcome]:
-        spec, options = resolve(hangs), {"max_timeout": 0.2}
+        spec, options = resolve(hangs), {"max_timeout": 2.0}
         hung = asyncio.ensure_future(make_runner(**options).run(task(hangs), spec, [0]))
         fine = await make_runner(**options).run(task(hangs, task_id=1), spec, [0])
         assert not hung.done(), "the other runner's thread does not wait for the hung one"
         outcome = await hung
         release.set()
-        for _ in range(100):
-            if late:
-                break
+        while not late:
             await asyncio.sleep(0.01)
         return outcome, fine
 
@@ -469,10 +468,10 @@ def test_a_teacher_that_is_too_slow_is_named_and_not_the_workflow() -> None:
             return []
 
     models = Taught(Silent([], tokenizer=TOKENIZER))
-    [failed] = outcome_of(ask, models=models, teacher=True, max_timeout=0.5).failures
+    [failed] = outcome_of(ask, models=models, teacher=True, max_timeout=2.0).failures
     assert failed.kind == "timeout" and str(failed.fault).startswith(
         "the teacher (explorer.auxiliary_models[0], big/model) failed: it was not done when the "
-        "rollout had taken longer than explorer.max_timeout (0.5 s)"
+        "rollout had taken longer than explorer.max_timeout (2 s)"
     )
 
 
@@ -486,7 +485,7 @@ def test_a_reward_that_hangs_is_named_with_its_line_and_said_at_once(
     async def main() -> Outcome:
         spec, one = resolve("simple_workflow"), task("simple_workflow")
         one.reward_fn = hang
-        return await make_runner(max_timeout=0.2, max_retries=1).run(one, spec, [0])
+        return await make_runner(max_timeout=1.0, max_retries=1).run(one, spec, [0])
 
     [failed] = run(main()).failures
     assert failed.kind == "timeout" and failed.fault.what == "reward 'hang'"
@@ -496,3 +495,31 @@ def test_a_reward_that_hangs_is_named_with_its_line_and_said_at_once(
     # the console hears of the first alone
     shown = [not getattr(record, "file_only", False) for record in caplog.records]
     assert shown == [True, False]
+
+
+class Held(RolloutBarrier):
+    """Has held the rollout `before` at first, and `later` once its call is under way."""
+
+    def __init__(self, before: float, later: float) -> None:
+        super().__init__()
+        self.before, self.later, self.begun = before, later, False
+
+    def held(self, key: tuple[Any, ...]) -> float:
+        return self.later if self.begun else self.before
+
+
+@pytest.mark.parametrize(
+    ("before", "later", "fails"), [(0.0, 600.0, []), (600.0, 600.0, ["timeout"])]
+)
+def test_time_at_the_barrier_is_not_the_rollouts_own_and_an_earlier_attempts_counts_once(
+    before: float, later: float, fails: list[str]
+) -> None:
+    barrier = Held(before, later)
+
+    async def waits(task: Any, model: Any) -> list[Experience]:
+        barrier.begun = True
+        await asyncio.sleep(0.6 if not fails else 600)
+        return await ask(task, model)
+
+    outcome = outcome_of(waits, barrier=barrier, max_timeout=0.2)
+    assert [failure.kind for failure in outcome.failures] == fails

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from tests.explorer.made import BrokenEngine, ask, make_runner, run, scripted, task
+from tests.limits import HANG_S
 from trireme.explorer.runner import TimeLimit
 from trireme.explorer.scheduler import OverRollout, Scheduler, split
+from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
 
@@ -105,11 +107,13 @@ def test_closing_ends_what_waits_and_a_new_start_begins_empty() -> None:
         scheduler = make()
         scheduler.start()
         await scheduler.submit(1, [task(hangs, task_id=i) for i in range(3)])
-        waiting = asyncio.ensure_future(scheduler.results(1))
+        await scheduler.submit(2, [task(hangs)])  # none of it has begun
+        waiting = [asyncio.ensure_future(scheduler.results(batch)) for batch in (1, 2)]
         await asyncio.sleep(0.01)
         await scheduler.close()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        for batch in waiting:
+            with pytest.raises(asyncio.CancelledError):
+                await batch
         scheduler.start()
         await scheduler.submit(1, [task()])
         assert len(await scheduler.results(1)) == 1
@@ -136,7 +140,7 @@ def late(*task_ids: int) -> Any:
 
 def test_over_rollout_goes_on_without_the_slowest_tasks_and_frees_their_runners() -> None:
     async def main() -> None:
-        runners = [make_runner(scripted(), max_timeout=60) for _ in range(3)]
+        runners = [make_runner(scripted(), max_timeout=HANG_S) for _ in range(3)]
         over = OverRollout(ratio=0.25, wait_after_min=0.05)
         scheduler = Scheduler(runners, max_repeats_per_runner=1, over_rollout=over)
         scheduler.start()
@@ -156,7 +160,7 @@ def test_over_rollout_goes_on_without_the_slowest_tasks_and_frees_their_runners(
 
 def test_over_rollout_waits_for_every_task_of_an_evaluation_and_for_enough_of_a_batch() -> None:
     async def main() -> None:
-        over = OverRollout(ratio=0.5, wait_after_min=10)
+        over = OverRollout(ratio=0.5, wait_after_min=HANG_S)
         scheduler = Scheduler(
             [make_runner(scripted())], max_repeats_per_runner=None, over_rollout=over
         )
@@ -170,6 +174,50 @@ def test_over_rollout_waits_for_every_task_of_an_evaluation_and_for_enough_of_a_
     run(main())
 
 
+def test_over_rollout_waits_for_enough_tasks_before_the_rest_has_its_time() -> None:
+    async def slow(task: Any, model: Any) -> Any:
+        await asyncio.sleep(600 if task.task_id > 1 else 0.2)
+        return await ask(task, model)
+
+    async def main() -> None:
+        runners = [make_runner(scripted(), max_timeout=HANG_S) for _ in range(4)]
+        over = OverRollout(ratio=0.5, wait_after_min=0.0)
+        scheduler = Scheduler(runners, max_repeats_per_runner=None, over_rollout=over)
+        scheduler.start()
+        await scheduler.submit(1, [task(slow, task_id=i) for i in range(4)])
+        outcomes = await scheduler.results(1)
+        assert [outcome.task.task_id for outcome in outcomes] == [0, 1]
+        assert scheduler.dropped_tasks == 2
+        await scheduler.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("further", [lambda task: [f"judge of {task.task_id}"], None])
+def test_the_rewards_of_a_group_are_given_the_tasks_own_auxiliary_models(further: Any) -> None:
+    seen: list[Any] = []
+
+    def judged(task: Task, answer: str, *, auxiliary_models: Any) -> float:
+        seen.append(list(auxiliary_models))
+        return 0.5
+
+    async def main() -> Any:
+        scheduler = Scheduler(
+            [make_runner(scripted())], max_repeats_per_runner=None, further=further
+        )
+        scheduler.start()
+        tasks = [task("simple_workflow", task_id=i) for i in range(2)]
+        for one in tasks:
+            one.reward_fn = [judged]
+        await scheduler.submit(1, tasks)
+        outcomes = await scheduler.results(1)
+        await scheduler.close()
+        return [e.reward for outcome in outcomes for e in outcome.experiences]
+
+    assert run(main()) == [0.5, 0.5]
+    assert seen == ([["judge of 0"], ["judge of 1"]] if further else [[], []])
+
+
 def test_partial_tasks_are_kept_where_they_are_asked_for() -> None:
     async def half(task: Any, model: Any) -> Any:
         if task.task_id == 1 and model.key[2] == 1:
@@ -177,8 +225,8 @@ def test_partial_tasks_are_kept_where_they_are_asked_for() -> None:
         return await ask(task, model)
 
     async def main() -> Any:
-        runners = [make_runner(scripted(), max_timeout=60) for _ in range(4)]
-        over = OverRollout(ratio=0.5, wait_after_min=0.05, keep_partial=True)
+        runners = [make_runner(scripted(), max_timeout=HANG_S) for _ in range(4)]
+        over = OverRollout(ratio=0.5, wait_after_min=1.0, keep_partial=True)
         scheduler = Scheduler(runners, max_repeats_per_runner=1, over_rollout=over)
         scheduler.start()
         await scheduler.submit(1, [task(half, task_id=i, repeat_times=2) for i in range(2)])
@@ -214,13 +262,14 @@ def test_a_rollout_past_the_dynamic_time_out_fails_by_its_name() -> None:
 def test_what_the_runners_do_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         scheduler = Scheduler(
-            [make_runner(scripted(), max_timeout=60) for _ in range(2)],
+            [make_runner(scripted(), max_timeout=HANG_S) for _ in range(2)],
             max_repeats_per_runner=None,
             report_interval=0.05,
         )
         scheduler.start()
         await scheduler.submit(1, [task(late(0), task_id=0)])
-        await asyncio.sleep(0.2)
+        while "runner 0: task 1/0" not in caplog.text:
+            await asyncio.sleep(0.01)
         busy, idle = scheduler.states()
         assert re.fullmatch(r"runner 0: task 1/0, runs \[0\] for \d+ s", busy)
         assert idle == "runner 1: idle"

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tests.explorer.made import Models, make_runner, run, task
+from tests.limits import HANG_S
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Outcome
@@ -68,7 +69,7 @@ def test_a_hung_thread_holds_the_gate_until_its_time_out_and_no_longer(tiny_dir:
     release = threading.Event()
 
     def hangs(task: Any, model: Any) -> Any:
-        release.wait(10)
+        release.wait(HANG_S)
 
     async def main(engine: TorchEngine, barrier: RolloutBarrier) -> tuple[Outcome, Outcome]:
         hung = asyncio.ensure_future(
@@ -98,11 +99,9 @@ def test_a_time_out_in_the_middle_of_a_reply_frees_its_row(tiny_dir: Path) -> No
         runner = make_runner(engine, models, barrier=barrier, max_timeout=0.2)
         outcome = await runner.run(task(endless), resolve(endless), [0])
         assert outcome.failures[0].kind == "timeout"
-        for _ in range(100):
-            if engine.health().running == engine.health().waiting == 0:
-                break
+        while engine.health().running or engine.health().waiting:
             await asyncio.sleep(0.01)
-        after = await runner.run(task(say), resolve(say), [0])
+        after = await make_runner(engine, barrier=barrier).run(task(say), resolve(say), [0])
         assert len(after.experiences) == 1
         health = engine.health()
         assert (health.running, health.waiting) == (0, 0)

@@ -25,18 +25,17 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.faults.jobs import JOB, STEPS, config_of, final_weights, learned, write_config
 from tests.faults.program import FILLER, HIT, Blow, start
+from tests.limits import HANG_S
 from tests.postgres import binaries, serving
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 400.0
-"""A run that takes longer hangs; alone it takes seconds."""
 MOUNT = ("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs")
 EXACT = ("queue", "sql", "file", "queue fixed")
 CODES = {"TERM": 143, "HUP": 129, "INT": 130, "INT INT": 130, "KILL": -9}
@@ -150,7 +149,7 @@ NAMES = {
 }
 
 
-def ended(process: int, limit: float = LIMIT_S) -> int:
+def ended(process: int, limit: float = HANG_S) -> int:
     """A child's exit code, negative for a signal. Raises Hung where it does not end."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
@@ -198,7 +197,7 @@ def interrupted(trial: Trial, folder: Path) -> None:
 def at_random(trial: Trial, folder: Path) -> None:
     """SIGKILL some time after the folder is there."""
     process = command(folder)
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not (folder / JOB / "monitor").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(random.Random(f"{trial.kind}{trial.seed}").uniform(0, 4))
@@ -253,7 +252,7 @@ def locked(trial: Trial, folder: Path) -> None:
 def away(trial: Trial, folder: Path) -> None:
     """The database server is stopped for half a minute, as by a crash: the same run ends well."""
     if (programs := binaries()) is None:
-        raise RuntimeError("PostgreSQL is not installed: scripts/postgres_setup.sh")
+        raise RuntimeError("PostgreSQL is not installed: scripts/apt_setup.sh postgresql")
     with serving(programs) as server:
         store = f"buffer.trainer_input.experience_buffer.path={server.database()}"
         process = command(folder, None, store)
@@ -417,6 +416,14 @@ def until(minutes: float, results: Any) -> Iterator[Row]:
             return
 
 
+def end_commands(base: Path) -> None:
+    """Ends every process that works in this folder."""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            if Path(os.readlink(link)).is_relative_to(base):
+                os.kill(int(link.parent.name), signal.SIGKILL)
+
+
 def table(rows: list[Row]) -> str:
     """As Markdown."""
     lines = ["| fault | tried | survived | lost | doubled | hung |", "|-|-|-|-|-|-|"]
@@ -464,10 +471,11 @@ def main() -> int:
                 setattr(row, name, getattr(row, name) + getattr(got, name))
             for note in got.notes:
                 print(note, file=sys.stderr, flush=True)
+    end_commands(base)  # of trials that were not waited for
     for disk in re.findall(
         rf"^\S+ ({re.escape(str(base))}\S*)", Path("/proc/mounts").read_text(), re.M
     ):
-        subprocess.check_call(["umount", "--lazy", disk])  # of a trial that was not waited for
+        subprocess.check_call(["umount", "--lazy", disk])
     print(table(list(rows.values())))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows.values()], indent=2))
@@ -475,7 +483,7 @@ def main() -> int:
         write_docs(list(rows.values()))
     well = all(row.well for row in rows.values())
     if well:
-        shutil.rmtree(base)
+        shutil.rmtree(base, ignore_errors=True)  # a command may be ending in it
     return 0 if well and rows else 1
 
 

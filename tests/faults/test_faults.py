@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.job import ROOT, environment
-from tests.faults.harness import names, trials
+from tests.faults.harness import end_commands, names, trials
 from tests.faults.program import POINTS
 
 
@@ -34,9 +36,21 @@ def test_a_point_names_a_function_of_the_product(point: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_kill_in_the_middle_of_a_checkpoint_loses_and_doubles_nothing() -> None:
     words = [sys.executable, "-m", "tests.faults.harness", "--quick", "--only", "SIGKILL"]
     words += ["--workers", "1"]  # each loads torch anew
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_command_of_a_trial_that_is_not_waited_for_is_ended(tmp_path: Path) -> None:
+    (work := tmp_path / "trial").mkdir()
+    words = ["sleep", "6000"]
+    with (
+        subprocess.Popen(words, cwd=work) as command,
+        subprocess.Popen(words, cwd=tmp_path.parent) as other,
+    ):
+        end_commands(tmp_path)
+        assert command.wait() == -signal.SIGKILL
+        assert other.poll() is None
+        other.kill()

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.cli.test_eval import Api
 from tests.cli.test_eval import api as api  # a fixture
+from tests.limits import HANG_S
 from trireme.cli.main import app
 from trireme.config.load import load_config
 from trireme.engines.api import ApiEngine, byte_tokenizer
@@ -174,7 +175,7 @@ def test_an_api_that_does_not_answer_is_told_with_its_limit(
     config: Path, api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = Event()
-    monkeypatch.setattr(Api, "do_POST", lambda handler: over.wait(60))
+    monkeypatch.setattr(Api, "do_POST", lambda handler: over.wait(HANG_S))
     monkeypatch.setattr(Api, "do_GET", lambda handler: handler.send_error(404), raising=False)
     limits = "explorer.max_timeout=0.5", "explorer.max_retry_times=0"
     done = ran(config, api, monkeypatch, *limits)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.config.made import config_of, values, write_model, write_rows
 from tests.tiny import make_reward_model
@@ -15,6 +14,7 @@ from trireme.cli.check import check
 from trireme.data.tasksets import Taskset
 from trireme.launch.check import draft
 from trireme.launch.data import make_eval_tasksets, make_training_taskset
+from trireme.monitor.terminal import Terminal
 
 PLUGIN = """
 from trireme import Experience, Model, Task, advantage, algorithm, orms
@@ -97,7 +97,7 @@ def checked(tmp_path: Path, plugin: Path) -> Any:
     def run(*overrides: str) -> str:
         config_of(tmp_path, values(tmp_path))
         out = StringIO()
-        console = Console(file=out, soft_wrap=True, width=80)
+        console = Terminal(file=out, soft_wrap=True, width=80)
         check(tmp_path / "config.yaml", [f"plugins=[{plugin}]", *overrides], console)
         return out.getvalue()
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.limits import HANG_S
+
 pytest.importorskip("ray")
 
 from tests.server.made import on_port, torch_rollouts, until
@@ -57,13 +59,13 @@ def test_an_engine_elsewhere_is_asked_again_once_the_trainer_has_given_it_weight
             await until(lambda: old.engine.health().waiting == 1)
             loss = asyncio.ensure_future(sides.loss(old_url))
             await sides.lose(old_url)
-            assert "is gone" in str(await asyncio.wait_for(loss, 10))
+            assert "is gone" in str(await asyncio.wait_for(loss, HANG_S))
             await sides.again(0, new_url)
             assert trainer.urls == explorer.urls == (new_url,)
-            await asyncio.wait_for(push, 10)
+            await asyncio.wait_for(push, HANG_S)
             assert explorer.servers.bare == {new_url} and not call.done()
             may_push.set()
-            (reply,) = await asyncio.wait_for(call, 20)
+            (reply,) = await asyncio.wait_for(call, HANG_S)
             assert set(reply.versions) == {4} and not explorer.servers.bare
             # a late report of the old one changes nothing
             explorer.servers.lost(old_url, explorer.servers.instances[old_url], "is gone")
@@ -142,7 +144,7 @@ def test_an_engine_that_dies_again_before_one_side_has_reached_it_is_not_lost_to
                 assert not trainer.gone and not explorer.gone
 
             keeper = EngineKeeper([engine], ServersOfSides(trainer, explorer), restarts=2)
-            await asyncio.wait_for(keeper.run(work()), 10)
+            await asyncio.wait_for(keeper.run(work()), HANG_S)
             assert engine.starts == 2
 
     asyncio.run(main())

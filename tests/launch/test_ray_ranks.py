@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
+
 pytest.importorskip("ray")
 
 from trireme.launch.ray.run import Actors
@@ -28,7 +30,7 @@ def test_a_rank_that_fails_before_the_meeting_ends_the_opening() -> None:
         actors._following = [asyncio.ensure_future(fails())]
         opening: asyncio.Future[None] = asyncio.ensure_future(asyncio.sleep(60))
         with pytest.raises(RuntimeError, match="trainer rank 1 failed: no module named plugin"):
-            await asyncio.wait_for(actors._while_following(opening), 5)
+            await asyncio.wait_for(actors._while_following(opening), HANG_S)
         assert opening.cancelled()
 
     asyncio.run(main())

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
+
 pytest.importorskip("ray")
 
 import ray
@@ -20,8 +22,8 @@ from trireme.buffer.buffer import OtherSideFailed
 from trireme.config.schema import ClusterConfig
 from trireme.launch.ray.actors import SideWorker
 from trireme.launch.ray.cluster import gpus_of
-from trireme.launch.ray.remote import Actor, Reports, Worker, answer, remote
-from trireme.launch.ray.run import environment_of
+from trireme.launch.ray.remote import Actor, Reports, Watched, Worker, answer, remote
+from trireme.launch.ray.run import Actors, environment_of
 
 
 class Adder(Worker):
@@ -141,6 +143,11 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     assert trainer["OMP_NUM_THREADS"] == "4"
     assert trainer["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in engine  # vLLM's sleep does without it
+    theirs = {"TMPDIR": "/fast", "OMP_NUM_THREADS": "2", "MY_KEY": "secret", "PYTHONPATH": "x"}
+    plan.config = SimpleNamespace(explorer=SimpleNamespace(env_vars=theirs))
+    explorer = environment_of(plan, trains=False, explores=True)
+    assert (explorer["TMPDIR"], explorer["OMP_NUM_THREADS"]) == ("/fast", "2")
+    assert "MY_KEY" not in explorer and explorer["PYTHONPATH"] == engine["PYTHONPATH"]
     plan.takes_turns = True  # its memory is lent to the engine beside it
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment_of(plan, trains=True)
     plan.device = "cpu"
@@ -156,3 +163,48 @@ def test_a_process_that_is_in_a_cluster_counts_its_gpus(monkeypatch: pytest.Monk
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("the cluster is not ours to leave"))
     assert gpus_of(ClusterConfig(ray_address="10.0.0.1:6379")) == 4
+
+
+@pytest.mark.parametrize(
+    ("dies", "kept", "named"),
+    [
+        ("engine_0", False, "engine_0 has died: CUDA error; its log is"),
+        ("engine_0", True, None),  # it is started again
+        ("explorer", False, "explorer has died: CUDA error; its log is"),
+        ("explorer", True, "explorer has died: CUDA error; its log is"),
+    ],
+)
+def test_who_dies_ends_the_work_but_for_an_engine_that_is_started_again(
+    tmp_path: Path, dies: str, kept: bool, named: str | None
+) -> None:
+    def worker(name: str) -> Watched:
+        async def ping() -> dict[str, Any]:
+            if name == dies and met:
+                raise RuntimeError("CUDA error")
+            return {"pid": 1, "node": "here"}
+
+        handle = SimpleNamespace(ping=SimpleNamespace(remote=ping))
+        return Watched(name, handle, tmp_path / f"{name}.log")
+
+    met: list[bool] = []
+    cluster = ClusterConfig(heartbeat_timeout=0.3, start_timeout=10.0)
+    stage: Any = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(cluster=cluster)))
+    actors: Any = Actors(stage)
+    actors._watched = [worker(name) for name in ("engine_0", "trainer", "explorer")]
+    actors._engines = [SimpleNamespace(name="engine_0")]
+
+    async def work() -> str:
+        while not all(each.pid for each in actors._watched[int(kept) :]):
+            await asyncio.sleep(0.01)
+        met.append(True)
+        await asyncio.sleep(600 if named else 0.5)
+        return "done"
+
+    async def main() -> str:
+        return await asyncio.wait_for(actors._guarded(work(), kept=kept), HANG_S)
+
+    if named:
+        with pytest.raises(RuntimeError, match=named):
+            asyncio.run(main())
+    else:
+        assert asyncio.run(main()) == "done"

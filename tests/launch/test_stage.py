@@ -6,6 +6,8 @@ import logging
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +16,7 @@ from tests.e2e.job import small_config
 from trireme.config import Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch.check import make_plans
-from trireme.launch.results import StageResult, summarise
+from trireme.launch.results import StageResult, explored, summarise
 from trireme.launch.stage import Monitored, Stage, open_run
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
@@ -78,3 +80,14 @@ def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> Non
     with opened(plan, device):
         pass
     device.close()
+
+
+def test_a_lone_explorer_that_ends_early_says_who_wanted_no_more() -> None:
+    def said(name: str | None, planned: int | None, steps: int) -> str:
+        plan: Any = SimpleNamespace(explorer_name=name, explore_steps=planned)
+        return explored(plan, steps)
+
+    wanted_no_more = ", and the trainer wants no more"
+    assert said("second", 8, 5) == f"second has explored 5 steps{wanted_no_more}"
+    assert said(None, 8, 8) == "explorer has explored 8 steps: all that there were"
+    assert said(None, None, 5) == "explorer has explored 5 steps: all that there were"

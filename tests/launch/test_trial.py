@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 import trireme
 from tests.e2e.job import small_config
+from tests.limits import HANG_S
 from trireme.cli.main import app
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.launch.trial import TrialFailed
@@ -43,6 +46,28 @@ def test_what_was_said_and_what_would_be_trained(
     assert [int(place) for place in trained] == experience.mask.nonzero().flatten().tolist()
     assert f"{len(trained)} of {len(experience.tokens)} tokens would be trained" in told
     assert "  user       again" in told and "reward 1 " in told
+    assert all(" made up " in line for line in told.splitlines() if " yes " in line)
+    assert told.endswith("each token's log-probability is made up (-0.693 in the experiences)\n")
+
+
+def test_a_trial_has_its_environment_and_ends_what_it_started(
+    tiny_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OF_THE_RUNNERS", raising=False)
+    children: list[subprocess.Popen[bytes]] = []
+
+    async def leaves(task: Task, model: trireme.Model) -> list[trireme.Experience]:
+        assert os.environ["OF_THE_RUNNERS"] == "here"
+        children.append(subprocess.Popen(["sleep", "60"]))
+        await model.chat([{"role": "user", "content": task.prompt}])
+        return model.experiences(reward=1.0)
+
+    settings: dict[str, Any] = {"explorer.env_vars": {"OF_THE_RUNNERS": "here"}, **SMALL}
+    trireme.try_workflow(leaves, "?", model=tiny_dir, replies=["1"], show=False, **settings)
+    [child] = children
+    assert child.wait(HANG_S) == -15 and "OF_THE_RUNNERS" not in os.environ
+    left = f"note: ended 1 process that rollouts had left running: sleep 60 ({child.pid})"
+    assert left in capsys.readouterr().err
 
 
 def test_text_that_the_vocabulary_does_not_cover_is_pointed_out(tmp_path: Path) -> None:

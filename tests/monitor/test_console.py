@@ -6,11 +6,11 @@ import io
 from typing import Any
 
 import torch
-from rich.console import Console as Terminal
 
 from trireme.experience import Experience
 from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary, chart
+from trireme.monitor.terminal import Terminal
 
 
 class Clock:

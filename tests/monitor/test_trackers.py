@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.job import wait_for
+from tests.limits import HANG_S
 from trireme.experience import EID, Experience
 from trireme.monitor import trackers
 from trireme.monitor.monitor import ROLLOUTS, open_monitor
@@ -40,7 +42,7 @@ hang = threading.Event()
 
 def hanging(metrics: dict[str, float], step: int, part: str) -> None:
     """One that waits for a network that is gone."""
-    hang.wait(60)
+    hang.wait(HANG_S)
 
 
 class Broken:
@@ -277,6 +279,8 @@ def test_wandb_offline_files_hold_what_was_logged(
 ) -> None:
     installed("wandb")
     twice(tmp_path, "wandb", caplog, mode="offline")
+    wanted = 2 * (ROLLOUTS + 2) + 2  # both parts' steps, and a table of each run
+    wait_for(lambda: len(wandb_rows(tmp_path)) >= wanted)  # its own process writes the files
     rows = wandb_rows(tmp_path)
     rewards = {r["explorer_step"]: r["reward"] for r in rows if "reward" in r}
     assert rewards == {step: step / 10 for step in range(1, ROLLOUTS + 3)}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.config.made import config_of, values, write_rows
+from tests.limits import HANG_S
 from trireme.config.schema import ServiceConfig
 from trireme.experience import EID, Experience
 from trireme.launch.check import draft, make_plans
@@ -39,11 +40,11 @@ class Step:
         text = row["response_text"]
         print("a line that is no answer")
         if self.name == "dies": sys.exit("out of memory")
-        if self.name == "hangs": time.sleep(60)
+        if self.name == "hangs": time.sleep(3600)
         if self.name == "forks":
             told = open(self.options["told"], "a", buffering=1)
             if os.fork(): told.write("forked\\n")
-            time.sleep(600)
+            time.sleep(3600)
         if self.name == "raises": raise KeyError("text_key")
         if self.name == "rewrites": return [{**row, "text": text.upper()}]
         if self.name == "doubles": return [row, row]
@@ -127,7 +128,7 @@ def test_nothing_may_stay() -> None:
     ],
 )
 def test_what_goes_wrong_is_said(step: str, says: str) -> None:
-    timeout = 1 if step == "hangs" else 60
+    timeout = 1 if step == "hangs" else HANG_S
     with pytest.raises(OperatorFailed, match=says):
         apply([{step: {}}], timeout=timeout)
 
@@ -261,7 +262,7 @@ def test_its_operators_are_asked_for_once_and_not_for_ever(
     assert (tmp_path / "asked").read_text() == "."
     data_juicer._known.cache_clear()
     monkeypatch.setattr(data_juicer, "_IMPORT_S", 0.5)
-    ops.write_text("import time\ntime.sleep(600)")
+    ops.write_text("import time\ntime.sleep(3600)")
     with pytest.raises(ValueError, match=r"was not imported within 0\.5 s"):
         make_operator(OPERATORS, "data_juicer", {"operators": [{"keeps": {}}]}, "operators[0]")
 

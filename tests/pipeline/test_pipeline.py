@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -156,3 +156,45 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
         experience.versions = torch.tensor([-1, version, version + 1], dtype=torch.int32)
     kept, _ = asyncio.run(Pipeline(GRPO).run(given))
     assert [e.info["group_version"] for e in kept] == [3, 3, 4, 4]
+
+
+class Prepares:
+    """An operator that counts what is called."""
+
+    calls: ClassVar[list[str]] = []
+
+    def prepare(self) -> None:
+        self.calls.append("prepare")
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        self.calls.append("process")
+        return experiences, {}
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_an_operator_is_prepared_once_and_closed_where_it_was_prepared() -> None:
+    async def main(steps: int) -> list[str]:
+        Prepares.calls.clear()
+        pipeline = piped((f"{__name__}:Prepares", {}))
+        for _ in range(steps):
+            await pipeline.run(group([1.0, 0.0]))
+        await pipeline.close()
+        return list(Prepares.calls)
+
+    assert asyncio.run(main(2)) == ["prepare", "process", "process", "close"]
+    assert asyncio.run(main(0)) == []
+
+
+def test_rewards_that_spoil_advantages_are_counted_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rewards = [1.0, float("nan"), float("inf"), -1e20, 0.0]
+    caplog.set_level("INFO")
+    _, metrics = asyncio.run(Pipeline(SFT).run(group(rewards)))
+    assert metrics["experience_pipeline/not_finite"] == 3
+    assert "rewards of 1/0/1/0 (nan), 1/0/2/0 (inf), 1/0/3/0 (-1e+20)" in caplog.text
+    without = group([1.0])
+    without[0].reward = None
+    assert asyncio.run(Pipeline(SFT).run(without))[1]["experience_pipeline/not_finite"] == 0

@@ -41,6 +41,7 @@ STEPS = [(f"{HERE}:hard_first", {"least": 2}), (f"{HERE}:Prefix", {"text": "Leve
 
 def test_rows_go_through_the_operators_in_order_and_once(tmp_path: Path) -> None:
     CALLS.clear()
+    tmp_path /= "job/tasks"  # neither is there
     for _ in range(2):  # a restart finds the rows as they were
         rows = prepared(levels(1, 2, 3), STEPS, tmp_path, "sums")
         assert [row["prompt"] for row in rows] == ["Level 3", "Level 2"]

@@ -180,6 +180,21 @@ def test_a_reward_of_trl_runs_as_it_is(prompt: Any) -> None:
     assert len(judged(made, "one", "four")) == 2
 
 
+def test_a_column_called_completion_is_not_what_the_model_said() -> None:
+    """As in a data set of prompts and completions that is trained by reinforcement."""
+
+    def right(
+        completions: list[str], completion: list[str], trajectory_inputs: Any, **columns: Any
+    ) -> list[float]:
+        samples = [sample for (sample,) in trajectory_inputs.values()]
+        assert [sample["completion"] for sample in samples] == completions
+        return [float(a == b) for a, b in zip(completions, completion, strict=True)]
+
+    row = {"prompt": "6 x 7?", "completion": "42"}
+    made = Task(row, workflow="simple_workflow", reward_fn=right)
+    assert [e.reward for e in judged(made, "42", "41")] == [1.0, 0.0]
+
+
 def test_a_reward_of_trl_that_needs_another_column_is_refused() -> None:
     with pytest.raises(ValueError, match="needs 'level', and the data set has no such column"):
         judged(Task({"prompt": "?"}, workflow="simple_workflow", reward_fn=trl), "one")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.server.made import on_port, rollouts_over
 from tests.tiny import make_tokenizer
 from trireme.engines.scripted import ScriptedEngine
@@ -134,6 +135,20 @@ def test_answers_on_disk_outlive_the_process(tmp_path: Path) -> None:
     assert json.loads(kept.read_text()) == {"answer": "yes"}
 
 
+@pytest.mark.parametrize("text", ["", '{"answer": "y', "[1]", '{"other": 1}', "\udcff"])
+def test_a_damaged_answer_on_disk_is_asked_for_again(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Said("yes"), Said("no")
+    folder = str(tmp_path / "answers")
+    assert ask(Asker(cache=folder), first.model, "good?") == ["yes"]
+    (kept,) = (tmp_path / "answers").rglob("*.json")
+    kept.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert ask(Asker(cache=folder), second.model, "good?") == ["no"]
+    assert json.loads(kept.read_text()) == {"answer": "no"}
+    assert str(kept) in caplog.text
+
+
 def test_without_a_cache_only_questions_at_one_time_are_shared() -> None:
     said = Said("a", "b")
 
@@ -148,7 +163,7 @@ def test_without_a_cache_only_questions_at_one_time_are_shared() -> None:
 
 def test_a_failure_is_not_remembered_and_names_the_judge() -> None:
     async def go() -> None:
-        dead = Asker(base_url="http://127.0.0.1:9/v1", model="m", max_retries=0, timeout=2)
+        dead = Asker(base_url="http://127.0.0.1:9/v1", model="m", max_retries=0, timeout=HANG_S)
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"the judge m at http://127.0.0.1:9/v1 gave no"):
                 await dead.ask([{"role": "user", "content": "x"}])

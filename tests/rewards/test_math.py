@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -44,21 +43,28 @@ def test_accuracy(reply: str, truth: str, right: bool) -> None:
     assert accuracy_reward(task(truth), reply) == {"accuracy": float(right)}
 
 
-def test_plain_numbers_need_no_algebra_and_are_fast() -> None:
+@pytest.fixture
+def no_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify(answer: str, truth: str) -> bool:
+        raise AssertionError(f"algebra for {answer} and {truth}")
+
+    monkeypatch.setattr(answers, "_verify", verify)
+
+
+@pytest.mark.usefixtures("no_algebra")
+def test_plain_numbers_need_no_algebra() -> None:
+    with pytest.raises(AssertionError, match="algebra"):
+        same("x+2", "x+1")
     reply = "thinking " * 2000 + "<answer>1234</answer>"
-    start = time.perf_counter()
-    for _ in range(100):
-        accuracy_reward(task(GSM8K), reply)
-    assert time.perf_counter() - start < 0.5
+    assert accuracy_reward(task(GSM8K), reply) == {"accuracy": 0.0}
 
 
+@pytest.mark.usefixtures("no_algebra")
 @pytest.mark.parametrize(
     "answer", ["9^{9^{9^9}}", "2^{99999999}", "99999999!", "9**9**9", "((((" * 100, "\\frac{" * 60]
 )
 def test_what_would_take_for_ever_is_wrong_at_once(answer: str) -> None:
-    start = time.perf_counter()
     assert not same(answer, "x+1")
-    assert time.perf_counter() - start < 0.9
 
 
 def test_algebra_works_outside_the_main_thread() -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from trireme.rewards.grouped import Judge, Row
+from trireme.experience import EID, Experience
+from trireme.rewards.grouped import Judge, Row, reward_group
 from trireme.rewards.orm import (
     ORM,
     Cosine,
     Format,
     MathAccuracy,
+    MathORM,
     ReactFormat,
+    ReactORM,
     Repetition,
     SoftOverlong,
 )
@@ -51,7 +54,28 @@ def test_columns_are_lists_in_run_order() -> None:
     assert seen["messages"][1] == [{"role": "assistant", "content": "b"}]
     assert seen["is_truncated"] == [False, False]
     assert seen["response_token_ids"] == [[1], [1, 1]]
+    assert seen["finish_reason"] == ["stop", "stop"]
     assert set(seen["trajectory_inputs"]) == {"0", "1"}
+    [whole] = seen["trajectory_inputs"]["1"]
+    assert whole["problem"] == "1+1?" and whole["solution"] == "2"
+    assert whole["messages"][-1]["content"] == "b" == whole["completion"]
+    shared = {name: rows[1] for name, rows in seen.items() if name in whole}
+    assert shared | {"completion": "b"} == whole
+
+
+def test_rollouts_of_any_workflow_have_ids_of_their_own() -> None:
+    """A reward that looks its trajectory up by `request_id` gets that one."""
+
+    class Own(ORM):
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+            found = [kwargs["trajectory_inputs"][name] for name in kwargs["request_id"]]
+            return [float(rows[-1]["completion"]) for rows in found]
+
+    experiences = [Experience([1, 2], prompt_length=1, response_text=text) for text in "012"]
+    for run, experience in enumerate(experiences):
+        experience.eid = EID(task="t", run=run)
+    asyncio.run(reward_group(Judge.of([Own]), TASK, experiences, []))
+    assert [experience.reward for experience in experiences] == [0.0, 1.0, 2.0]
 
 
 def test_the_documents_own_form_without_self() -> None:
@@ -185,6 +209,48 @@ def test_accuracy() -> None:
 def test_formats() -> None:
     assert Format()(["<think>a</think>\n<answer>b</answer>", "<answer>b</answer>"]) == [1, 0]
     assert ReactFormat()(["<think>a</think>Action: x\nAction Input: y", "Action: x"]) == [1, 0]
+
+
+def act(name: str, given: str) -> str:
+    return f"<think>hm</think>\nAction: {name}\nAction Input: {given}"
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        (act("find", '{"city": "Rome", "days": 2}'), 1),
+        (act("find", '{"days": 2,\n"city": "Rome"}') + "<|im_end|>", 1),
+        (act("find", '{"city": "Rome", "days": 2}') + "\nObservation:", 1),
+        (act("look", "{}") + "\n" + act("find", '{"city": "Rome", "days": 2}'), 1),
+        (act("look", '{"city": "Rome", "days": 2}'), 0),
+        (act("find", '{"city": "Rome"}'), 0),
+        (act("find", '{"city": "Rome", "days": 2, "more": 0}'), 0),
+        (act("find", "Rome"), 0),
+        ("Action: find", 0),
+        ("", 0),
+        (act("find", "[" * 200_000), 0),
+    ],
+)
+def test_toolbench_compares_the_last_action_and_its_input(said: str, right: float) -> None:
+    truth = act("find", '{"city": "Rome", "days": 2}')
+    assert ReactORM()([said], solution=[truth]) == [right]
+
+
+def test_toolbench_without_json() -> None:
+    reward = ReactORM()
+    assert reward([act("find", " Rome ")], solution=[act("find", "Rome")]) == [1.0]
+    assert reward([act("find", '["Rome"]')], solution=[act("find", "Rome")]) == [0.0]
+    assert reward(["Action: find"], solution=["Action: find\nAction Input: {}"]) == [1.0]
+    assert reward(["nothing"], solution=["nothing else"]) == [1.0]  # neither acts
+    assert reward(["Action: find"]) == [None]
+
+
+def test_math_compares_what_is_boxed() -> None:
+    reward = MathORM()
+    texts = [r"so \boxed{\frac{1}{2}}", "0.5", "a # Answer 0.50", "a 0.5 b 0.7", r"\boxed{2}"]
+    solution = [r"it is \boxed{0.5}"] * 4 + ["# Answer 3"]
+    assert reward(texts, solution=solution) == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert reward(["1"]) == [None]
 
 
 def test_cosine_by_hand() -> None:

@@ -115,6 +115,10 @@ def trainers_requests() -> list[tuple[str, dict[str, Any]]]:
         ("/update_named_param/", {"name": "w", "dtype": "float32", "shape": [2**20, 2**20]}),
         ("/update_named_param/", {"name": "w", "dtype": "nonsense", "shape": [1]}),
         ("/update_weights_from_path/", {"path": "/nowhere"}),
+        *(
+            ("/infer/", {"infer_requests": [{"messages": HI, name: ["x.png"]}]})
+            for name in ("images", "audios", "videos")
+        ),
     ]
     return found
 
@@ -147,3 +151,49 @@ def refused(answer: httpx.Response) -> str:
     message = json.loads(answer.content)["error"]["message"]
     assert message and "\n" not in message and len(message) < 1200, message
     return message
+
+
+_GOOD = b'{"prompt": [5], "max_tokens": 1}'
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+_LENGTH = b"Content-Length: %d\r\n" % len(_GOOD)
+_CHUNKED = b"Transfer-Encoding: chunked\r\n"
+_CHUNKS = b"%x\r\n" % len(_GOOD) + _GOOD + b"\r\n0\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HIDDEN = b"GET /engine/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+WIRE: Sequence[tuple[str, bytes, list[int]]] = (
+    ("a good one", _HEAD + _LENGTH + b"\r\n" + _GOOD, [200]),
+    ("a good one in chunks", _HEAD + _CHUNKED + b"\r\n" + _CHUNKS, [200]),
+    ("two behind each other", HEALTH + _HEAD + _LENGTH + b"\r\n" + _GOOD + HEALTH, [200] * 3),
+    ("a body that waits to be asked for", _HEAD + _LENGTH + b"Expect: 100-continue\r\n\r\n" + _GOOD,
+     [100, 200]),
+    ("one that waits and is too large", _HEAD + b"Content-Length: 99999999999\r\n"
+     b"Expect: 100-continue\r\n\r\n", [413]),
+    ("two lengths", _HEAD + _LENGTH + b"Content-Length: 3\r\n\r\n" + _GOOD + HIDDEN, [400]),
+    ("a length and chunks", _HEAD + _LENGTH + _CHUNKED + b"\r\n0\r\n\r\n" + HIDDEN, [400]),
+    ("chunks and a length", _HEAD + _CHUNKED + b"Content-Length: 5\r\n\r\n0\r\n\r\n" + HIDDEN,
+     [400]),
+    ("chunks with a space before the colon", _HEAD + b"Transfer-Encoding : chunked\r\n" + _LENGTH
+     + b"\r\n" + _GOOD + HIDDEN, [400]),
+    ("another coding", _HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + HIDDEN, [400]),
+    ("a length below 0", _HEAD + b"Content-Length: -1\r\n\r\n" + _GOOD, [400]),
+    ("a length that is none", _HEAD + b"Content-Length: 1e3\r\n\r\n" + _GOOD, [400]),
+    ("a length with a sign", _HEAD + b"Content-Length: +32\r\n\r\n" + _GOOD, [400]),
+    ("a chunk without a size", _HEAD + _CHUNKED + b"\r\nxyz\r\n", [400]),
+    ("a chunk of 16 exabytes", _HEAD + _CHUNKED + b"\r\nffffffffffffffff\r\n" + _GOOD, []),
+    ("a chunk that ends elsewhere", _HEAD + _CHUNKED + b"\r\n3\r\nabcdef\r\n0\r\n\r\n", [400]),
+    ("a header over two lines", _HEAD + b"X: a\r\n  Content-Length: 3\r\n" + _LENGTH + b"\r\n"
+     + _GOOD, [200]),
+    ("a NUL in a header", _HEAD + b"X: a\0b\r\n\r\n", [400]),
+    ("no host", b"GET /v1/models HTTP/1.1\r\n\r\n", [400]),
+    ("two hosts", b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", [400]),
+    ("100,000 headers", _HEAD + b"X: y\r\n" * 100_000 + b"\r\n", [400]),
+    ("a header of a megabyte", _HEAD + b"X: " + b"y" * 2**20 + b"\r\n\r\n", [400]),
+    ("a path of a megabyte", b"GET /" + b"a" * 2**20 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+     [400]),
+    ("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", [400]),
+    ("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", [403, 400]),
+    ("an upgrade", b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+     b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eHg=\r\n\r\n", [200]),
+)  # fmt: skip
+"""What a client may write to a connection, and the statuses of all that it is answered."""

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +20,7 @@ import httpx
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.limits import HANG_S
 from tests.server import bad
 
 BODIES: dict[str, list[dict[str, Any]]] = {
@@ -196,6 +200,51 @@ def fuzz_bodies(target: Target, count: int) -> None:
     one()
 
 
+@st.composite
+def wires(draw: Any) -> bytes:
+    """What a client writes to a connection: requests that were changed in their bytes and lines."""
+    lines = draw(st.sampled_from([data for _, data, _ in bad.WIRE if len(data) < 1000]))
+    parts = lines.splitlines(keepends=True)
+    others = [line for _, data, _ in bad.WIRE if len(data) < 1000 for line in data.splitlines(True)]
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(parts)))
+        match draw(st.sampled_from(["line", "bytes", "drop", "twice", "end"])):
+            case "line":
+                parts.insert(at, draw(st.sampled_from(others)))
+            case "bytes":
+                parts.insert(at, draw(st.binary(max_size=9)))
+            case "drop":
+                del parts[at : at + 1]
+            case "twice":
+                parts[at:at] = parts[at : at + 1]
+            case "end":
+                parts[at : at + 1] = [b"".join(parts[at : at + 1])[:-1] + b"\n"]
+    return b"".join(parts)
+
+
+def fuzz_wire(target: Target, count: int) -> None:
+    """So many connections on which something else than requests is written."""
+    host, port = target.client.base_url.host, target.client.base_url.port or 80
+
+    @_settings(count)
+    @given(wires())
+    def one(data: bytes) -> None:
+        text = b""
+        with (
+            suppress(OSError),
+            socket.create_connection((host, port), timeout=HANG_S) as connection,
+        ):
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(2**16):
+                text += piece
+        statuses = re.findall(rb"HTTP/1\.1 (\d+) ", text)
+        for status in map(int, statuses or [b"0"]):
+            target.judge(status, data, text.decode("latin-1"))
+
+    one()
+
+
 def fuzz_description(target: Target, count: int) -> None:
     """About so many requests made from the server's OpenAPI description."""
     import schemathesis
@@ -208,7 +257,7 @@ def fuzz_description(target: Target, count: int) -> None:
         @_settings(max(count // len(operations), 1))
         @given(case=operation.as_strategy())
         def one(case: Any) -> None:
-            answer = case.call(base_url=str(target.client.base_url), timeout=600)
+            answer = case.call(base_url=str(target.client.base_url), timeout=HANG_S)
             target.judge(answer.status_code, (case.method, case.path, case.body), answer.text)
 
         one()

@@ -16,11 +16,13 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from tests.e2e.job import Forked, trireme, wait_for
+from tests.limits import HANG_S
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.model.chat_tokens import ChatTokens
 from trireme.server.app import create_app
+from trireme.server.connections import server_config
 from trireme.server.rollouts import Rollouts
 
 ADDRESS = re.compile(r"^serving .* on ([^\s,]+).*\n", re.MULTILINE)
@@ -59,7 +61,7 @@ async def client_of(rollouts: Rollouts, **options: Any) -> AsyncIterator[httpx.A
     """A client of the app, without a port."""
     transport = httpx.ASGITransport(create_app(rollouts, **options), raise_app_exceptions=False)
     async with httpx.AsyncClient(
-        transport=transport, base_url="http://localhost", timeout=60
+        transport=transport, base_url="http://localhost", timeout=HANG_S
     ) as client:
         yield client
 
@@ -67,12 +69,18 @@ async def client_of(rollouts: Rollouts, **options: Any) -> AsyncIterator[httpx.A
 @asynccontextmanager
 async def on_port(rollouts: Rollouts, *, port: int = 0, **options: Any) -> AsyncIterator[str]:
     """The app behind a real port, on this event loop; its address."""
+    async with served_app(create_app(rollouts, **options), port=port) as url:
+        yield url
+
+
+@asynccontextmanager
+async def served_app(app: Any, *, port: int = 0) -> AsyncIterator[str]:
+    """Any app, in the same way."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(2048)
-        config = uvicorn.Config(create_app(rollouts, **options), log_level="error")
-        server: Any = uvicorn.Server(config)
+        server: Any = uvicorn.Server(server_config(app, log_level="error"))
         server.capture_signals = nullcontext
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:
@@ -84,9 +92,9 @@ async def on_port(rollouts: Rollouts, *, port: int = 0, **options: Any) -> Async
             await serving
 
 
-async def until(condition: Any, seconds: float = 30.0) -> None:
+async def until(condition: Any) -> None:
     """Until `condition()` holds; fails after a while."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "what was waited for did not come"
         await asyncio.sleep(0.01)
@@ -98,7 +106,7 @@ def command(place: Path, folder: Path, *flags: str, port: int = 0) -> Iterator[t
     words = ("rollout", "--model", str(folder), "--port", str(port), *flags)
     process = Forked(words, place, {"CUDA_VISIBLE_DEVICES": ""})
     try:
-        yield process, wait_for(lambda: ADDRESS.search(process.said()), 300, process)[1]
+        yield process, wait_for(lambda: ADDRESS.search(process.said()), process)[1]
     finally:
         process.kill()
 

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.limits import HANG_S
 from tests.tiny import make_model
 from trireme.engines.weight_group import BucketEntry, fingerprint
 from trireme.server.weights import AnnouncedWeights, base_weights, merge_adapter
@@ -89,19 +90,19 @@ def test_an_adapter_comes_over_the_group_and_belongs_to_the_last_full_weights(
     def trainer() -> None:
         from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-        store = TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=60))
-        group: Any = ProcessGroupGloo(store, 1, 2, timedelta(seconds=60))
+        store = TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=HANG_S))
+        group: Any = ProcessGroupGloo(store, 1, 2, timedelta(seconds=HANG_S))
         group.broadcast(bucket, 1).wait()
 
     async def serve() -> dict[str, torch.Tensor]:
         engine: Any = Engine()
-        weights = AnnouncedWeights(engine, model_path=str(folder), timeout=60)
+        weights = AnnouncedWeights(engine, model_path=str(folder), timeout=HANG_S)
         await weights.join("127.0.0.1", port)
         thread = threading.Thread(target=trainer, daemon=True)
         thread.start()
         await weights.receive_bucket(parts, {"r": 4, "lora_alpha": 8})
         await weights.ready()
-        thread.join(60)
+        thread.join(HANG_S)
         return engine.weights
 
     got = asyncio.run(serve())

@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from tests.limits import HANG_S
 from tests.server import bad
 from tests.server.made import client_of, command, on_port, torch_rollouts, until
 from tests.server.test_limits import fake_rollouts
 from trireme.server import bodies, limits
 from trireme.server.sessions import Sessions
 
-pytestmark = pytest.mark.timeout(600)
 JSON = {"content-type": "application/json"}
 TENSORS = {"content-type": "application/octet-stream"}
 
@@ -33,7 +33,7 @@ async def served(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         torch_rollouts(folder) as rollouts,
         on_port(rollouts) as url,
-        httpx.AsyncClient(base_url=url, timeout=500) as client,
+        httpx.AsyncClient(base_url=url, timeout=HANG_S) as client,
     ):
         yield client
 
@@ -69,7 +69,7 @@ def test_bad_requests_in_the_middle_of_a_good_one_do_not_touch_it(
 ) -> None:
     """At the command itself, as its users have it."""
     with command(tmp_path, tiny_dir, "--max-model-len", "256") as (process, url):
-        with httpx.Client(base_url=url, timeout=500) as client:
+        with httpx.Client(base_url=url, timeout=HANG_S) as client:
             body = bad.GOOD | {"max_tokens": 200, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as stream:
                 lines = stream.iter_lines()
@@ -175,7 +175,7 @@ def test_bodies_that_do_not_come_hold_no_slot_and_end(monkeypatch: pytest.Monkey
                 served = await client.post("/v1/completions", json={"prompt": "ab"})
                 assert served.status_code == 200
             for reader, writer in slow:
-                answer = await asyncio.wait_for(reader.read(2000), 30)
+                answer = await asyncio.wait_for(reader.read(2000), HANG_S)
                 assert b"408" in answer and b"1 bytes had come" in answer
                 writer.close()
 
@@ -203,18 +203,19 @@ def test_clients_that_leave_in_their_body_leave_no_word(
     asyncio.run(main())
 
 
-def test_a_text_of_20_megabytes_keeps_nobody_waiting(tiny_dir: Path) -> None:
+def test_a_long_text_keeps_nobody_waiting_and_a_longer_one_is_refused(tiny_dir: Path) -> None:
     async def main() -> None:
         async with served(tiny_dir) as client:
-            text = "ab " * 7_000_000
-            bodies = {
-                "/v1/completions": {"prompt": text},
-                "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
-            }
-            for path, body in bodies.items():
-                answer = await client.post(path, json=body)
+            text, longer = "ab " * 300_000, "ab " * 5_000_000
+            for path, status, body in (
+                ("/v1/completions", 400, lambda t: {"prompt": t}),
+                ("/v1/chat/completions", 413, lambda t: {"messages": [bad.HI[0] | {"content": t}]}),
+            ):
+                answer = await client.post(path, json=body(text))
                 assert answer.status_code == 200  # too long: an empty reply that says so
                 assert answer.json()["choices"][0]["finish_reason"] == "length"
+                refused = await client.post(path, json=body(longer))
+                assert refused.status_code == status and "at most" in bad.refused(refused)
             many = {"prompt": "ab", "n": 1024, "max_tokens": 400, "ignore_eos": True}
             busy = asyncio.ensure_future(client.post("/v1/completions", json=many))
             for _ in range(10):
@@ -231,7 +232,7 @@ def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
 
     def slow_read(body: bytes) -> Any:
         if len(body) > bodies.LARGE_BODY:
-            assert others_are_served.wait(100)
+            assert others_are_served.wait(HANG_S)
         return read_json(body)
 
     read_json = bodies.read_json

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.limits import HANG_S
 from tests.server import bad, fuzz
 from tests.server.made import command, torch_rollouts
 
 COUNTS = [
-    pytest.param(120, id="some", marks=pytest.mark.timeout(600)),
+    pytest.param(120, id="some"),
     pytest.param(
         int(os.environ.get("TRIREME_FUZZ", "10000")),
         id="all",
@@ -31,11 +32,12 @@ def test_no_request_breaks_the_server_or_is_answered_by_a_failure_of_ours(
 ) -> None:
     with (
         command(tmp_path, tiny_dir, "--max-model-len", "64") as (process, url),
-        httpx.Client(base_url=url, timeout=600) as client,
+        httpx.Client(base_url=url, timeout=HANG_S) as client,
     ):
         target = fuzz.Target(client)
         fuzz.fuzz_bodies(target, count * 3 // 5)
         fuzz.fuzz_description(target, count // 5)
+        fuzz.fuzz_wire(target, count // 5)
         print("\nanswers of the server:", dict(sorted(target.statuses.items())))
         assert process.poll() is None
 

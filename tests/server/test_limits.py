@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.model.fake import TOKENIZER, FakeEngine
 from tests.server.made import client_of, on_port, rollouts_over, torch_rollouts
-from trireme.server import limits
+from trireme.server import room
+from trireme.server.limits import WrongKeys, short_key
 
 LONG = {"prompt": "ab", "max_tokens": 400, "ignore_eos": True}
 
@@ -35,11 +37,57 @@ def test_without_its_key_a_server_answers_nothing_but_its_health() -> None:
     asyncio.run(main())
 
 
+def test_wrong_keys_wait_ever_longer_and_the_right_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WrongKeys, "FIRST_S", 0.25)
+    monkeypatch.setattr(WrongKeys, "MOST_S", 0.5)
+
+    async def main() -> None:
+        async with client_of(fake_rollouts(), key="secret") as client:
+
+            async def ask(key: str) -> int:
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                return (await client.get("/v1/models", headers=headers)).status_code
+
+            free = [await ask(f"guess {n}") for n in range(WrongKeys.FREE)]
+            assert free == [401] * WrongKeys.FREE
+            guesses = [asyncio.ensure_future(ask(f"more {n}")) for n in range(4)]
+            await asyncio.sleep(0.1)
+            assert (await ask("secret"), await ask("")) == (200, 401)  # no key is no guess
+            assert not any(guess.done() for guess in guesses)
+            await asyncio.wait(guesses, return_when=asyncio.FIRST_COMPLETED)
+            assert not all(guess.done() for guess in guesses), "one behind the other"
+            assert await asyncio.gather(*guesses) == [401] * 4
+
+    asyncio.run(main())
+
+
+def test_what_is_remembered_of_wrong_keys_is_bounded_and_fades() -> None:
+    now = 0.0
+    wrong = WrongKeys(clock=lambda: now)
+    waits = [wrong.seconds("a") for _ in range(WrongKeys.FREE + 12)]
+    assert waits[: WrongKeys.FREE] == [0.0] * WrongKeys.FREE
+    assert waits[WrongKeys.FREE] == pytest.approx(0.2)
+    assert waits == sorted(waits) and waits[-1] < 13 * WrongKeys.MOST_S
+    assert wrong.seconds("b") == 0
+    now += 6 * WrongKeys.HALF_S
+    assert wrong.seconds("a") == 0
+    for number in range(2 * WrongKeys.MOST_ADDRESSES):
+        wrong.seconds(str(number))
+    assert len(wrong) == WrongKeys.MOST_ADDRESSES
+
+
+def test_a_key_that_can_be_guessed_is_noted() -> None:
+    assert "has 6 characters" in (short_key("secret") or "")
+    assert short_key(None) is None and short_key("0123456789abcdef") is None
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_that_is_too_large_is_refused(
     monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_BODY", 1000)
+    monkeypatch.setattr(room, "MAX_BODY", 1000)
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(20):
@@ -116,7 +164,7 @@ def test_many_requests_over_a_port_are_all_served(tiny_dir: Path) -> None:
     async def main() -> None:
         async with torch_rollouts(tiny_dir) as rollouts, on_port(rollouts) as url:
             pool = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(base_url=url, timeout=100, limits=pool) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=HANG_S, limits=pool) as client:
                 body = {"ids": [5, 6], "sampling": {"max_tokens": 2, "ignore_eos": True}}
                 calls = [client.post("/engine/generate", json=body) for _ in range(300)]
                 answers = await asyncio.gather(*calls)

@@ -197,3 +197,29 @@ def test_replies_are_rewarded_by_their_ids_also_when_they_come_at_once() -> None
             assert (await http.post("/commit", json={})).json()["committed"] == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_half_a_surrogate_pair_in_a_call_reaches_the_client_as_a_character(streams: bool) -> None:
+    call = r'<tool_call>{"name": "look\ud83d", "arguments": {"at": "\ude00\u0000"}}</tool_call>'
+
+    async def main() -> None:
+        async with agent([call, "seen"]) as (client, _, _):
+            options: Any = {"model": "m", "tools": TOOLS, "stream": streams}
+            answer = await client.chat.completions.create(messages=USER, **options)
+            if streams:
+                parts = [part async for part in answer]
+                calls = [one for part in parts for one in part.choices[0].delta.tool_calls or []]
+            else:
+                calls = answer.choices[0].message.tool_calls
+            asked = {"name": calls[0].function.name, "arguments": calls[0].function.arguments}
+            assert asked["name"] == "look\ufffd"
+            assert json.loads(asked["arguments"]) == {"at": "\ufffd\0"}
+            made = {"id": calls[0].id, "type": "function", "function": asked}
+            said: Any = [{"role": "assistant", "content": "", "tool_calls": [made]},
+                    {"role": "tool", "tool_call_id": calls[0].id, "content": "yes"}]  # fmt: skip
+            options["stream"] = False
+            last = await client.chat.completions.create(messages=[*USER, *said], **options)
+            assert last.choices[0].message.content == "seen"
+
+    asyncio.run(main())

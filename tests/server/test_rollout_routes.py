@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.limits import HANG_S
 from tests.server.made import client_of, on_port, torch_rollouts, until
 from trireme.registry import MULTI_TURNS
 from trireme.workflows.scheduler import MultiTurnScheduler
@@ -115,7 +116,7 @@ def test_health_answers_while_the_engine_generates(tiny_dir: Path) -> None:
         async with (
             torch_rollouts(tiny_dir, max_model_len=20_000) as rollouts,
             on_port(rollouts) as url,
-            httpx.AsyncClient(base_url=url, timeout=60) as client,
+            httpx.AsyncClient(base_url=url, timeout=HANG_S) as client,
         ):
             body = asked("one") | {"request_config": ENDLESS}
             calls = [asyncio.ensure_future(client.post("/infer/", json=body)) for _ in range(4)]
@@ -150,7 +151,7 @@ def test_a_client_that_goes_away_frees_the_engine(
             on_port(rollouts) as url,
         ):
             engine = rollouts.engine
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as client:
                 call = asyncio.ensure_future(client.post(path, json=body))
                 await until(lambda: engine.health().running > 0)
                 call.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -66,6 +67,28 @@ def test_a_session_is_a_url_a_header_or_a_key(path: str, headers: dict[str, str]
     [[experience]] = shipped.commits
     assert (experience.eid.task, experience.reward, len(sessions)) == ("one", 0.5, 0)
     assert experience.response_text is not None and experience.response_text.count("yes") == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["a\rb", "a\nset-cookie: b", "\0", "задача", "\x1b[2J", " a", "a" * 201, "a\x7f"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_name_that_no_header_can_repeat_is_refused_before_anything_is_generated(
+    name: str, stream: bool
+) -> None:
+    async def script(client: httpx.AsyncClient) -> None:
+        body = asks("well?") | {"stream": stream}
+        path = f"/s/{quote(name, safe='')}/{CHAT}"
+        answers = [await client.post(path, json=body)]
+        if name.isascii() and not name.startswith(" "):  # a client cannot send others in a header
+            headers = [(b"x-session-id", name.encode())]
+            answers.append(await client.post(f"/{CHAT}", json=body, headers=headers))
+        for answer in answers:
+            assert answer.status_code == 400, answer.text
+            assert "printable ones of ASCII" in answer.json()["error"]["message"]
+
+    _, sessions = serve(script)
+    assert len(sessions) == 0
 
 
 def test_a_commit_takes_whole_groups_once() -> None:
@@ -165,6 +188,20 @@ def test_sessions_without_a_reward_are_dropped_when_too_many_and_counted() -> No
 
     _, sessions = serve(script, most=3)
     assert sessions.dropped == 1
+
+
+def test_sessions_are_dropped_when_what_they_hold_is_too_much() -> None:
+    async def script(client: httpx.AsyncClient) -> None:
+        for name in "abcd":
+            await post(client, f"s/{name}/{CHAT}", **asks("x" * 30_000))
+        await post(client, "feedback", reward=1.0, session_id="d")
+
+    _, sessions = serve(script, most_held=150_000)
+    assert (len(sessions), sessions.dropped) == (3, 1), "the oldest one"
+    sessions.close("d")
+    sessions.close("b")
+    sessions.close("c")
+    assert sessions._held == 0
 
 
 def test_sessions_without_a_reward_are_dropped_when_quiet() -> None:

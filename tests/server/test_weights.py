@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.job import environment
+from tests.limits import HANG_S
+from tests.server import bad
 from tests.server.made import client_of, on_port, torch_rollouts
 from trireme.server import weights
 from trireme.server.weights import AnnouncedWeights
@@ -24,7 +27,7 @@ from safetensors.torch import load_file
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 url, port, folder, way = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-ask = httpx.Client(base_url=url, timeout=60)
+ask = httpx.Client(base_url=url, timeout=None)
 
 def post(path, **body):
     answer = ask.post(path, json=body)
@@ -33,7 +36,7 @@ def post(path, **body):
 
 assert ask.get("/get_world_size/").json() == {"world_size": 1}
 post("/init_communicator/", host="127.0.0.1", port=port, world_size=2)
-limit = timedelta(seconds=60)
+limit = timedelta(minutes=20)
 store = TCPStore("127.0.0.1", port, 2, is_master=False, timeout=limit)
 group = ProcessGroupGloo(store, 1, 2, limit)
 
@@ -82,7 +85,7 @@ async def trainer(url: str, folder: Path, way: str) -> str:
         stderr=subprocess.PIPE,
         env=environment(),
     )
-    said, errors = await asyncio.wait_for(process.communicate(), 100)
+    said, errors = await asyncio.wait_for(process.communicate(), HANG_S)
     assert process.returncode == 0, errors.decode()
     return said.decode()
 
@@ -108,6 +111,41 @@ def test_tensors_of_another_model_are_refused_when_the_update_ends(tiny_dir: Pat
             said = await trainer(url, tiny_dir, "odd name")
             assert said.startswith("400") and "not of this model" in said and "nothing." in said
             assert await rollouts.engine.fingerprint() == before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [("/update_weights_from_path/", {}), ("/engine/weights/commit", {"version": 1})],
+)
+def test_a_path_without_weights_is_refused_in_the_same_words_whatever_is_there(
+    tiny_dir: Path, tmp_path: Path, path: str, key: dict[str, Any]
+) -> None:
+    weights_file = (tiny_dir / "model.safetensors").read_bytes()
+    (tmp_path / "text").write_text("root:x:0:0")
+    places = {"empty": None, "cut": weights_file[:-10], "garbage": b"\xff" * 99, "pipe": None}
+    for name, content in places.items():
+        (tmp_path / name).mkdir()
+        if content is not None:
+            (tmp_path / name / "model.safetensors").write_bytes(content)
+    os.mkfifo(tmp_path / "pipe" / "model.safetensors")
+    (tmp_path / "closed").mkdir(mode=0)
+
+    async def main() -> None:
+        async with torch_rollouts(tiny_dir) as rollouts, client_of(rollouts) as client:
+            names = [*places, "text", "closed", "nowhere", "a" * 5000, "a\0b"]
+            for where in ["/etc/shadow", "/proc/self/mem", *(str(tmp_path / n) for n in names)]:
+                answer = await client.post(path, json={"path": where} | key)
+                said = bad.refused(answer).replace(f"{where[:200]!r}", "P")
+                assert answer.status_code == 400
+                assert said == (
+                    "path is P: expected a folder of safetensors files that this server can read, "
+                    "or one such file"
+                )
+            assert rollouts.engine.health().version == 0
+            good = await client.post(path, json={"path": str(tiny_dir)} | key)
+            assert good.status_code == 200 and rollouts.engine.health().version == 1
 
     asyncio.run(main())
 

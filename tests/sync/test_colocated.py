@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tests.limits import HANG_S
 from tests.server.made import on_port, rollouts_over, torch_rollouts
 from tests.trainer.samples import settings
 from trireme.engines.device import ColocationLock, Device
@@ -131,7 +132,7 @@ def colocated(
                 probe = Probe(backend.module.config.vocab_size, "float32")
                 sync = ColocatedSync(backend, pairs, engine, device, dtype="float32", probe=probe)
                 try:
-                    await asyncio.wait_for(main(sync, engine, device, card), 60)
+                    await asyncio.wait_for(main(sync, engine, device, card), HANG_S)
                 finally:
                     await engine.close()
                     device.close()

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.limits import HANG_S
 from trireme.checkpoint.layout import JobFolder
-from trireme.sync.checkpoint import STATE_FILE, TRIES, PolledSync
+from trireme.engines.device import Device
+from trireme.engines.weight_group import fingerprint
+from trireme.sync.checkpoint import STATE_FILE, TRIES, CheckpointPush, PolledSync
+from trireme.sync.probe import Probe, WrongWeights
 
 
 class Engine:
@@ -35,10 +41,10 @@ def publish(folder: JobFolder, step: int) -> None:
     folder.latest_weights.write_text(str(step))
 
 
-def polled(folder: Path) -> tuple[PolledSync, Engine]:
+def polled(folder: Path, **options: Any) -> tuple[PolledSync, Engine]:
     job = JobFolder(folder)
     engine: Any = Engine(job)
-    options: dict[str, Any] = {"style": "fixed", "interval": 1, "offset": 0, "timeout": 1.0}
+    options = {"style": "fixed", "interval": 1, "offset": 0, "timeout": HANG_S} | options
     return PolledSync(engine, job, dtype="float32", **options), engine
 
 
@@ -108,10 +114,141 @@ def test_a_trainer_that_nobody_started_is_said_long_before_the_time_out(
     tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trireme.sync.checkpoint.NOTED", 0.1)
-    sync, _ = polled(tmp_path)
+    sync, _ = polled(tmp_path, timeout=1.0)
     if there:
         say(tmp_path, "running", 1)
     with pytest.raises(TimeoutError, match="explore step 2 waited 1 s"):
         asyncio.run(sync.pull(2))
     sentence = f"weights of train step 2, and no command with mode: train is on {tmp_path}"
     assert caplog.text.count(sentence) == int(not there)
+
+
+@pytest.mark.parametrize(
+    ("style", "steps"),
+    [("fixed", [3, 5, 7]), ("explorer_driven", [3, 5, 7]), ("trainer_driven", [*range(1, 8)])],
+)
+def test_an_explorer_whose_beat_the_trainer_sets_looks_after_every_step(
+    tmp_path: Path, style: str, steps: list[int]
+) -> None:
+    sync, _ = polled(tmp_path, style=style, interval=2, offset=1)
+    assert [step for step in range(1, 8) if sync.due(step)] == steps
+
+
+def test_a_fixed_explorer_waits_for_its_trainer_and_has_the_weights_then(tmp_path: Path) -> None:
+    sync, engine = polled(tmp_path, offset=1, timeout=HANG_S)
+
+    async def main() -> None:
+        pull = asyncio.ensure_future(sync.pull(4))  # of train step 3
+        await asyncio.sleep(0.01)
+        publish(JobFolder(tmp_path), 2)
+        await asyncio.sleep(0.3)
+        assert not pull.done() and not engine.took
+        publish(JobFolder(tmp_path), 3)
+        await pull
+
+    asyncio.run(main())
+    assert engine.took == ["global_step_3 as 1"]
+    metrics = sync.metrics()
+    assert metrics["sync/version"] == 1 and metrics["time/sync_wait"] > 0.2
+    asyncio.run(sync.pull(4))
+    assert engine.took == ["global_step_3 as 1"], "nothing is newer"
+
+
+def test_weights_that_cannot_be_read_for_a_moment_are_read_then(tmp_path: Path) -> None:
+    sync, engine = polled(tmp_path)
+    publish(JobFolder(tmp_path), 3)
+    load, there = engine.update_weights, asyncio.Event()
+
+    async def away(source: Path, version: int) -> None:
+        if not there.is_set():
+            raise FileNotFoundError(source)
+        await load(source, version)
+
+    async def main() -> None:
+        engine.update_weights = away
+        loading = asyncio.ensure_future(sync.load_latest())
+        await asyncio.sleep(0.01)
+        there.set()
+        await loading
+
+    asyncio.run(main())
+    assert engine.took == ["global_step_3 as 1"]
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_an_engine_that_was_started_again_gets_weights_that_are_no_newer(
+    tmp_path: Path, lacks: bool
+) -> None:
+    sync, engine = polled(tmp_path)
+    publish(JobFolder(tmp_path), 3)
+    asyncio.run(sync.load_latest())
+    asyncio.run(sync.renew(lambda: lacks))
+    assert engine.took == ["global_step_3 as 1", "global_step_3 as 2"][: 1 + lacks]
+
+
+class Serves:
+    """An engine that scores by its one tensor; `changes`: not by what it was given."""
+
+    def __init__(self, *, changes: float = 0.0) -> None:
+        self.changes, self.weight, self.version = changes, torch.zeros(1), -1
+
+    async def update_weights(self, source: Path, version: int) -> None:
+        self.weight = load_file(source / "model.safetensors")["weight"] + self.changes
+        self.version = version
+
+    async def fingerprint(self) -> Any:
+        return fingerprint({"weight": self.weight}, "float32")
+
+    async def logprobs(self, ids: Any) -> list[list[float]]:
+        return [[0.0] + [-float(self.weight[0])] * (len(row) - 1) for row in ids]
+
+
+class Trains:
+    """A trainer of one tensor."""
+
+    weight = torch.tensor([0.5])
+
+    def weights(self) -> Any:
+        return {"weight": self.weight}
+
+    def score(self, ids: Any) -> list[list[float]]:
+        return [[0.0] + [-float(self.weight[0])] * (len(row) - 1) for row in ids]
+
+
+def pushes(folder: Path, engine: Any = None) -> CheckpointPush:
+    trainer: Any = Trains()
+    return CheckpointPush(
+        trainer, Device(1), JobFolder(folder), step=lambda: 7, probe=Probe(99, "float32"),
+        dtype="float32", engine=engine,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_what_a_trainer_pushes_by_files_is_proved_in_this_process_or_another(
+    tmp_path: Path, here: bool
+) -> None:
+    async def served(engine: Any) -> None:
+        """The push by files to an engine here, or to that of an explorer elsewhere."""
+        metrics = await pushes(tmp_path, engine if here else None).push(3)
+        assert bool(metrics) == here
+        if not here:
+            sync = PolledSync(
+                engine, JobFolder(tmp_path), style="fixed", interval=1, offset=0, timeout=1.0,
+                dtype="float32",
+            )  # fmt: skip
+            await sync.pull(7)
+            assert sync.version == 3
+        assert engine.version == 3 and float(engine.weight[0]) == 0.5
+
+    asyncio.run(served(Serves()))
+    with pytest.raises(WrongWeights, match="after the push of version 3 the engine does not serve"):
+        asyncio.run(served(Serves(changes=0.25)))
+
+
+def test_a_trainer_announces_what_an_explorer_elsewhere_hears(tmp_path: Path) -> None:
+    sync, _ = polled(tmp_path)
+    push = pushes(tmp_path)
+    push.announce("running", 3)
+    assert not sync.finished
+    push.announce("stopped", 4)
+    assert sync.finished

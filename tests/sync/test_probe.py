@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +15,14 @@ from transformers import AutoTokenizer
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.weight_group import fingerprint
-from trireme.sync.probe import Gap, Probe, WrongWeights, compare_weights
+from trireme.sync.probe import (
+    BrokenWeights,
+    Gap,
+    Probe,
+    WrongWeights,
+    compare_weights,
+    spread_ids,
+)
 
 
 def test_two_numbers_that_change_places_change_the_fingerprint() -> None:
@@ -34,7 +43,7 @@ def test_a_step_of_a_small_learning_rate_changes_the_fingerprint_of_a_large_tens
 
 
 def test_tensors_that_differ_are_named_and_tied_names_need_not_be_given() -> None:
-    trainer = {"embed": 1.0, "norm": 2.0, "last": float("nan")}
+    trainer = {"embed": 1.0, "norm": 2.0, "last": 3.0}
     compare_weights(None, trainer, version=1)
     compare_weights(
         {"embed": 1.0, "norm": 2.0, "head": 1.0}, {"embed": 1.0, "norm": 2.0}, version=1
@@ -43,6 +52,18 @@ def test_tensors_that_differ_are_named_and_tied_names_need_not_be_given() -> Non
         WrongWeights, match=r"version 4 .* 3 of 3 tensors differ \(norm, last, head"
     ):
         compare_weights({"embed": 1.0, "norm": 2.5, "head": 7.0}, trainer, version=4)
+
+
+def test_weights_that_are_broken_in_the_trainer_are_no_fault_of_a_push() -> None:
+    with pytest.raises(BrokenWeights, match=r"NaN or an infinite number \(last\)\. The loss and"):
+        compare_weights({"last": float("nan")}, {"norm": 2.0, "last": float("nan")}, version=4)
+
+    class Trainer:
+        def score(self, ids: Any) -> list[list[float]]:
+            return [[0.0, float("nan")] for _ in ids]
+
+    with pytest.raises(BrokenWeights, match=r"they score a row of 2 tokens as NaN"):
+        Probe(9, "float32").expected(cast(Any, Trainer()))
 
 
 def test_scores_may_differ_by_what_rounding_costs_at_the_size_of_the_logits() -> None:
@@ -81,3 +102,55 @@ def test_an_engine_shows_the_fingerprints_of_what_it_was_given(tiny_dir: Path, d
             device.close()
 
     asyncio.run(main())
+
+
+def test_the_row_visits_the_whole_vocabulary_however_small_it_is() -> None:
+    for vocabulary in (3, 24, 100, 4800):
+        ids = spread_ids(vocabulary)
+        assert len(set(ids)) == len(ids) == min(24, vocabulary)
+        assert min(ids) >= 0 and 0.7 * vocabulary - 1 <= max(ids) - min(ids) < vocabulary
+
+
+def test_a_row_of_one_token_has_no_gap() -> None:
+    assert Gap.of([0.0], [0.0]) == Gap(0.0, 0.0, 0.0, 0.0)
+
+
+class Draws:
+    """An engine whose scores lie `apart` from the trainer's, which are -1."""
+
+    def __init__(self, apart: float) -> None:
+        self.apart, self.asked = apart, 0
+
+    async def generate(self, ids: list[int], sampling: Any, *, key: Any) -> Any:
+        self.asked += 1
+        return [SimpleNamespace(ids=[5] * sampling.max_tokens)]
+
+    async def logprobs(self, ids: Any) -> list[list[float]]:
+        return [[0.0] + [-1.0 - self.apart] * (len(row) - 1) for row in ids]
+
+
+async def by_trainer(ids: list[int]) -> list[float]:
+    return [0.0] + [-1.0] * (len(ids) - 1)
+
+
+def test_in_bfloat16_the_gap_is_measured_on_what_the_engine_draws_and_held_to() -> None:
+    probe, engine = Probe(480, "bfloat16"), Draws(apart=0.01)
+    given = list(probe.ids)
+    asyncio.run(probe.calibrate(cast(Any, engine), by_trainer))
+    assert probe.ids[: len(given)] == given and set(probe.ids[len(given) :]) == {5}
+    assert len(probe.ids) > 4 * len(given)
+    near, far = Gap(0.03, 0.03, 0.03, 1.0), Gap(0.3, 0.3, 0.3, 1.0)
+    assert probe.judge(near, version=1)["sync/probe_mean"] == 0.03
+    with pytest.raises(WrongWeights, match=r"by 0.3 in the mean .* 0.01 was measured where both"):
+        probe.judge(far, version=2)
+    uncalibrated = Probe(480, "bfloat16")
+    assert uncalibrated.judge(far, version=1), "the first is the measure"
+    with pytest.raises(WrongWeights, match="where both have the same weights"):
+        asyncio.run(Probe(480, "bfloat16").calibrate(cast(Any, Draws(apart=0.9)), by_trainer))
+
+
+def test_in_float32_there_is_nothing_to_measure() -> None:
+    probe, engine = Probe(480, "float32"), Draws(apart=0.9)
+    given = list(probe.ids)
+    asyncio.run(probe.calibrate(cast(Any, engine), by_trainer))
+    assert engine.asked == 0 and probe.ids == given

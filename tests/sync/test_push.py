@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.limits import HANG_S
 from tests.server.made import on_port, torch_rollouts
 from tests.sync.test_probe_half import realistic
 from tests.trainer.samples import settings
 from trireme.engines.device import Device
 from trireme.engines.remote import RemoteEngine
+from trireme.engines.weight_group import fingerprint
 from trireme.sync.probe import Probe
 from trireme.sync.push import HttpSync, MemorySync
 from trireme.trainer.backend import Backend
@@ -35,7 +37,7 @@ def pushed(folder: Path, main: Callable[[HttpSync, RemoteEngine, Device], Awaita
             probe = Probe(backend.module.config.vocab_size, "bfloat16")
             sync = HttpSync(backend, engine, device, dtype="bfloat16", probe=probe)
             try:
-                await asyncio.wait_for(main(sync, engine, device), 60)
+                await asyncio.wait_for(main(sync, engine, device), HANG_S)
             finally:
                 await engine.close()
                 device.close()
@@ -50,14 +52,16 @@ def test_two_bytes_a_weight_travel_by_http_a_bucket_at_a_time(tmp_path: Path) ->
         if request.url.path == "/engine/weights":
             sizes.append(len(request.content))
 
+    folder = realistic(tmp_path / "model", 4096)
+    weights = sum(p.numel() for p in Backend(folder, settings()).module.parameters())
+
     async def main(sync: HttpSync, engine: RemoteEngine, _: Device) -> None:
         engine._client.event_hooks["request"].append(note)
         engine.bucket_bytes = 2**17
-        assert (await sync.push(1))["sync/probe_mean"] < 0.1
+        metrics = await sync.push(1)
+        assert metrics["sync/probe_mean"] < 0.1 and metrics["sync/pushed_bytes"] == 2 * weights
         assert engine.health().version == 1
 
-    folder = realistic(tmp_path / "model", 4096)
-    weights = sum(p.numel() for p in Backend(folder, settings()).module.parameters())
     pushed(folder, main)
     assert 2 * weights < sum(sizes) < 2.05 * weights
     assert len(sizes) > 3
@@ -99,7 +103,7 @@ def test_a_push_that_is_given_up_leaves_the_trainers_device(tmp_path: Path) -> N
         push.cancel()
         with pytest.raises(asyncio.CancelledError):
             await push
-        assert await asyncio.wait_for(device.run(lambda: 7), 20) == 7
+        assert await asyncio.wait_for(device.run(lambda: 7), HANG_S) == 7
 
     pushed(realistic(tmp_path / "model", 4096), main)
 
@@ -131,3 +135,39 @@ def test_what_an_engine_of_this_process_copies_from(tmp_path: Path, lock_step: b
     dtype = torch.float32 if lock_step else torch.bfloat16
     assert {tensor.dtype for tensor in taken[0].values()} == {dtype}
     assert all((tensor.data_ptr() in own) == lock_step for tensor in taken[0].values())
+
+
+@pytest.mark.parametrize(("shared", "size"), [(True, 0), (False, 4)])
+def test_a_push_through_memory_counts_the_bytes_that_it_copies(shared: bool, size: int) -> None:
+    class Trainer:
+        weight = torch.tensor([0.5])
+
+        def weights(self) -> Mapping[str, Tensor]:
+            return {"weight": self.weight}
+
+        def unmoved(self, dtype: str) -> dict[str, float]:
+            return {}
+
+        def score(self, ids: Any) -> list[list[float]]:
+            return [[0.0] + [-float(self.weight[0])] * (len(row) - 1) for row in ids]
+
+    class Engine(Trainer):
+        async def update_weights(self, source: Mapping[str, Tensor] | None, version: int) -> None:
+            assert (source is None) == shared
+            self.weight = Trainer.weight if source is None else source["weight"]
+
+        async def fingerprint(self) -> Any:
+            return fingerprint({"weight": self.weight}, "float32")
+
+        async def logprobs(self, ids: Any) -> list[list[float]]:
+            return self.score(ids)
+
+    async def main() -> dict[str, float]:
+        device = Device(1)
+        common: Any = {"dtype": "float32", "probe": Probe(99, "float32"), "shared": shared}
+        sync = MemorySync(cast(Any, Trainer()), cast(Any, Engine()), device, **common)
+        metrics = await sync.push(1)
+        device.close()
+        return metrics
+
+    assert asyncio.run(main())["sync/pushed_bytes"] == size

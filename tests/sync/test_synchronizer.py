@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
 from trireme.buffer.buffer import Demand
+from trireme.sync.probe import BrokenWeights
 from trireme.sync.synchronizer import Synchronizer, is_due
 
 
@@ -30,7 +32,7 @@ def make(style: str, **options: Any) -> tuple[Synchronizer, Pushes]:
 
 def test_borders_are_whole_intervals_past_the_offset() -> None:
     assert [step for step in range(1, 31) if is_due(step, 10, 0)] == [10, 20, 30]
-    assert [step for step in range(1, 31) if is_due(step, 10, 5)] == [15, 25]
+    assert [step for step in range(1, 31) if is_due(step, 10, 3)] == [13, 23]
 
 
 def test_fixed_waits_for_the_train_step_that_is_offset_behind() -> None:
@@ -41,7 +43,7 @@ def test_fixed_waits_for_the_train_step_that_is_offset_behind() -> None:
         await asyncio.sleep(0)
         assert not pull.done()
         await sync.trained(2)
-        await asyncio.wait_for(pull, 1)
+        await asyncio.wait_for(pull, HANG_S)
         return pushes.versions
 
     assert asyncio.run(main()) == [1]
@@ -57,7 +59,7 @@ def test_lock_step_goes_on_only_when_the_trainer_has_nothing_left() -> None:
         await asyncio.sleep(0)
         assert not pull.done() and pushes.versions == []
         demand.set(True)
-        await asyncio.wait_for(pull, 1)
+        await asyncio.wait_for(pull, HANG_S)
         assert pushes.versions == [1] and sync.version == 1
 
     asyncio.run(main())
@@ -73,17 +75,29 @@ def test_in_lock_step_a_batch_waits_until_the_explorer_has_ended_its_turn() -> N
                 await asyncio.sleep(0.01)
             assert not train.done(), "the explorer generates"
             pull = asyncio.ensure_future(sync.pull(step))
-            await asyncio.wait_for(train, 1)
+            await asyncio.wait_for(train, HANG_S)
             await sync.trained(step)
             demand.set(True)
-            await asyncio.wait_for(pull, 1)
+            await asyncio.wait_for(pull, HANG_S)
             demand.set(False)
         with pytest.raises(TimeoutError, match=r"with the batch of train step 4 for the explorer"):
             await sync.trainers_turn()
         sync.explored()
-        await asyncio.wait_for(sync.trainers_turn(), 1)
+        await asyncio.wait_for(sync.trainers_turn(), HANG_S)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("trained", "since"), [(3, "step 3 "), (5, "step 3, or one up to 5 ")])
+def test_broken_weights_are_dated_by_the_last_push_that_was_right(trained: int, since: str) -> None:
+    async def push(version: int) -> dict[str, float]:
+        raise BrokenWeights("lm_head.weight")
+
+    sync = Synchronizer(push, style="fully_async", interval=1, step=2)
+    with pytest.raises(BrokenWeights) as caught:
+        asyncio.run(sync.trained(trained))
+    sentence = "the trained weights hold NaN or an infinite number since train "
+    assert str(caught.value).startswith(f"{sentence}{since}(lm_head.weight). The loss and the gr")
 
 
 def test_a_resume_pushes_what_the_engine_did_not_have_yet() -> None:
@@ -106,7 +120,7 @@ def test_a_starved_trainer_lets_the_explorer_go_on_with_the_old_weights() -> Non
         pull = asyncio.ensure_future(sync.pull(1))
         await asyncio.sleep(0)
         demand.set(True)
-        await asyncio.wait_for(pull, 1)
+        await asyncio.wait_for(pull, HANG_S)
         assert pushes.versions == [] and sync.metrics()["sync/skipped"] == 1
 
     asyncio.run(main())
@@ -145,10 +159,22 @@ def test_a_stopped_trainer_wakes_the_explorer_and_a_dead_one_is_named() -> None:
         pull = asyncio.ensure_future(sync.pull(5))
         await asyncio.sleep(0)
         await sync.stopped(3)
-        await asyncio.wait_for(pull, 1)
+        await asyncio.wait_for(pull, HANG_S)
         assert sync.finished
         slow, _ = make("fixed", timeout=0.02)
         with pytest.raises(TimeoutError, match=r"sync_timeout\) for the weights of train step 5"):
             await slow.pull(5)
 
     asyncio.run(main())
+
+
+def test_an_engine_that_was_started_again_is_pushed_what_it_lacks_and_no_other() -> None:
+    async def main() -> list[int]:
+        sync, pushes = make("trainer_driven")
+        await sync.trained(1)
+        await sync.renew(lambda: False)
+        assert pushes.versions == [1]
+        await sync.renew(lambda: True)
+        return pushes.versions
+
+    assert asyncio.run(main()) == [1, 2]

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from tests.e2e.job import forkserver
+from tests.limits import HANG_S
 from trireme.trainer.ranks import RankSpec, free_address
-
-LIMIT = 60.0  # seconds until a rank that has not ended is killed
 
 
 def start(function: Callable[..., Any], place: RankSpec, *args: Any) -> BaseProcess:
@@ -25,7 +24,7 @@ def start(function: Callable[..., Any], place: RankSpec, *args: Any) -> BaseProc
 
 def run(function: Callable[..., Any], folder: Path, *args: Any, **place: Any) -> list[Any]:
     """`function(place, *args)` on all ranks at once; what each returns (plain values, tensors)."""
-    world, limit = place.pop("world", 2), place.pop("limit", LIMIT)
+    world, limit = place.pop("world", 2), place.pop("limit", HANG_S)
     address = free_address()
     places = [RankSpec(rank, world, address, timeout=limit, **place) for rank in range(world)]
     folder.mkdir(exist_ok=True)

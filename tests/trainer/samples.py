@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trireme.algorithms.recipes import Recipe
 from trireme.config.schema import OptimizerConfig
@@ -16,11 +16,14 @@ from trireme.trainer.attention import AttentionRows, Rows
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Leader
+from trireme.trainer.learning import TrainState
 from trireme.trainer.pack import PackedBatch
 from trireme.trainer.ranks import Ranks, whole
 from trireme.trainer.step import train_step
 
 VOCABULARY = 90
+CRITIC = "critic "
+"""How the names of a critic's gradients begin."""
 
 
 def optimizer_of(**given: Any) -> OptimizerConfig:
@@ -115,17 +118,66 @@ def move(backend: Backend, noise: float = 0.05) -> None:
 
 
 def gradients_of(
-    backend: Backend, recipe: Recipe, samples: Sequence[Experience], **options: Any
+    backend: Backend,
+    recipe: Recipe,
+    samples: Sequence[Experience],
+    *,
+    train_state: TrainState | None = None,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The whole gradients that a train step leaves for the optimizer, and its metrics."""
+    """The whole gradients that a train step leaves for the optimizers, the critic's as
+    CRITIC and their names, and its metrics.
+    """
     kept: dict[str, Tensor] = {}
 
-    def keep() -> dict[str, float]:
-        for name, p in backend.module.named_parameters():
+    def keep(module: nn.Module, prefix: str) -> None:
+        for name, p in module.named_parameters():
             if p.grad is not None:
-                kept[name] = whole(p.grad).clone()
+                kept[prefix + name] = whole(p.grad).clone()
+
+    def of_policy() -> dict[str, float]:
+        keep(backend.module, "")
+        backend.module.zero_grad()
         return {}
 
-    backend.step = keep
-    metrics = train_step(backend, recipe, samples, version=0, **options)
+    backend.step = of_policy
+    if critic := train_state.critic if train_state else None:
+        step = critic.optimizer.step
+
+        def of_critic() -> tuple[float, float]:
+            keep(critic.model, CRITIC)
+            return step()
+
+        critic.optimizer.step = of_critic
+    metrics = train_step(backend, recipe, samples, version=0, train_state=train_state, **options)
     return kept, metrics
+
+
+def gap(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of two gradients, relative to the largest number of its tensor.
+
+    A tensor whose numbers are all below a hundredth of its model's largest is measured by that:
+    some, such as the gradient of a key's bias, are 0 but for rounding. So a bound holds whatever
+    order a processor adds in; weights after Adam are not bounded, since it divides by the gradient.
+    """
+    assert set(got) == set(expected)
+    largest = {name: float(tensor.abs().max()) for name, tensor in expected.items()}
+    worst = 0.0
+    for model in {name.startswith(CRITIC) for name in expected}:
+        names = [name for name in expected if name.startswith(CRITIC) == model]
+        floor = max(largest[name] for name in names) / 100
+        for name in names:
+            difference = (got[name].double() - expected[name].double()).abs().max()
+            worst = max(worst, float(difference) / max(largest[name], floor))
+    return worst
+
+
+def apart(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], within: float = 1e-5) -> float:
+    """The share of the weights that differ by more than `within`, after Adam's steps.
+
+    Where a gradient is nearly 0 Adam moves by what rounding made of it, so that each processor has
+    a few of its own; a wrong gradient moves them all.
+    """
+    assert set(got) == set(expected)
+    far = sum(int(((got[n] - w).abs() > within).sum()) for n, w in expected.items())
+    return far / sum(w.numel() for w in expected.values())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
+from tests.limits import HANG_S
 from tests.trainer.test_trainer import saves, trained
 from trireme.registry import CALLBACKS
+from trireme.sync.probe import BrokenWeights
 from trireme.trainer.callbacks import Callbacks, examine_callbacks
-from trireme.usercode import fault_of
+from trireme.usercode import fault_of, innermost
 from trireme.workflows.swift_callback import TrainerCallback as SwiftCallback
 
 SEEN: list[str] = []
@@ -112,7 +117,8 @@ KINDS |= {"hands_on": HandsOn, "defaults": Defaults}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     SEEN.clear()
-    for name, kind in (KINDS | {"nothing": TrainerCallback, "number": 3}).items():
+    more = {"hangs": Hangs, "breaks": Breaks}
+    for name, kind in (KINDS | more | {"nothing": TrainerCallback, "number": 3}).items():
         monkeypatch.setitem(CALLBACKS._registered, name, kind)
     yield
 
@@ -180,6 +186,81 @@ def test_what_could_never_be_called_is_refused_before_the_run(name: str, message
     with pytest.raises(ValueError, match=message):
         examine_callbacks(["told", name])
     examine_callbacks(["told", "ends"])
+
+
+class Hangs(TrainerCallback):
+    released = threading.Event()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.released.wait(HANG_S)
+
+
+class Steps:
+    """A clock whose time passes when `Hangs` is at its place."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        return sum(self.slept)
+
+    async def sleep(self, seconds: float) -> None:
+        while not any(line.endswith("self.released.wait(HANG_S)") for line in self._lines()):
+            await asyncio.sleep(0.01)
+        self.slept.append(seconds)
+
+    def _lines(self) -> list[str]:
+        return [innermost(frame)[1] for frame in sys._current_frames().values()]
+
+
+def test_one_that_hangs_is_noted_with_its_place_and_ends_the_training() -> None:
+    clock, notes = Steps(), list[str]()
+    callbacks = Callbacks(["hangs"], ARGS, None, timeout=100, clock=clock, note=notes.append)
+    try:
+        with pytest.raises(TimeoutError) as caught:
+            trained(4, callbacks=callbacks)
+    finally:
+        Hangs.released.set()
+    [note] = notes
+    whose, place = "trainer.callbacks 'hangs'", "self.released.wait(HANG_S)"
+    limit = "(at most 100 s: trainer.callbacks_timeout)"
+    assert note.startswith(
+        f"{whose} has been in on_step_end for 30 s, and the training waits for it {limit}\n"
+    )
+    first = f"{whose} did not return from on_step_end in 100 s (trainer.callbacks_timeout)\n"
+    assert str(caught.value).startswith(first)
+    assert all(
+        f"{__file__}:" in text and text.endswith(place) for text in (note, str(caught.value))
+    )
+    assert clock.slept == [30, 70]
+
+
+class Breaks(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            model.weight.data[0, 0] = float("nan")
+
+
+def test_one_that_breaks_the_weights_is_named_with_the_event_and_the_weight() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def broken() -> list[str]:
+        named = model.named_parameters()
+        return [name for name, weight in named if not bool(weight.isfinite().all())]
+
+    with pytest.raises(ValueError, match="an infinite number from on_step_end, with 2") as caught:
+        trained(9, callbacks=Callbacks(["breaks"], ARGS, model, broken_weights=broken))
+    assert str(fault_of(caught.value)).startswith(
+        "trainer.callbacks 'breaks' left weights that hold NaN or an infinite number from "
+        "on_step_end, with 2 train steps done: weight"
+    )
+
+
+def test_weights_that_a_train_step_broke_are_not_a_callbacks_fault() -> None:
+    callbacks = Callbacks(["ends"], ARGS, None, broken_weights=lambda: ["a"])
+    with pytest.raises(BrokenWeights, match=r"infinite number since train step 1 \(a\)"):
+        trained(9, callbacks=callbacks)
+    assert not SEEN
 
 
 def test_without_callbacks_nothing_is_made() -> None:

@@ -84,7 +84,7 @@ def attentions() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [k if k in TRIED_ALWAYS else pytest.param(k, marks=pytest.mark.slow) for k in MODELS]
+    "kind", [k if k in TRIED_ALWAYS else pytest.param(k, marks=pytest.mark.large) for k in MODELS]
 )
 def test_a_graph_serves_all_blocks_of_a_kind_and_all_shapes(kind: str, tmp_path, quick):
     path = made(tmp_path, kind)
@@ -167,21 +167,19 @@ def _expected(path: Path, name: str) -> dict[str, Any]:
     return _learned(backend_of(path, **given))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.large
 @pytest.mark.parametrize("name", COMPILED)
 def test_two_ranks_have_compiled_the_gradients_of_one_process_in_eager_mode(name: str, tmp_path):
     path = make_model(tmp_path / "model")
     given: dict[str, Any] = COMPILED[name] | {"compile": False}
     expected = gradients(backend_of(path, **given), flatten(experiences()))
-    for got in run(_on_a_rank, tmp_path / "ranks", path, name, limit=180.0):
+    for got in run(_on_a_rank, tmp_path / "ranks", path, name):
         assert got.keys() == expected.keys()
         for key, gradient in expected.items():
             assert torch.allclose(got[key], gradient, atol=1e-5), key
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.large
 def test_torchs_own_compiler_learns_what_eager_mode_learns(tmp_path):
     torch._dynamo.reset()
     path = make_model(tmp_path / "model")
@@ -189,8 +187,7 @@ def test_torchs_own_compiler_learns_what_eager_mode_learns(tmp_path):
         _same(_learned(backend_of(path, reference=True, **COMPILED[name])), _expected(path, name))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.large
 def test_bfloat16_is_rounded_no_more_than_in_eager_mode(tmp_path):
     torch._dynamo.reset()
     path, batch = made(tmp_path, "qwen3"), flatten(experiences())
@@ -203,8 +200,7 @@ def test_bfloat16_is_rounded_no_more_than_in_eager_mode(tmp_path):
     assert off[0] < 0.2 * float(sum(g.norm() ** 2 for g in exact.values())) ** 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.large
 def test_a_run_goes_on_from_a_checkpoint_compiled_as_before(tmp_path):
     torch._dynamo.reset()
     path = make_model(tmp_path / "model")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
 
+from tests.limits import HANG_S
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
 from trireme.launch import models
@@ -129,7 +130,7 @@ def _fails_in_its_thread(place: RankSpec) -> str:
 
             caller = threading.Thread(target=call, daemon=True)
             caller.start()
-            caller.join(10)
+            caller.join(HANG_S)
         leader.close()
         return heard[0] if heard else "nothing in 10 s"
 

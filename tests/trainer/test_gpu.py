@@ -25,7 +25,7 @@ from trireme.trainer.backend import Backend
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 ROWS = [[5, 6, 7, 8, 9], [40, 41, 42]]
 
 

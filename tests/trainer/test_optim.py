@@ -76,3 +76,25 @@ def test_two_steps_of_adamw_by_hand():
         x *= 1 - lr * decay  # decoupled: not a part of the gradient
         x -= lr * (m / (1 - b1**step)) / ((v / (1 - b2**step)) ** 0.5 + epsilon)
         assert p.item() == pytest.approx(x, rel=1e-6)
+
+
+def test_a_resume_goes_on_with_the_moments_and_with_the_options_of_now():
+    lr, epsilon = 0.1, 1e-8
+    p = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    before = optimizer_of(lr=0.7, betas=[0.9, 0.99], weight_decay=0.5)
+    first = ScheduledOptimizer([p], before, None, grad_clip=100.0)
+    p.grad = torch.tensor([2.0], dtype=torch.float64)
+    first.step()
+    m, v, x = 0.1 * 2.0, 0.01 * 2.0**2, p.item()
+
+    b1, b2, decay = 0.8, 0.95, 0.25  # changed between the two starts
+    now = optimizer_of(lr=lr, betas=[b1, b2], weight_decay=decay)
+    second = ScheduledOptimizer([p], now, None, grad_clip=100.0)
+    second.load_state(first.state())
+    assert second.steps == 1
+    p.grad = torch.tensor([-0.5], dtype=torch.float64)
+    second.step()
+    m, v = b1 * m + (1 - b1) * -0.5, b2 * v + (1 - b2) * 0.25
+    x -= lr * decay * x
+    x -= lr * (m / (1 - b1**2)) / ((v / (1 - b2**2)) ** 0.5 + epsilon)
+    assert p.item() == pytest.approx(x, rel=1e-6)

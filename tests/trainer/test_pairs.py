@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.limits import HANG_S
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, experiences
 from tests.trainer.test_follow import RECIPE
@@ -31,7 +32,7 @@ class EngineEnd:
         self._threads: list[threading.Thread] = []
 
     def join(self, port: int) -> None:
-        group = WeightGroup(Meeting(HOST, port, 2, 1, "ipc", timeout=30))
+        group = WeightGroup(Meeting(HOST, port, 2, 1, "ipc", timeout=HANG_S))
         group.connect()
 
         def take() -> None:
@@ -42,7 +43,7 @@ class EngineEnd:
 
     def wait(self) -> list[dict[str, float]]:
         for thread in self._threads:
-            thread.join(30)
+            thread.join(HANG_S)
         return self.taken
 
 

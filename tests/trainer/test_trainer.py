@@ -13,12 +13,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests.limits import HANG_S
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
 from trireme.files import CannotWrite
 from trireme.registry import ALGORITHMS
+from trireme.sync.probe import BrokenWeights
 from trireme.trainer.measure import Arithmetic, Phases, Profile
+from trireme.trainer.ranks import NotFinite
 from trireme.trainer.trainer import Stopped, Trainer
 
 SFT = ALGORITHMS.get("sft")
@@ -112,7 +115,7 @@ class Folder:
 
     def await_save(self) -> None:
         if self.behind:
-            assert self.disk.wait(10)
+            assert self.disk.wait(HANG_S)
 
     def end_save(self) -> None:
         if self.full:
@@ -148,12 +151,12 @@ async def make(
     """A trainer of batches of 2 over a buffer that holds `stored` experiences."""
     events: list[str] = []
     reports: list[tuple[str, int, dict[str, float]]] = []
-    buffer, backend = Buffer(events, max_read_timeout=5), Learner(fails_at)
+    buffer, backend = Buffer(events, max_read_timeout=HANG_S), Learner(fails_at)
     await buffer.put(samples(stored))
     if closed:
         await buffer.close()
     options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
-    options = {"save_behind": True, "save_timeout": 10.0} | options
+    options = {"save_behind": True, "save_timeout": HANG_S} | options
     trainer = Trainer(
         backend=cast(Any, backend),
         recipe=SFT,
@@ -175,7 +178,7 @@ def trained(stored: int, **options: Any) -> SimpleNamespace:
     async def main() -> SimpleNamespace:
         made = await make(stored, **options)
         try:
-            await asyncio.wait_for(made.trainer.train(), 10)
+            await asyncio.wait_for(made.trainer.train(), HANG_S)
         finally:
             made.trainer.device.close()
         return made
@@ -192,6 +195,21 @@ def test_it_ends_when_the_experiences_do_and_trains_the_rest_as_a_smaller_batch(
     assert made.backend.sizes == [2, 2, 1] and made.trainer.step == 3
     assert saves(made) == ["save 3, 0 left, the last"]
     assert made.events[-1] == "stopped 3"
+
+
+def test_a_loss_of_broken_weights_blames_no_experience() -> None:
+    async def main() -> None:
+        made = await make(4, fails_at=1)
+
+        def fail() -> None:
+            raise NotFinite("the loss of experience 1/0/0 is nan at token 1")
+
+        made.backend.fails, made.backend.broken_weights = fail, lambda: ["a", "b", "c", "d"]
+        with pytest.raises(BrokenWeights, match=r"number before train step 1 \(a, b, c, \.\.\.\)"):
+            await made.trainer.train()
+        made.trainer.device.close()
+
+    asyncio.run(main())
 
 
 def test_it_ends_at_total_steps_and_closes_the_buffer() -> None:
@@ -326,7 +344,7 @@ def test_a_disk_that_hangs_is_given_up_where_the_run_has_failed(
     async def main() -> list[str]:
         made = await cancelled_while_it_writes(save_timeout=0.1)
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(made.running, 5)
+            await asyncio.wait_for(made.running, HANG_S)
         made.trainer.checkpointer.disk.set()
         made.trainer.device.close()
         return made.events
@@ -339,7 +357,7 @@ def test_what_was_learned_is_committed_while_the_trainer_waits_for_more() -> Non
     async def main() -> None:
         made = await make(2, closed=False, save_interval=1)
         running = asyncio.create_task(made.trainer.train())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while "commit" not in made.events:
                 await asyncio.sleep(0.01)
         await made.buffer.close()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.limits import HANG_S
 from tests.tiny import make_model
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, experiences
@@ -54,7 +55,7 @@ def test_what_is_trained_meanwhile_is_not_in_the_files(lora, tiny_dir, tmp_path,
     go, real = threading.Event(), export.SharedFiles.write
 
     def slow(self: Any, parts: Any) -> None:  # a disk that takes nothing until it is told to
-        assert go.wait(30)
+        assert go.wait(HANG_S)
         real(self, parts)
 
     monkeypatch.setattr(export.SharedFiles, "write", slow)

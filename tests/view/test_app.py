@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.view.made import TOOLS, make_run
+from tests.odd import ALL, ODD
+from tests.view.made import TOOLS, experience, make_run
 from trireme.buffer.record import Record
 from trireme.files import write_bytes
+from trireme.monitor.monitor import open_monitor
 from trireme.view.app import STATIC, Page, create_app
 from trireme.view.report import write_report
 from trireme.view.serve import PageOptions, _listen, serve
@@ -192,3 +198,51 @@ def test_a_report_is_one_file_with_all_that_it_shows(folder: Path, tmp_path: Pat
     assert 'src="/' not in text and 'href="/' not in text
     with pytest.raises(ValueError, match="is a folder: expected a file"):
         write_report(folder, tmp_path)
+
+
+def test_odd_texts_of_a_run_are_shown_searched_sent_and_written(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    buffer = run / "buffer"
+    database = f"sqlite:///{buffer}/explorer_output.db"
+    record = Record(database=database, lines=buffer / "experience_buffer.jsonl", messages=True)
+    more = {"prompt_text": ALL, "response_text": f"{ALL} end", "stop_reason": ALL,
+            "info": {**ODD, ALL: ALL}, "messages": [{"role": "user", "content": ALL}]}  # fmt: skip
+    record._write([experience(2, 0, 0, 1.0, **more)])
+    record.close()
+    failed = Record(lines=buffer / "failed.jsonl")
+    failed.write_lines([{"eid": "1/0/0/0", "step": 1, "prompt": ALL, "info": {"error": ALL}}])
+    failed.close()
+    monitor = open_monitor(run / "monitor", "tensorboard")
+    monitor.log({f"rollout/reward/{ALL}/mean": 1.0}, 2, "explorer")
+    monitor.close()
+    client = TestClient(create_app(Page(run), "k"), headers={"authorization": "Bearer k"})
+
+    def get(path: str, **query: str) -> Any:
+        answer = client.get(f"/api/{path}", params={**RUN, **query})
+        assert answer.status_code == 200, (path, answer.text)
+        return answer
+
+    shown = get("rollout", eid="2/0/0/0").json()
+    assert shown["prompt"] == shown["messages"][0]["content"] == json.loads(json.dumps(ALL))
+    assert get("tokens", eid="2/0/0/0").json()["ids"]
+    assert get("rollouts", text="gone nowhere").json()["total"] == 0
+    for text in ("plain", "a\0b", "\U0001f600"):
+        assert get("rollouts", text=text).json()["total"] >= 1, text
+    assert "ud83d" in get("export", kind="train", format="jsonl").text
+    assert get("export", kind="train", format="parquet").content.startswith(b"PAR1")
+    for path in ("runs", "curves", "about"):
+        get(path)
+    written = write_report(run, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "end" in written
+
+
+def test_a_selection_of_a_run_with_any_name_is_sent(folder: Path, tmp_path: Path) -> None:
+    name = 'прогон "1"'
+    shutil.copytree(folder, tmp_path / name)
+    client = TestClient(create_app(Page(tmp_path), "open sesame"))
+    client.get("/?token=open+sesame")
+    answer = client.get("/api/export", params={"run": name, "format": "jsonl"})
+    assert answer.status_code == 200 and answer.text
+    header = answer.headers["content-disposition"]
+    assert 'filename="______ _1__rollouts.jsonl"' in header
+    assert f"filename*=UTF-8''{quote(name + '_rollouts.jsonl', safe='')}" in header

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.workflows.addressed import played
 from tests.workflows.test_command import ASK
 from trireme.data.rows import NoRows, load_rows
@@ -64,7 +65,7 @@ def play(
     given = {"no_sandbox": open_, **args}
     task = Task(row, workflow="harbor_workflow", workflow_args=given, batch_id=batch_id)
     said = iter(replies)
-    return played(task, lambda _: next(said), [0], limit=60.0)
+    return played(task, lambda _: next(said), [0], limit=HANG_S)
 
 
 @MODES

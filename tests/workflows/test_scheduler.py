@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from trireme.workflows.scheduled import (
     multi_turn_scheduler,
 )
 from trireme.workflows.swift import Absent
+from trireme.workflows.swift import SwiftORM as ORM
 from trireme.workflows.workflow import resolve
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "solution": "4", "level": 3}
@@ -104,6 +106,37 @@ def test_thinking_tips_give_one_sample_a_turn_with_the_same_reward() -> None:
     assert "<think>a" not in TOKENIZER.decode(second.tokens.tolist())
 
 
+class LastOfTrajectory(ORM):
+    """Judges a trajectory by its last sample alone, from what its row holds."""
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(args)
+        from trireme.rewards.orm import MathAccuracy
+
+        self.accurate = MathAccuracy()
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        found = []
+        for name in kwargs["request_id"]:
+            samples = kwargs["trajectory_inputs"][name]
+            assert [s["level"] for s in samples] == [3, 3]
+            assert all(s["request_id"] == name for s in samples)
+            assert len(samples[0]["messages"]) == 2 and len(samples[1]["messages"]) == 4
+            texts, truths = [samples[-1]["messages"][-1]["content"]], [samples[-1]["solution"]]
+            found.append(self.accurate(texts, truths)[0])
+        return found
+
+
+def test_a_reward_gets_each_sample_of_a_trajectory_as_a_whole_row() -> None:
+    model = make(
+        ["<think>a</think><answer>5</answer>", "<think>b</think><answer>4</answer>"],
+        template=THINKING,
+    )
+    task = task_of(scheduler="thinking_tips_scheduler", max_turns=2)
+    task.reward_fn_args = {"funcs": [LastOfTrajectory]}
+    assert [experience.reward for experience in run(model, task)] == [1.0, 1.0]
+
+
 def test_a_template_that_drops_thinking_gives_the_earlier_turn_as_a_sample_too() -> None:
     model = make(
         ["<think>a</think><answer>5</answer>", "<think>b</think><answer>4</answer>"],
@@ -132,6 +165,62 @@ def test_turns_count_from_one_and_infos_reach_the_rewards() -> None:
     model = make(["a", "b", "c"])
     [experience] = run(model, task_of(scheduler=Counts, max_turns=3))
     assert experience.info["rollout_infos"] == {"seen": [3, 1, 2], "num_turns": 3}
+
+
+class Pasted(ABC):
+    """The base as ms-swift's documents print it, pasted into a user's file."""
+
+    def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
+        self.max_turns = max_turns
+
+    @abstractmethod
+    def step(self, infer_request: Any, result: Any, current_turn: int) -> Any: ...
+
+    def check_finished(self, infer_request: Any, result: Any, current_turn: int) -> bool:
+        return bool(self.max_turns and current_turn >= self.max_turns)
+
+
+class OnPasted(Pasted):
+    def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
+        infer_request.messages.append({"role": "user", "content": "more"})
+        return infer_request
+
+
+class StepAlone:
+    def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
+        return OnPasted.step(self, infer_request, result, current_turn)  # type: ignore[arg-type]
+
+
+class AsyncStep:
+    def __init__(self) -> None:
+        """Takes no `max_turns`, and reads it."""
+
+    async def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
+        assert self.max_turns == 3  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        return {"infer_request": StepAlone().step(infer_request, result, current_turn)}
+
+
+@pytest.mark.parametrize("scheduler", [OnPasted, StepAlone, AsyncStep])
+def test_a_class_without_our_base_plays_with_its_defaults(scheduler: type) -> None:
+    model = make(["a", "b", "c"])
+    task = task_of(scheduler=scheduler, max_turns=3)
+    multi_turn_scheduler.examine(task)
+    [experience] = run(model, task)
+    assert trained(experience) == ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
+
+
+def test_a_class_that_gives_no_next_turn_is_refused_before_the_run() -> None:
+    class Ends(MultiTurnScheduler):
+        def check_finished(self, *args: Any) -> bool:
+            return True
+
+    class EndsWithoutBase:
+        check_finished = Ends.check_finished
+
+    for scheduler in (Ends, EndsWithoutBase, Pasted):
+        with pytest.raises(ValueError, match=r"has no step: expected a class with `step\(self"):
+            multi_turn_scheduler.examine(task_of(scheduler=scheduler))
 
 
 class Forgets(Counts):
@@ -253,7 +342,7 @@ def test_an_unknown_scheduler_is_an_error_that_lists_the_known() -> None:
 
 
 def test_an_option_that_a_scheduler_does_not_take_is_named() -> None:
-    class Strict(MultiTurnScheduler):
+    class Strict(Counts):
         def __init__(self, max_turns: int | None = None, depth: int = 1) -> None:
             super().__init__(max_turns)
 

@@ -160,6 +160,28 @@ def test_what_a_workflow_returns_is_checked(value: Any, error: type, message: st
         call(bad, [])
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("info", {"a": 1, "page": {1}}, r"info\['page'\] is no plain JSON: Object of type set"),
+        ("info", {"a": {(1, 2): 3}}, r"info\['a'\] is no plain JSON: keys must be str"),
+        ("messages", [{}, {"content": b"x"}], r"messages\[1\] is no plain JSON: .* bytes"),
+        ("tools", [print], r"tools\[0\] is no plain JSON: .* builtin_function"),
+        ("response_text", ["a"], "response_text is list: expected text"),
+    ],
+)
+def test_what_no_store_holds_fails_the_rollout_by_its_key(
+    field: str, value: Any, message: str
+) -> None:
+    async def bad(task: Task, model: Model) -> Any:
+        experience = Experience([1, 2], prompt_length=1)
+        setattr(experience, field, value)
+        return [experience]
+
+    with pytest.raises(WrongExperience, match=rf"\(place 0\) whose {message}"):
+        call(bad, [])
+
+
 def no_arguments() -> None: ...
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,6 +253,33 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """The sum of what the mask keeps."""
     return (values * mask).sum(axis)
+
+
+def gather_metrics(
+    metric_list: Sequence[Mapping[str, Any]],
+    prefix: str = "",
+    output_stats: Sequence[str] = ("mean", "max", "min"),
+) -> dict[str, float]:
+    """`prefix/name/mean` and the like of the numbers that dictionaries have under a name."""
+    columns: dict[str, list[float]] = {}
+    for metrics in metric_list:
+        for name, value in metrics.items():
+            if isinstance(value, Real):
+                columns.setdefault(name, []).append(float(value))
+    stats: dict[str, Callable[[list[float]], float]] = {
+        "mean": statistics.fmean,
+        "max": max,
+        "min": min,
+        "std": lambda values: statistics.stdev(values) if len(values) > 1 else 0.0,
+        "sum": sum,
+    }
+    if unknown := set(output_stats) - set(stats):
+        raise ValueError(f"output_stats has '{min(unknown)}': expected some of {', '.join(stats)}")
+    return {
+        f"{prefix}/{name}/{stat}".removeprefix("/"): stats[stat](values)
+        for name, values in columns.items()
+        for stat in output_stats
+    }
 
 
 def prefix_metrics(

@@ -147,6 +147,13 @@ class Recipe:
         return [kind for kind in terms if self.options.get(kind) and getattr(self, kind) == "none"]
 
     @property
+    def weighs_by_length(self) -> bool:
+        """Whether a loss of whole samples meets an average in which a longer one weighs more."""
+        return self.policy_loss.marked("of_sequences") and (
+            self.loss_agg_mode != "seq-mean-token-mean"
+        )
+
+    @property
     def top_entropy(self) -> float:
         """The share of tokens that learn: those of the highest entropy (arXiv:2506.01939)."""
         return float(self.policy_loss.settings["top_entropy_quantile"])
@@ -265,8 +272,10 @@ class Recipe:
         duplicate = bool(part.settings["duplicate_experiences"])
         return assign_advantages(groups, experiences, duplicate=duplicate, at_least=at_least)
 
-    def weights(self, batch: Batch) -> Tensor:
-        """The weight of each entry [M] in the loss of the whole batch."""
+    def weights(self, batch: Batch, experts: Tensor | None = None) -> Tensor:
+        """The weight of each entry [M] in the loss of the whole batch. `experts` [N] are samples
+        that are averaged by themselves.
+        """
         loss_weight = batch.fields.get("loss_weight")
         if loss_weight is not None:
             for part in self.averages:
@@ -274,18 +283,18 @@ class Recipe:
             if self.policy_loss.marked("of_sequences"):
                 whole = "a loss of whole sequences"
                 _refuse_weights(self.policy_loss, batch, loss_weight, (0, 1), whole)
-        expert = batch.fields.get("expert")
-        if expert is None:
+        if experts is None:
             out = weights(
                 self.loss_agg_mode, batch.sample_ids, batch.num_samples, width=batch.width
             )
         else:
             out = torch.empty(batch.num_tokens)
-            for option, kind in (("sft_loss_agg_mode", expert), ("grpo_loss_agg_mode", ~expert)):
-                samples = batch.sample_ids[kind].unique()
-                part = batch.select(samples.tolist())
+            for option, kind in (("sft_loss_agg_mode", experts), ("grpo_loss_agg_mode", ~experts)):
+                part = batch.select(kind.nonzero().flatten().tolist())
                 mode = self.policy_loss.options.get(option) or self.loss_agg_mode
-                out[kind] = weights(mode, part.sample_ids, part.num_samples, width=part.width)
+                out[kind[batch.sample_ids]] = weights(
+                    mode, part.sample_ids, part.num_samples, width=part.width
+                )
         return out if loss_weight is None else out * loss_weight
 
     async def take(

@@ -137,13 +137,15 @@ def label_weights(
     advantages: Tensor,
     sample_ids: Tensor,
     group_ids: Tensor,
+    samples_per_group: Tensor,
     *,
     tau: float = 0.5,
 ) -> Tensor:
     """What REAL multiplies log r of each entry [M] by: the slope of its loss in the sample's mean.
 
     The loss is that of a group, which may lie in several micro-batches: its slope is taken of the
-    whole batch before, and log r times it has the loss's gradient.
+    whole batch before, and log r times it has the loss's gradient. The mean is over groups and the
+    weights are by sample; `samples_per_group` makes the one of the other.
     """
     first = sample_ids.diff(prepend=sample_ids.new_tensor([-1])) != 0  # one entry of each sample
     scores = segment_mean(logprobs - old_logprobs, sample_ids)[first] / tau
@@ -157,8 +159,7 @@ def label_weights(
         for side, sign in ((rights, -1), (wrongs, 1)):
             logits = torch.cat([sign * scores[side], scores.new_zeros(1)])
             slopes[side] = sign * logits.softmax(0)[:-1] / tau
-    per_group = len(groups) / len(groups.unique())  # the mean is over groups, weights are by sample
-    return (slopes * per_group)[first.cumsum(0) - 1]
+    return (slopes * samples_per_group)[first.cumsum(0) - 1]
 
 
 @policy_loss("real")
@@ -168,8 +169,9 @@ def real(logprobs: Tensor, old_logprobs: Tensor, *, tau: Above0 = 0.5) -> Report
     """log(1 + sum_right e^(-s/t)) + log(1 + sum_wrong e^(s/t)) of a group (REAL, arXiv:2602.05630).
 
     s is the mean of log r over the sample, t `tau`; right are rollouts with A > 0, and a group that
-    lacks either side adds nothing. The advantages' sign alone counts. The reported loss is the
-    first-order part: s times its slope.
+    lacks either side adds nothing, but counts in the mean over groups, as one without a trained
+    token does. The advantages' sign alone counts. The reported loss is the first-order part: s
+    times its slope.
     """
     return logprobs - old_logprobs, {"ppo_kl": (old_logprobs - logprobs).detach()}
 

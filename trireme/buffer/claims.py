@@ -7,7 +7,7 @@ checkpoint's commit makes its use final. All methods run inside the caller's tra
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from sqlalchemy import (
 )
 
 from trireme.buffer.table import database_time, experience_table
+from trireme.experience import Experience
 
 CHUNK = 500
 """Ids in one statement: databases limit the number of parameters."""
@@ -91,10 +92,23 @@ class Claims:
             connection.execute(update(table).where(rows).values(consumed=-1))
         return len(lowest)
 
+    def _drop(self, connection: Connection, ids: Sequence[int]) -> None:
+        """Never hand out those rows again; who has used them before may still hold them."""
+        for part in _chunks(ids):
+            rows = self.table.c.id.in_(part)
+            connection.execute(update(self.table).where(rows).values(consumed=-1, used=0))
+
     def claim(
-        self, connection: Connection, n: int, *, least: int, ended: bool
-    ) -> list[tuple[int, int, bytes]]:
-        """At most n rows that are open and that no other reader is just taking: id, use, bytes.
+        self,
+        connection: Connection,
+        n: int,
+        read: Callable[[int, bytes], Experience | None],
+        *,
+        least: int,
+        ended: bool,
+    ) -> list[tuple[int, int, Experience]]:
+        """At most n rows that are open and that no other reader is just taking: id, use, what
+        `read` makes of the bytes. A row of which it makes None is dropped.
 
         None of them where there are fewer than `least`.
         """
@@ -102,7 +116,13 @@ class Claims:
         order = [table.c.id] if self._reuse is None else [self._priority().desc(), table.c.id]
         columns = (table.c.id, table.c.consumed + table.c.used + 1, table.c.experience_bytes)
         rows = select(*columns).where(self._open(connection, ended=ended)).order_by(*order)
-        locked = connection.execute(rows.limit(n).with_for_update(skip_locked=True)).all()
+        while True:
+            locked = connection.execute(rows.limit(n).with_for_update(skip_locked=True)).all()
+            made = [(row[0], row[1], read(row[0], row[2])) for row in locked]
+            taken_rows = [(row, use, e) for row, use, e in made if e is not None]
+            if len(taken_rows) == len(made):
+                break
+            self._drop(connection, [row for row, _, e in made if e is None])
         if len(locked) < least:
             return []
         taken: dict[str, Any] = {"claimed_by": self._reader, "used": table.c.used + 1}
@@ -110,7 +130,7 @@ class Claims:
             taken["ready_at"] = database_time(connection) + self._reuse.cooldown
         for part in _chunks([row[0] for row in locked]):
             connection.execute(update(table).where(table.c.id.in_(part)).values(**taken))
-        return [(row[0], row[1], row[2]) for row in locked]
+        return taken_rows
 
     def seal(self, connection: Connection, seal: str) -> int:
         """Bind what this reader holds to the checkpoint `seal`; how many rows it now has."""

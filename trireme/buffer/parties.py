@@ -34,6 +34,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from trireme.buffer.table import database_time, one_at_a_time
 from trireme.log import get_logger
+from trireme.text import storable
 
 logger = get_logger("queue_experience_buffer")
 
@@ -137,7 +138,7 @@ class Parties:
         """Say that we have ended, and why, where it was a failure."""
         said: dict[str, Any] = {"closed": True}
         if failure is not None:
-            said["failure"] = failure
+            said["failure"] = storable(failure)
         for role in self.roles:
             connection.execute(update(self._table).where(*self._me(role)).values(**said))
 

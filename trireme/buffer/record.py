@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,13 +21,33 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, MetaData, delete, func, insert, select
+from sqlalchemy import URL, Connection, Engine, MetaData, delete, func, insert, make_url, select
 from sqlalchemy.exc import DatabaseError
 
-from trireme.buffer.table import batch_number, experience_table, open_database, resolve_url, row_of
+from trireme.buffer.table import (
+    batch_number,
+    experience_table,
+    first_line,
+    is_damaged,
+    open_database,
+    resolve_url,
+    row_of,
+)
 from trireme.experience import EID, Experience
-from trireme.files import drop_half_line, read_jsonl, write_json, write_text
+from trireme.files import (
+    Unreadable,
+    for_appending,
+    json_or,
+    out_of_the_way,
+    read_json,
+    read_jsonl,
+    usable,
+    whole_lines,
+    write_json,
+    write_text,
+)
 from trireme.log import get_logger, hide_passwords
+from trireme.text import as_json
 
 logger = get_logger("queue_experience_buffer")
 
@@ -122,19 +141,47 @@ class Record:
 
     def _write_rows(self, url: str, experiences: list[Experience]) -> None:
         rows = list({e.eid.uid: row_of(e) for e in experiences}.values())
+
+        def write(connection: Connection) -> None:
+            ids = [row["msg_id"] for row in rows]
+            for first in range(0, len(ids), IDS_AT_ONCE):
+                same = self._table.c.msg_id.in_(ids[first : first + IDS_AT_ONCE])
+                connection.execute(delete(self._table).where(same))
+            if rows:
+                connection.execute(insert(self._table), rows)
+            self._trim(connection, rows)
+
         try:
-            with self._open(url).begin() as connection:
-                ids = [row["msg_id"] for row in rows]
-                for first in range(0, len(ids), IDS_AT_ONCE):
-                    same = self._table.c.msg_id.in_(ids[first : first + IDS_AT_ONCE])
-                    connection.execute(delete(self._table).where(same))
-                if rows:
-                    connection.execute(insert(self._table), rows)
-                self._trim(connection, rows)
+            self._change(url, write)
         except DatabaseError as error:
             raise OSError(
                 f"the copy of experiences in {hide_passwords(url)} cannot be written: {error.orig}"
             ) from error
+
+    def _change(self, url: str, change: Callable[[Connection], None]) -> None:
+        """Make a change in one transaction. A damaged file is renamed out of the way: the copy is
+        for people, and no run ends with it.
+        """
+        path = _file_of(make_url(url))
+        if path is not None and self._engine is None:
+            usable(path)
+        try:
+            with self._open(url).begin() as connection:
+                change(connection)
+            return
+        except (ValueError, DatabaseError) as error:
+            broken = error if isinstance(error, DatabaseError) else error.__cause__
+            if path is None or not isinstance(broken, DatabaseError) or not is_damaged(broken):
+                raise
+            if self._engine is not None:
+                self._engine.dispose()
+            self._engine = self._bytes = None
+            for beside in ("-wal", "-shm"):  # of the file that goes
+                path.with_name(path.name + beside).unlink(missing_ok=True)
+            what = Unreadable(f"{path} is damaged ({first_line(broken)})")
+            out_of_the_way(path, what, "a copy of experiences begins anew")
+        with self._open(url).begin() as connection:
+            change(connection)
 
     def _trim(self, connection: Connection, new: list[dict[str, Any]]) -> None:
         """Delete rows until what is left fits; the file does not grow past its freed pages."""
@@ -158,17 +205,19 @@ class Record:
             some = columns.id.in_(gone[first : first + IDS_AT_ONCE])
             connection.execute(delete(self._table).where(some))
         self._bytes = sum(bytes_ for key, _, bytes_ in rows if key in kept)
-        if (copy_ := _file_of(connection.engine)) is not None:
+        if (copy_ := _file_of(connection.engine.url)) is not None:
             _note_cut(copy_, len(gone), sampled=self._sampled)
         logger.info("the copy of experiences is at its limit: %d rows went", len(gone))
 
     def _rewind(self, step: int) -> None:
         self._bytes = None
         if self._database is not None:
-            engine = self._open(self._database)
-            with engine.begin() as connection:
+
+            def forget(connection: Connection) -> None:
                 connection.execute(delete(self._table).where(self._table.c.batch > step))
-            if step == 0 and (copy_ := _file_of(engine)) is not None:
+
+            self._change(self._database, forget)
+            if step == 0 and (copy_ := _file_of(make_url(self._database))) is not None:
                 _cut_file(copy_).unlink(missing_ok=True)
         if self._lines is not None:
             self._lines.rewind(step)
@@ -190,17 +239,15 @@ class _LineFile:
         if ids & lines.keys():
             self.keep(lambda line: line["eid"] not in lines)
             ids = self._known()
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_text(lines.values()))
+        with for_appending(self._path) as file:
+            file.write(_text(lines.values()).encode())
             size = file.tell()
         ids.update(lines)
         if size > self._limit:
             self._trim()
 
     def _trim(self) -> None:
-        groups = (
-            (line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in read_jsonl(self._path)
-        )
+        groups = ((line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in self._read())
         rows = [(eid, group, len(_text([line]).encode())) for eid, group, line in groups]
         kept = set(_fitting(rows, KEPT_SHARE * self._limit, sampled=self._sampled))
         self.keep(lambda line: line["eid"] in kept)
@@ -214,16 +261,18 @@ class _LineFile:
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Write the file anew with the lines that are wanted; a half-written one goes too."""
-        lines = [line for line in read_jsonl(self._path) if wanted(line)]
+        lines = [line for line in self._read() if wanted(line)]
         self._ids = {line["eid"] for line in lines}
         write_text(self._path, _text(lines))
 
     def _known(self) -> set[str]:
         if self._ids is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            drop_half_line(self._path)
-            self._ids = {line["eid"] for line in read_jsonl(self._path)}
+            self._ids = {line["eid"] for line in self._read()}
         return self._ids
+
+    def _read(self) -> list[dict[str, Any]]:
+        return read_jsonl(self._path, eid=str, step=int) if whole_lines(self._path) else []
 
 
 def _fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: bool) -> Iterator[Any]:
@@ -239,8 +288,8 @@ def _fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: boo
         yield key
 
 
-def _file_of(engine: Engine) -> Path | None:
-    path = engine.url.database if engine.dialect.name == "sqlite" else None
+def _file_of(url: URL) -> Path | None:
+    path = url.database if url.get_backend_name() == "sqlite" else None
     return Path(path) if path else None
 
 
@@ -250,20 +299,21 @@ def _cut_file(copy_: Path) -> Path:
 
 def _note_cut(copy_: Path, gone: int, *, sampled: bool) -> None:
     path = _cut_file(copy_)
-    before = json.loads(path.read_text())["gone"] if path.exists() else 0
-    write_json(path, {"gone": before + gone, "left": "sampled" if sampled else "newest"})
+    before = json_or(path, dict[str, Any]()).get("gone")
+    gone += before if isinstance(before, int) else 0
+    write_json(path, {"gone": gone, "left": "sampled" if sampled else "newest"})
 
 
 def what_is_cut(copy_: Path) -> str | None:
     """Of a copy that was past its limit, what it lacks, as a sentence."""
-    path = _cut_file(copy_)
-    if not path.exists():
+    try:
+        cut = read_json(_cut_file(copy_))
+    except FileNotFoundError:
         return None
-    cut = json.loads(path.read_text())
-    left = "the newest" if cut["left"] == "newest" else "a sample of whole groups"
+    left = "the newest" if cut.get("left") == "newest" else "a sample of whole groups"
     return (
         f"this copy was cut at its limit (data_processor.experience_pipeline.copy_limit_mb): "
-        f"{cut['gone']} experiences are gone, {left} stayed"
+        f"{cut.get('gone')} experiences are gone, {left} stayed"
     )
 
 
@@ -326,7 +376,7 @@ def data_lines(step: int, experiences: Iterable[Experience]) -> list[dict[str, A
 
 
 def _text(lines: Iterable[dict[str, Any]]) -> str:
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    return "".join(as_json(line) + "\n" for line in lines)
 
 
 def _copy(experience: Experience) -> Experience:

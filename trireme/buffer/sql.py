@@ -12,6 +12,8 @@ Invariants:
   others; should it come back, it is told so instead of learning twice.
 - Who has closed or failed stands in the table of parties, where the other process sees it.
   Opening a buffer as a party takes back what that party's last process had said.
+- A row is read before it is claimed: one whose bytes are damaged ends the take, which has claimed
+  nothing then; with `on_error` skip it is dropped for good, counted, and another takes its place.
 - A server that goes away is waited for, as long as for an experience (`max_read_timeout`); a word
   on a failure, and what a cancelled take lets go of, do not wait.
 """
@@ -35,10 +37,11 @@ from trireme.buffer.parties import Parties, PartyHeartbeat
 from trireme.buffer.table import first_line, is_away, open_database, row_of
 from trireme.experience import Experience
 from trireme.log import get_logger
-from trireme.serialize import decode
+from trireme.serialize import Damaged, decode
 
 logger = get_logger("queue_experience_buffer")
 
+OnError = Literal["fail", "skip"]
 Role = Literal["explore", "train", "both"]
 Result = TypeVar("Result")
 
@@ -66,6 +69,7 @@ class SqlBuffer:
         reuse: Reuse | None = None,
         retries: int = DEFAULTS.max_retry_times,
         retry_seconds: float = DEFAULTS.max_retry_interval,
+        on_error: OnError = DEFAULTS.on_error,
         clock: Clock | None = None,
     ) -> None:
         """`role` is what this process does with the buffer, `party` its name among several.
@@ -79,6 +83,7 @@ class SqlBuffer:
         self._timeout = max_read_timeout
         self._lease = lease_time
         self._reuse = reuse
+        self._on_error = on_error
         self._role = role
         self._retry_seconds = retry_seconds
         self._clock = clock or WallClock()
@@ -109,6 +114,8 @@ class SqlBuffer:
         self._knows_claims = False
         """Whether the database's claims of this reader are `_held` and what is sealed."""
         self._dropped = 0
+        self._damaged: set[int] = set()
+        """Rows that were left out."""
         self._transact(self._parties.enter)
         self._heartbeat = PartyHeartbeat(_beat(self._database, self._parties), lease_time / BEATS)
         weakref.finalize(self, self._heartbeat.stop)
@@ -158,7 +165,7 @@ class SqlBuffer:
                 raise Closed(f"buffer '{self.name}' is closed and empty")
             self._held.update(row_id for row_id, _, _ in taken)
             logger.info("%d experiences taken", len(taken))
-            return await asyncio.to_thread(self._decode, taken)
+            return [experience for _, _, experience in taken]
         except asyncio.CancelledError:
             with self._taking:  # its thread may be about to claim
                 self._held = before
@@ -239,8 +246,11 @@ class SqlBuffer:
         self._knows_claims = True
 
     def metrics(self) -> dict[str, float]:
-        """Groups that had no room, so far."""
-        return {"buffer/dropped": float(self._dropped)} if self._reuse is not None else {}
+        """Groups that had no room, and rows that were damaged, so far."""
+        metrics = {"buffer/damaged": float(len(self._damaged))} if self._damaged else {}
+        if self._reuse is not None:
+            metrics["buffer/dropped"] = float(self._dropped)
+        return metrics
 
     def dispose(self) -> None:
         """Let go of the database's connections."""
@@ -386,7 +396,7 @@ class SqlBuffer:
             return False
         return self._parties.wanted(connection) <= self._claims.count(connection)
 
-    def _try_take(self, connection: Connection, n: int) -> list[tuple[int, int, bytes]] | None:
+    def _try_take(self, connection: Connection, n: int) -> list[tuple[int, int, Experience]] | None:
         """The rows, claimed; an empty list at the end; None while there are too few."""
         if self._gives_up.is_set():
             return []
@@ -398,8 +408,29 @@ class SqlBuffer:
         self._parties.want(connection, n if has < n and not ended else 0)
         if has < n and not ended:
             return None
-        claimed = self._claims.claim(connection, n, least=1 if ended else n, ended=ended)
-        return claimed if claimed or not has else None  # None: another reader is just taking them
+        least = 1 if ended else n
+        claimed = self._claims.claim(connection, n, self._read, least=least, ended=ended)
+        if self._reuse is not None:
+            for _, use, experience in claimed:
+                experience.info["use_count"] = use
+        # None: another reader is just taking them, or what there was is damaged
+        return claimed if claimed or not has else None
+
+    def _read(self, row: int, data: bytes) -> Experience | None:
+        """A row's experience; None where it is damaged and may be left out."""
+        try:
+            return decode(data)[0]
+        except Damaged as error:
+            which = f"row {row} of table {self.name} in {self._where} is damaged ({error})"
+            if self._on_error == "fail":
+                raise ValueError(
+                    f"{which}: expected it as it was put, from a backup of the database; "
+                    "on_error: skip of the buffer trains without it"
+                ) from error
+        if row not in self._damaged:
+            self._damaged.add(row)
+            logger.warning("%s and left out: %d so far", which, len(self._damaged))
+        return None
 
     def _settle_claims(self, connection: Connection) -> None:
         """Give back what this reader's last process held, and what silent readers hold."""
@@ -413,13 +444,6 @@ class SqlBuffer:
 
     def _missing(self, role: str) -> str:
         return self._transact(lambda connection: self._parties.missing(connection, role))
-
-    def _decode(self, rows: list[tuple[int, int, bytes]]) -> list[Experience]:
-        experiences = [decode(data)[0] for _, _, data in rows]
-        if self._reuse is not None:
-            for experience, (_, use, _) in zip(experiences, rows, strict=True):
-                experience.info["use_count"] = use
-        return experiences
 
     def _stop_if_failed(self, connection: Connection) -> None:
         failed = self._parties.failure(connection)

@@ -41,6 +41,7 @@ from sqlalchemy.schema import CreateColumn
 from trireme.experience import EID, Experience
 from trireme.log import get_logger, hide_passwords
 from trireme.serialize import encode
+from trireme.text import storable
 
 logger = get_logger("queue_experience_buffer")
 
@@ -89,14 +90,19 @@ def row_of(experience: Experience) -> dict[str, Any]:
         "msg_id": eid.uid,
         "model_version": version,
         "reward": experience.reward,
-        "prompt_text": experience.prompt_text,
-        "response_text": experience.response_text,
+        "prompt_text": _column(experience.prompt_text),
+        "response_text": _column(experience.response_text),
         "priority": float(version),
         "consumed": 0,
         "used": 0,
         "ready_at": 0.0,
         "experience_bytes": encode([experience]),
     }
+
+
+def _column(text: str | None) -> str | None:
+    """For people to read; the bytes have the text as it is."""
+    return None if text is None else storable(text)
 
 
 def batch_number(eid: EID) -> int:
@@ -163,6 +169,12 @@ def is_away(error: DBAPIError) -> bool:
         return False  # a file: what it cannot do now it will not do later
     connecting = isinstance(error, OperationalError) and error.statement is None
     return error.connection_invalidated or connecting
+
+
+def is_damaged(error: DBAPIError) -> bool:
+    """Whether an error says that a file is no SQLite database any more, or none that is whole."""
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without what extends it
+    return code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 
 
 def first_line(error: DBAPIError) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from trireme.files import write_bytes
+from trireme.files import remove, write_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,16 +137,16 @@ class TrainedTokens:
         self._flush()
         for number, path in files(self._folder):
             if number > step:
-                path.unlink()
+                remove(path)
 
     def _thin(self) -> None:
         """Remove every second one of the older files until all fit."""
         paths = [path for _, path in files(self._folder)]
-        sizes = {path: path.stat().st_size for path in paths}
+        sizes = {path: path.lstat().st_size for path in paths}
         while sum(sizes.values()) > self._limit and len(sizes) > 1:
             older = list(sizes)[: max(1, len(sizes) - 1 - int(KEPT_NEWEST * len(sizes)))]
             for path in older[1::2] or older:
-                path.unlink()
+                remove(path)
                 del sizes[path]
 
 

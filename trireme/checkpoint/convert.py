@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,11 +25,12 @@ from trireme.checkpoint.export import (
     Progress,
     Shape,
     Source,
+    sizes_of,
     write_model,
 )
 from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
 from trireme.checkpoint.layout import STEP_NAME, WEIGHTS
-from trireme.checkpoint.manifest import prove
+from trireme.checkpoint.manifest import Damaged, list_anew, listed, prove
 from trireme.checkpoint.megatron_to_hf import MegatronWeights, find_megatron
 from trireme.checkpoint.save import copy_model_files
 from trireme.config.lookup import INDEX, model_shapes, read_shapes, weight_files
@@ -146,7 +148,9 @@ class Options:
     base_model_dir: Path | None = None
     """Gives configuration and tokenizer where a checkpoint has none."""
     dtype: str | None = None
-    """A key of OUTPUT_DTYPES. None: bfloat16 for shards, a file of this trainer's as it is."""
+    """A key of OUTPUT_DTYPES. None: that of the export that the checkpoint's manifest lists; where
+    it lists none bfloat16 for shards, and a file of this trainer's as it is.
+    """
     shard_bytes: int = DEFAULT_SHARD_BYTES
     """How large a safetensors file may become."""
 
@@ -223,22 +227,50 @@ def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None
     if not to_export:
         text = f"{problem}, and there are no weights in {checkpoint.actor.name} to export"
         return Converted(checkpoint.root, "failed", text)
-    if own and OUTPUT_DTYPES[options.dtype or "auto"] is None:
+    before = _weights_listed(checkpoint)
+    source = _source(checkpoint, shards, megatron, expected)
+    names = _names(source, expected, hf)
+    dtype, shard_bytes = OUTPUT_DTYPES[options.dtype or "auto"], options.shard_bytes
+    if before:  # an export of ours that was deleted: in its order and dtype it is what is listed
+        names, shard_bytes = sorted(names), max(shard_bytes, DEFAULT_SHARD_BYTES)
+    if before and options.dtype is None:
+        specs = {name: source.specs[name] for name in names}
+        sizes = {kind: sum(sizes_of(specs, kind, shard_bytes).values()) for kind in _NAMES}
+        dtype = min(sizes, key=lambda kind: abs(sizes[kind] - sum(before.values())))
+    elif not own and options.dtype is None:
+        dtype = torch.bfloat16
+    if own and dtype is None:
         _copy_own(weights_file, hf)
     else:
-        source = _source(checkpoint, shards, megatron, expected)
-        write_model(
-            source,
-            _names(source, expected, hf),
-            hf,
-            dtype=OUTPUT_DTYPES[options.dtype or "bfloat16"],
-            shard_bytes=options.shard_bytes,
-            progress=progress,
-        )
+        write_model(source, names, hf, dtype=dtype, shard_bytes=shard_bytes, progress=progress)
     problem = incomplete(hf, expected)
     if problem is not None:
         return Converted(checkpoint.root, "failed", problem)
-    return Converted(checkpoint.root, "exported", str(hf))
+    return Converted(checkpoint.root, "exported", f"{hf}{_proven(checkpoint, before)}")
+
+
+def _weights_listed(checkpoint: Checkpoint) -> dict[str, int]:
+    """Names and sizes of the exported weights that the checkpoint's manifest lists."""
+    files = listed(checkpoint.root, checkpoint.hf) if checkpoint.actor != checkpoint.root else {}
+    return {name: size for name, size in files.items() if name.endswith(".safetensors")}
+
+
+def _proven(checkpoint: Checkpoint, before: Mapping[str, int]) -> str:
+    """What to add of an export that stands where the manifest lists another: from now on it lists
+    this one, since a resume would pass the step by.
+    """
+    if not before:
+        return ""
+    hf = checkpoint.hf
+    there = weight_files(hf)
+    try:
+        if {path.name for path in there} == before.keys():
+            prove(*there)
+            return ""
+    except Damaged:
+        pass
+    list_anew(checkpoint.root, hf / INDEX, *(hf / name for name in before), *there)
+    return ", which the checkpoint's manifest lists from now on in place of the former export"
 
 
 def _left_alone(hf: Path, dtype: str | None, to_export: bool) -> str:

@@ -201,6 +201,15 @@ def write_model(
         write_index(hf, dict(zip(files, shards, strict=True)))
 
 
+def sizes_of(
+    specs: Mapping[str, Spec], dtype: torch.dtype, shard_bytes: float = DEFAULT_SHARD_BYTES
+) -> dict[str, int]:
+    """Names and sizes of the files that `write_model` would write."""
+    shards = _shards({name: as_written(spec, dtype) for name, spec in specs.items()}, shard_bytes)
+    sizes = (len(_header(shard)) + sum(map(_size, shard.values())) for shard in shards)
+    return dict(zip(_file_names(len(shards)), sizes, strict=True))
+
+
 def as_written(spec: Spec, dtype: torch.dtype | None) -> Spec:
     """What a tensor is in files of a dtype, which only floating-point ones take on."""
     return Spec(spec.shape, dtype if dtype and spec.dtype.is_floating_point else spec.dtype)

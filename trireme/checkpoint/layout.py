@@ -14,13 +14,14 @@ latest_checkpointed_iteration.txt   latest_state_dict_iteration.txt
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trireme.files import alone, naming
+from trireme.files import Unreadable, alone, naming, out_of_the_way, read_text, usable
 
 STEP_NAME = re.compile(r"^global_step_(\d+)$")
 
@@ -49,6 +50,14 @@ def world_of(actor: Path) -> int:
     for path in actor.glob("optim_world_size_*_rank_0.pt"):
         return int(path.name.split("_")[3])
     raise ValueError(f"{actor} holds no optim_world_size_*_rank_0.pt: no checkpoint to go on from")
+
+
+def step_in(path: Path) -> int | None:
+    """The number in a `latest_*` file; None where there is no file, or no number in it."""
+    try:
+        return int(read_text(path, 100))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -160,14 +169,23 @@ class JobFolder:
 
     def latest_weights_step(self) -> int | None:
         """The newest published weights that are still there; None before the first."""
-        path = self.latest_weights
-        step = int(path.read_text()) if path.exists() else None
+        step = step_in(self.latest_weights)
         if step is None or any(self.weights_dir(step).glob("*.safetensors")):
             return step
         there = [s for s in self.steps() if any(self.weights_dir(s).glob("*.safetensors"))]
         return there[-1] if there else None
 
+    def make_way(self, *pointers: Path) -> None:
+        """Rename what lies where the run writes its pointers, and is none; those of it that no run
+        reads, these among them, may hold anything.
+        """
+        for path in (self.latest_checkpoint, self.latest_weights):
+            if usable(path) and step_in(path) is None:
+                out_of_the_way(path, Unreadable(f"{path} holds no number"))
+        for path in (self.trainer_meta, *pointers):
+            usable(path)
+
     def is_full(self, step: int) -> bool:
         """Whether a step's folder is a checkpoint to go on from, not only weights."""
         root = self.step_dir(step)
-        return (root / ".full_checkpoint").exists() or (root / MANIFEST).exists()
+        return any(os.path.lexists(root / name) for name in (".full_checkpoint", MANIFEST))

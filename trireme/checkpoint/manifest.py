@@ -5,6 +5,7 @@ Invariants:
   checksum of its own: a byte that has changed anywhere is seen before anything is loaded.
 - No path in it leads out of the checkpoint's folder.
 - Checkpoints of the first format have no checksums: sizes are compared, and the log says so.
+- An export that is made again in another dtype is listed anew; all else is written once.
 - A run goes on from the newest whole checkpoint, found by reading all that the manifests list: the
   `latest_*` files are for people and for other processes. What a process that died left unfinished
   is removed; a folder that gave way for a moment, and that nothing has replaced, is put back.
@@ -13,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trireme.checkpoint.layout import MANIFEST, STEP_NAME, JobFolder
-from trireme.files import TEMPORARY, clean, naming, write_json
+from trireme.files import TEMPORARY, Unreadable, clean, naming, read_json, write_json
 from trireme.log import get_logger
 
 logger = get_logger("checkpoint_monitor")
@@ -29,6 +31,8 @@ logger = get_logger("checkpoint_monitor")
 FORMAT = "trireme-checkpoint-2"
 WITHOUT_CHECKSUMS = "trireme-checkpoint-1"
 CHUNK = 1 << 22
+MOST_BYTES = 1 << 30
+"""Of a manifest: it holds where the run stands."""
 
 
 class Damaged(ValueError):
@@ -86,6 +90,35 @@ def read_state(manifest: Mapping[str, Any], step_dir: Path) -> dict[str, Any]:
     return _with_bytes(manifest["state"], step_dir)
 
 
+def listed(step_dir: Path, folder: Path) -> dict[str, int]:
+    """Names and sizes of the files right in a `folder` that a checkpoint's manifest lists; none
+    where there is no manifest.
+    """
+    if not os.path.lexists(step_dir / MANIFEST):
+        return {}
+    inside = folder.relative_to(step_dir)
+    files = {PurePosixPath(name): size for name, size in _parsed(step_dir)["files"].items()}
+    return {path.name: size for path, size in files.items() if path.parent == inside}
+
+
+def list_anew(step_dir: Path, *paths: Path) -> None:
+    """Have a checkpoint's manifest list what these files are now, where it lists them at all; those
+    that are gone go from it.
+    """
+    manifest = _parsed(step_dir)
+    for path in paths:
+        name = path.relative_to(step_dir).as_posix()
+        for key in ("files", "xxh3_128"):
+            manifest.get(key, {}).pop(name, None)
+        if path.is_file():
+            manifest["files"][name] = path.stat().st_size
+            if "xxh3_128" in manifest:
+                manifest["xxh3_128"][name] = _checksum(path)
+    if manifest.pop("checksum", None) is not None:
+        manifest["checksum"] = _checksum_of(manifest)
+    write_json(step_dir / MANIFEST, manifest)
+
+
 def prove(*paths: Path) -> None:
     """Raise Damaged where files or folders of a checkpoint of ours are not what was saved."""
     for path in paths:
@@ -99,15 +132,11 @@ def _parsed(step_dir: Path) -> dict[str, Any]:
     """The manifest, after its checksum and the types of its values are validated."""
     path = step_dir / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path, dict, MOST_BYTES)
     except FileNotFoundError as error:
         raise Damaged(f"{path} is missing") from error
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is no JSON: {str(error)[:100]}") from error
-    if not isinstance(manifest, dict):
-        raise Damaged(f"{path} holds a {type(manifest).__name__}: expected an object")
+    except Unreadable as error:
+        raise Damaged(str(error)) from error
     if manifest.get("format") not in (FORMAT, WITHOUT_CHECKSUMS):
         raise Damaged(f"{path} has the format {manifest.get('format')!r}: expected {FORMAT!r}")
     if manifest["format"] == FORMAT or "checksum" in manifest:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trireme.checkpoint.export import OwnFile
-from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file
+from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file, step_in
 from trireme.checkpoint.manifest import write_manifest
 from trireme.config.lookup import located, weight_files
 from trireme.files import (
@@ -211,7 +211,7 @@ def _lacks_exact(actor: Path) -> bool:
 
 
 def _move_pointers(
-    folder: JobFolder, step: int, run_state: Mapping[str, Any], published: str
+    folder: JobFolder, step: int, run_state: Mapping[str, Any], published: int | None
 ) -> None:
     explorer = run_state.get("explorer")
     if isinstance(explorer, Mapping) and "step" in explorer:
@@ -224,8 +224,8 @@ def _move_pointers(
         write_text(folder.latest_weights, str(step))
 
 
-def _published(folder: JobFolder) -> str:
-    return folder.latest_weights.read_text() if folder.latest_weights.exists() else ""
+def _published(folder: JobFolder) -> int | None:
+    return step_in(folder.latest_weights)
 
 
 @contextmanager

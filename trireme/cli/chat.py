@@ -11,6 +11,7 @@ from typing import Any
 from trireme.checkpoint.layout import STEP_NAME, JobFolder
 from trireme.cli.run import complain
 from trireme.config.lookup import model_facts
+from trireme.text import say
 
 LONGEST = 4096
 """Tokens of a conversation, where the model allows as many."""
@@ -23,12 +24,12 @@ def chat(folder: Path, *, system: str | None, temperature: float, max_tokens: in
     except ValueError as error:
         complain(str(error))
         return 2
-    print(f"{model}: an empty line or Ctrl-D ends", flush=True)
+    say(f"{model}: an empty line or Ctrl-D ends", flush=True)
     try:
         with asyncio.Runner() as runner:
             _talk(runner, model, system, temperature, max_tokens)
     except KeyboardInterrupt:
-        print()
+        say()
     return 0
 
 
@@ -93,7 +94,7 @@ def _talk(
             messages.append({"role": "user", "content": text})
             reply = runner.run(model.chat(messages))
             messages.append(reply.message)
-            print(reply.text, flush=True)
+            say(reply.text, flush=True)
     finally:
         runner.run(engine.close())
         device.close()
@@ -101,5 +102,5 @@ def _talk(
 
 def _line() -> str:
     if sys.stdin.isatty():
-        print("> ", end="", flush=True)
+        say("> ", end="", flush=True)
     return sys.stdin.readline().strip()

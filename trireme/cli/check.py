@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.text import Text
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan
 from trireme.config.memory import told
 from trireme.log import hide_passwords
+from trireme.monitor.terminal import Terminal
 
 if TYPE_CHECKING:
     from trireme.launch.check import Parts
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _WIDTH = 14
 
 
-def check(config: Path, overrides: Sequence[str] = (), console: Console | None = None) -> int:
+def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None = None) -> int:
     """Print every Plan of the file and every problem; the exit code is 1 where there is one."""
-    console = console or Console(soft_wrap=True)
+    console = console or Terminal(soft_wrap=True)
     with console.status(f"checking {config}"):  # the line is there before torch is
         from trireme.config.stages import shared
         from trireme.launch.check import complete, examine, without_hub
@@ -46,7 +46,7 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
     return 1 if sentences else 0
 
 
-def show_plan(plan: Plan, console: Console) -> None:
+def show_plan(plan: Plan, console: Terminal) -> None:
     """One stage: its derived values by topic, then what was mapped onto this machine."""
     title = plan.config.name if plan.stage_name is None else f"stage {plan.stage_name}"
     mode = "colocate" if plan.colocated else plan.mode
@@ -58,7 +58,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print()
 
 
-def show_first_rows(plans: Sequence[Plan], parts: Sequence[Parts], console: Console) -> list[str]:
+def show_first_rows(plans: Sequence[Plan], parts: Sequence[Parts], console: Terminal) -> list[str]:
     """How long the rows are, and what of the first is asked or trained; the problems they have."""
     from trireme.cli.first_rows import first_rows, unread
 
@@ -77,7 +77,7 @@ def show_first_rows(plans: Sequence[Plan], parts: Sequence[Parts], console: Cons
     return problems
 
 
-def show_problems(problems: Sequence[str], console: Console) -> None:
+def show_problems(problems: Sequence[str], console: Terminal) -> None:
     """One line a problem, or one that says there is none."""
     for problem in problems:
         console.print(Text(hide_passwords(f"problem: {problem}"), "red"))
@@ -136,9 +136,15 @@ def _held(plan: Plan) -> str:
 
 
 def _exactness(plan: Plan) -> str:
-    """What equal seeds give. That a GPU gives equal bytes has not been shown."""
-    equal = "byte-equal runs" if plan.device == "cpu" else "sums in a fixed order"
-    return f", {equal}" if plan.deterministic else ""
+    """What equal seeds give, and how near engine and trainer are where both read the same tensors.
+    That a GPU gives equal bytes has not been shown.
+    """
+    if not plan.deterministic:
+        return ""
+    if plan.device != "cpu":
+        return ", sums in a fixed order"
+    near = "; engine and trainer within 1e-4 nats a token" if plan.share_tensors else ""
+    return f", byte-equal runs{near}"
 
 
 def _model(plan: Plan) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -16,6 +15,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+
+from trireme.monitor.terminal import Terminal
 
 if TYPE_CHECKING:
     from trireme.checkpoint.convert import Checkpoint, Converted, Options
@@ -39,7 +40,7 @@ def convert(
             checkpoint for path in checkpoint_dirs for checkpoint in find_checkpoints(path)
         ]
     except ValueError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
+        Terminal(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
         return 1
     options = Options(base_model_dir, dtype, int(max_shard_gb * 1e9))
     results = _convert_all(list(dict.fromkeys(checkpoints)), options)
@@ -58,7 +59,7 @@ def _convert_all(checkpoints: list[Checkpoint], options: Options) -> list[Conver
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         results = []
         for checkpoint in checkpoints:
@@ -80,7 +81,7 @@ def _print(results: list[Converted]) -> None:
     table = Table("checkpoint", "result", "", title="trireme convert", title_justify="left")
     for result in results:
         table.add_row(str(result.step_dir), result.status, result.text)
-    console = Console()
+    console = Terminal()
     if console.is_terminal:
         console.print(table)
     else:  # a log wants each checkpoint on a line of its own, uncut

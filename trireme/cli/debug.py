@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trireme.cli.run import add_plugin_dirs, complain
 from trireme.config import load_config
+from trireme.text import say
 
 
 def debug(
@@ -31,10 +32,10 @@ def debug(
             raise ValueError("no stage explores: expected mode both or explore")
         plan = plans[-1]
         try:
-            print(try_plan(plan, place=task, rollouts=rollouts, replies=list(replies) or None))
+            say(try_plan(plan, place=task, rollouts=rollouts, replies=list(replies) or None))
         except TrialFailed as error:
             complain(str(error))
-            print(error.trace, file=sys.stderr)
+            say(error.trace, file=sys.stderr)
             return 1
     except (ValueError, OSError) as error:
         complain(str(error))

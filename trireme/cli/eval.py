@@ -23,6 +23,7 @@ from trireme.config import ConfigError, Plan, Problem
 from trireme.config.lookup import Api
 from trireme.explorer.scores import Estimate, difference, estimate, pass_at
 from trireme.files import write_json
+from trireme.text import say
 
 if TYPE_CHECKING:
     from trireme.explorer.metrics import Evaluated
@@ -78,10 +79,10 @@ def evaluate_models(options: EvalOptions) -> int:
         complain(str(error))
         code = 1
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        say("stopped", file=sys.stderr)
         code = 128 + (signals or [signal.SIGINT])[0]
     if measured:
-        print("\n".join(_report(options, measured)), flush=True)
+        say("\n".join(_report(options, measured)), flush=True)
     return code
 
 
@@ -120,7 +121,7 @@ def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -
         )
     code = 0
     for model, plan, (name, url), key in zip(options.models, plans, apis, keys, strict=True):
-        print(f"{model} ...", file=sys.stderr, flush=True)
+        say(f"{model} ...", file=sys.stderr, flush=True)
         api = Api(name, url, key) if url else None
         try:
             measured.append((model, evaluate(plan, rollouts=options.rollouts, api=api)))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from trireme.files import write_jsonl, write_text
+from trireme.text import say
 
 STARTER = Path(__file__).parents[1] / "demo" / "starter"
 NAMES = ("Ann", "Ben", "Cleo", "Dan")
@@ -18,7 +19,7 @@ INITIALIZER_RANGE = 0.04
 def init(folder: Path) -> int:
     """Write workflow, reward, YAML, data, test and a tiny model; returns the exit code."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        print(f"error: {folder} is there already: expected a new or empty folder", file=sys.stderr)
+        say(f"error: {folder} is there already: expected a new or empty folder", file=sys.stderr)
         return 2
     from trireme.demo.tiny_model import make_tiny_model  # loads torch
 
@@ -42,6 +43,6 @@ def init(folder: Path) -> int:
     )
     for template in sorted(STARTER.iterdir()):
         write_text(folder / template.name.removesuffix(".txt"), template.read_text("utf-8"))
-    print(f"{folder} has a workflow, a reward, data, a test and run.yaml. Next:")
-    print(f"  cd {folder} && trireme run run.yaml")
+    say(f"{folder} has a workflow, a reward, data, a test and run.yaml. Next:")
+    say(f"  cd {folder} && trireme run run.yaml")
     return 0

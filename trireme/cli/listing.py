@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trireme.text import say
+
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line per row, the columns padded to their widest cell."""
@@ -23,7 +25,7 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """The table, and an empty line after it."""
-    print(*in_columns([headings, *rows]), "", sep="\n")
+    say(*in_columns([headings, *rows]), "", sep="\n")
 
 
 def first_line(thing: Any) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console as Terminal
 from rich.text import Text
 
 from trireme.log import LEVELS
+from trireme.monitor.terminal import Terminal
+from trireme.text import say
 
 _HEAD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ([A-Z]+) ")
 _STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
@@ -43,7 +44,7 @@ def log(
         folders = _folders(log_dir, config)
         entries = select(folders, keyword=keyword, level=level, pattern=pattern)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return 2
     output = Terminal(no_color=not color, highlight=False)
     for entry in entries[-last:] if last else entries:

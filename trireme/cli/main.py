@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +42,8 @@ from trireme.cli.arguments import (
 from trireme.cli.flags import WithFlags, yaml_and_keys
 from trireme.cli.rlhf import WithAllFlags
 from trireme.launch import GC_THRESHOLDS
-from trireme.log import LEVELS
+from trireme.log import LEVELS, Lines
+from trireme.text import say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -92,7 +95,7 @@ def run(
     config, keys = yaml_and_keys(config, words, ctx.obj)
     # before the other imports, which take seconds
     what = config or "the demo: a tiny model learns word problems, on this machine's cores"
-    print(f"trireme {trireme.__version__}: {what}", flush=True)
+    say(f"trireme {trireme.__version__}: {what}", flush=True)
     from trireme.cli.run import run as command
 
     raise typer.Exit(command(config, keys, plugin_dir or [], compare=compare))
@@ -105,7 +108,7 @@ def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) 
     from trireme.cli.run import run as command
 
     path = yaml_of(ctx.obj, words or [])
-    print(f"# {path}: the same run is `trireme run {path}`\n{path.read_text()}", flush=True)
+    say(f"# {path}: the same run is `trireme run {path}`\n{path.read_text()}", flush=True)
     raise typer.Exit(command(path, [], plugin_dir or []))
 
 
@@ -485,7 +488,12 @@ def main() -> None:
     # What a command imports are so many objects that looking at all of them, several times, would
     # take a sixth of the time of `check`.
     gc.set_threshold(*GC_THRESHOLDS)
+    if logging.lastResort is not None:  # what libraries log, and our files do not take
+        logging.lastResort.setFormatter(Lines())
     try:
         app()
+    except Exception:  # an error of ours
+        say(traceback.format_exc(), end="", file=sys.stderr)
+        sys.exit(1)
     finally:
         gc.freeze()  # else the interpreter collects all of them once more as it ends

@@ -22,6 +22,7 @@ from trireme.config import ConfigError
 from trireme.config.placement import VARIABLE, find_vllm
 from trireme.engines.make import EngineSpec
 from trireme.launch.engine_host import EngineHost
+from trireme.text import say
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PARALLEL = ("tensor_parallel_size", "data_parallel_size")
@@ -78,7 +79,7 @@ def rollout(options: RolloutOptions) -> int:
         complain(str(error))
         return 2 if isinstance(error, ConfigError | ValueError) else 1
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        say("stopped", file=sys.stderr)
         return 130
 
 
@@ -86,12 +87,12 @@ def _with_key(options: RolloutOptions) -> RolloutOptions:
     if options.api_key is not None and options.api_key_file is not None:
         raise ValueError("--api-key and --api-key-file are both given: expected one of them")
     if options.api_key is not None:
-        print(
+        say(
             "warning: --api-key is seen by all users of this machine in the list of processes: "
             "set TRIREME_API_KEY instead, or give --api-key-file",
             file=sys.stderr,
         )
-        return options
+        return _noted(options)
     key = os.environ.get("TRIREME_API_KEY") or None
     if (file := options.api_key_file) is not None:
         try:
@@ -100,7 +101,15 @@ def _with_key(options: RolloutOptions) -> RolloutOptions:
             raise ValueError(f"--api-key-file {file} cannot be read: {error}") from error
         if not key:
             raise ValueError(f"--api-key-file {file} is empty: expected a key")
-    return dataclasses.replace(options, api_key=key)
+    return _noted(dataclasses.replace(options, api_key=key))
+
+
+def _noted(options: RolloutOptions) -> RolloutOptions:
+    from trireme.server.limits import short_key
+
+    if (said := short_key(options.api_key)) is not None:
+        say(f"warning: {said}", file=sys.stderr)
+    return options
 
 
 def _examine(options: RolloutOptions) -> None:
@@ -120,7 +129,7 @@ def _examine(options: RolloutOptions) -> None:
             )
     if options.engine_options and options.engine == "torch":
         names = ", ".join(f"--vllm_{name}" for name in options.engine_options)
-        print(f"note: without effect on the torch engine: {names}", file=sys.stderr)
+        say(f"note: without effect on the torch engine: {names}", file=sys.stderr)
     if options.dtype not in (*DTYPES, "auto"):
         raise ValueError(f"--dtype {options.dtype}: expected auto, {', '.join(DTYPES)}")
     if not (Path(options.model) / "config.json").exists() and Path(options.model).exists():
@@ -148,20 +157,20 @@ async def _serve(options: RolloutOptions, listener: socket.socket) -> int:
         spec, tokenizer, listener, key=options.api_key, most=options.max_requests
     ) as server:
         server.stop_on_signals()
-        say(options, f"http://{options.host}:{listener.getsockname()[1]}")
+        _announce(options, f"http://{options.host}:{listener.getsockname()[1]}")
         await server.serve()
     return stopped(server.stopped_by)
 
 
-def say(options: RolloutOptions, url: str) -> None:
+def _announce(options: RolloutOptions, url: str) -> None:
     """Print what is served, and where."""
     led = f", led by {options.multi_turn_scheduler}" if options.multi_turn_scheduler else ""
-    print(f"serving {options.model} on {url}{led}", flush=True)
+    say(f"serving {options.model} on {url}{led}", flush=True)
 
 
 def stopped(by: Sequence[int]) -> int:
     """The exit code after these signals."""
-    print("stopped", file=sys.stderr)
+    say("stopped", file=sys.stderr)
     return 130 if signal.SIGINT in by else 0
 
 
@@ -248,7 +257,7 @@ async def serve_vllm(options: RolloutOptions, spec: EngineSpec, plugins: Sequenc
         )
     handle, log = tempfile.mkstemp(prefix="trireme-rollout-", suffix=".log")
     os.close(handle)
-    print(f"vLLM {vllm.version} of {vllm.python}; its log is {log}", file=sys.stderr)
+    say(f"vLLM {vllm.version} of {vllm.python}; its log is {log}", file=sys.stderr)
     host = EngineHost(
         spec,
         name="the vllm engine",
@@ -282,5 +291,5 @@ async def serve_vllm(options: RolloutOptions, spec: EngineSpec, plugins: Sequenc
 async def _hosted(options: RolloutOptions, host: EngineHost) -> None:
     """Run the process until this is cancelled. Raises RuntimeError if it ends by itself."""
     host.start()
-    say(options, await host.ready())
+    _announce(options, await host.ready())
     await host.watch()

@@ -17,6 +17,7 @@ from trireme.files import InUse
 from trireme.launch.stop import Stop
 from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
+from trireme.text import say
 from trireme.usercode import fault_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run(
         # `made` holds the rows that were read, which stages find again
         return stop.ended(run_plans(made.plans, stop, compare_sft=compare))
     except KeyboardInterrupt:
-        print(f"stopped by {stop.name}: {stop.what_is_left()}", file=sys.stderr)
+        say(f"stopped by {stop.name}: {stop.what_is_left()}", file=sys.stderr)
         return stop.ended(stop.code)
 
 
@@ -92,7 +93,7 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
         complain(str(fault or error) or type(error).__name__)
         details = write_failure(log_folder(plans), error)
         if details is not None:
-            print(f"details: {details}", file=sys.stderr)
+            say(f"details: {details}", file=sys.stderr)
         return 1
     finally:
         console.close()
@@ -101,7 +102,7 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
 
 def complain(text: str) -> None:
     """Print what is wrong on stderr, the first line marked."""
-    print(f"error: {hide_passwords(text)}", file=sys.stderr)
+    say(f"error: {hide_passwords(text)}", file=sys.stderr)
 
 
 def draft_of(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]) -> Draft:

@@ -15,13 +15,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from rich.console import Console
 from rich.text import Text
 
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, JobFolder
 from trireme.config import ConfigError, Plan, load_config
+from trireme.files import read_jsonl
 from trireme.log import hide_passwords
 from trireme.monitor.figures import spoken
+from trireme.monitor.terminal import Terminal
+from trireme.text import say
 
 _LEGEND = "trained (green; yellow: with another weight than 1), not trained, its special tokens dim"
 _BYTES = "experience_bytes"
@@ -77,16 +79,16 @@ def view(
         shown = _samples(folder, config, overrides, url, table, tokenizer, wanted or Wanted())
         samples, cut = list(shown.samples), shown.cut
     except (ValueError, OSError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 1
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "sqlalchemy":
             raise
         first = str(error).partition("\n")[0]
         message = hide_passwords(f"{url} is no database to read: {first}")
-        print(f"error: {message}", file=sys.stderr)
+        say(f"error: {message}", file=sys.stderr)
         return 1
-    console = Console(soft_wrap=True, highlight=False, no_color=not color)
+    console = Terminal(soft_wrap=True, highlight=False, no_color=not color)
     if color:
         console.print(Text(_LEGEND, "italic"))
     if cut is not None:
@@ -113,11 +115,11 @@ def open_page(
         if html is not None:
             from trireme.view.report import write_report
 
-            print(f"written: {write_report(root, html)}")
+            say(f"written: {write_report(root, html)}")
             return 0
         return serve(PageOptions(root, host, port, key_file, open_browser))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 1
 
 
@@ -292,7 +294,7 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
     """Experiences of a database. Raises ValueError for a table or a step that it has not."""
     from sqlalchemy import create_engine, inspect
 
-    from trireme.serialize import decode
+    from trireme.serialize import Damaged, decode
 
     engine = create_engine(url)
     try:
@@ -306,7 +308,8 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
         if not tables or (table is not None and table not in tables):
             what = f"no table '{table}'" if table else "no experiences"
             raise ValueError(f"{url} has {what}: it has {', '.join(tables) or 'none'}")
-        chosen = engine.dialect.identifier_preparer.quote(table or tables[0])
+        table = table or tables[0]
+        chosen = engine.dialect.identifier_preparer.quote(table)
         with engine.connect() as connection:
             payloads = _payloads(connection, chosen, wanted)
     finally:
@@ -316,8 +319,13 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-    for payload in payloads:
-        for e in decode(bytes(payload)):
+    for row, payload in payloads:
+        try:
+            experiences = decode(bytes(payload))
+        except Damaged as error:
+            yield _of_texts(f"row {row} of table {table} is damaged ({error})", None, None)
+            continue
+        for e in experiences:
             title = f"{e.eid.uid}, reward {e.reward}, model version {e.version}"
             if tokenizer is not None:
                 samples = _of_experience(title, e, tokenizer)
@@ -327,19 +335,19 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
                 yield _of_texts(title, e.prompt_text, e.response_text)
 
 
-def _payloads(connection: Any, table: str, wanted: Wanted) -> list[Any]:
-    """The rows' bytes, in the order that is wanted. Raises ValueError where a step has none."""
+def _payloads(connection: Any, table: str, wanted: Wanted) -> list[tuple[int, Any]]:
+    """The rows' ids and bytes, in the wanted order. Raises ValueError where a step has none."""
     from sqlalchemy import text
 
     order = {"newest": "id DESC", "best": "reward DESC, id DESC", "worst": "reward, id DESC"}
     where = [] if wanted.step is None else ["batch = :step"]
     where += [] if wanted.order == "newest" else ["reward IS NOT NULL"]
     query = (
-        f"SELECT {_BYTES} FROM {table} {'WHERE ' * bool(where)}{' AND '.join(where)} "
+        f"SELECT id, {_BYTES} FROM {table} {'WHERE ' * bool(where)}{' AND '.join(where)} "
         f"ORDER BY {order[wanted.order]} LIMIT :count"
     )
     values = {"count": wanted.count} | ({} if wanted.step is None else {"step": wanted.step})
-    payloads = [row[0] for row in connection.execute(text(query), values)]
+    payloads = [(row[0], row[1]) for row in connection.execute(text(query), values)]
     if not payloads:
         first, last = connection.execute(text(f"SELECT min(batch), max(batch) FROM {table}")).one()
         raise ValueError(_none_there(wanted, first, last))
@@ -354,7 +362,7 @@ def _none_there(wanted: Wanted, first: Any, last: Any) -> str:
 
 def _of_lines(path: Path, wanted: Wanted) -> Iterator[Sample]:
     """Lines of a run's `experience_buffer.jsonl`."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][::-1]
+    rows = read_jsonl(path)[::-1]
     if any(not isinstance(row, dict) or "eid" not in row for row in rows):
         raise ValueError(f"{path} has a line that no run stored: to see a data set, --config")
     lines = [row for row in rows if wanted.step in (None, row.get("step"))]

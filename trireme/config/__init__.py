@@ -43,5 +43,9 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Iterable[Problem], source: str = "") -> None:
         self.problems: Sequence[Problem] = tuple(dict.fromkeys(problems))
-        prefix = f"{source}: " if source else ""
-        super().__init__("\n".join(f"{prefix}{problem}" for problem in self.problems))
+        super().__init__(self.problems, source)
+        self.source = source
+
+    def __str__(self) -> str:
+        prefix = f"{self.source}: " if self.source else ""
+        return "\n".join(f"{prefix}{problem}" for problem in self.problems)

@@ -314,6 +314,10 @@ def check_folder(stage: StageConfig, root: Path) -> None:
     trainer meets its explorer there.
     """
     config = stage.config
+    for key in ("checkpoint_root_dir", "project", "group", "name"):
+        if "\0" in (value := str(getattr(config, key) or "")):
+            stage.problem(key, f"is {value!r}: expected the name of a folder, without NUL")
+            return
     meets = config.mode == "train" and not stage.reads_file
     if meets and not (
         config.continue_from_checkpoint or config.buffer.trainer_input.experience_buffer.path
@@ -402,6 +406,13 @@ UNASKED_SAVE_INTERVAL = 500
 """What `trireme rlhf` writes where no flag says it: ms-swift's default, which no user chose."""
 
 
+_READ_EARLY = (
+    *("OMP_", "MKL_", "OPENBLAS_", "CUDA_", "PYTORCH_", "TORCH_", "HF_", "TRANSFORMERS_"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON"),
+)
+"""How the variables begin that Python, torch and Hugging Face's libraries read once."""
+
+
 def note_idle(stage: StageConfig, steps: Steps) -> None:
     """A line for all that the stage is told and that changes nothing in its run; it is legal."""
     mode, callbacks = stage.config.mode, stage.config.trainer.callbacks
@@ -411,6 +422,12 @@ def note_idle(stage: StageConfig, steps: Steps) -> None:
         names = ", ".join(callbacks)
         stage.notes.append(
             f"trainer.callbacks ({names}): nothing trains in mode {mode}, and none is called"
+        )
+    early = [name for name in stage.config.explorer.env_vars if name.startswith(_READ_EARLY)]
+    if early and mode not in ("train", "serve"):
+        stage.notes.append(
+            f"explorer.env_vars ({', '.join(early)}): read when a process begins, so that without "
+            "Ray only programs that rollouts start have it; for the run itself set it in the shell"
         )
     if mode in ("both", "explore") and not stage.reads_file:
         stage.notes += _idle_in_exploring(stage)

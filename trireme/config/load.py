@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from trireme.config import ConfigError, Problem, verl
 from trireme.config.options import converted, misfit_text, range_text, without_none
+from trireme.config.saved import drop_computed
 from trireme.config.schema import Config
 from trireme.config.section import Section, section_in
 from trireme.config.stages import moved_keys
@@ -60,10 +61,14 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     problems: list[Problem] = []
     typed = [_override(tree, override, problems) for override in overrides]
     folder = path.parent.resolve()
-    values = _values_of(tree, folder, typed, problems)
+    plain = _resolved(tree, "", problems)
+    notes = drop_computed(plain)
+    values = _values_of(plain, folder, typed, problems)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # `my_file:name` of a file beside the YAML
-    return Config.model_validate(values), problems
+    config = Config.model_validate(values)
+    config._notes = tuple(notes)
+    return config, problems
 
 
 def config_of(
@@ -88,7 +93,7 @@ def config_of(
             OmegaConf.update(tree, key, value, merge=True)
     except OmegaConfBaseException as error:
         raise ConfigError([Problem("", f"is no configuration: {error}")]) from error
-    resolved = _values_of(tree, Path.cwd(), [], problems)
+    resolved = _values_of(_resolved(tree, "", problems), Path.cwd(), [], problems)
     if problems:
         raise ConfigError(problems)
     return Config.model_validate(resolved)
@@ -108,10 +113,9 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
 
 
 def _values_of(
-    tree: DictConfig, folder: Path, typed: Sequence[str], problems: list[Problem]
+    values: dict[str, Any], folder: Path, typed: Sequence[str], problems: list[Problem]
 ) -> dict[str, Any]:
-    """What a tree says, in the schema's types, paths found from `folder`."""
-    values = _resolved(tree, "", problems)
+    """Plain values in the schema's types, paths found from `folder`."""
     _mend(values, problems)
     _move(values, problems)
     _locate(values, "", folder, typed, problems)

@@ -182,7 +182,7 @@ def adapter_files(path: str) -> list[Path]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"has a {path.name} that cannot be read: {error}") from error
     return parsed if isinstance(parsed, dict) else {}
 
@@ -209,7 +209,9 @@ def model_shapes(folder: Path) -> dict[str, Shape]:
 
 def weight_files(path: Path) -> list[Path]:
     """A safetensors file, or those of a folder by name."""
-    return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.glob("*.safetensors") if file.is_file())
 
 
 def need_weight_files(path: str | Path) -> list[Path]:
@@ -227,7 +229,7 @@ def read_shapes(path: Path) -> dict[str, Shape]:
         text = file.read(length) if 0 < length < 2**30 else b""
     try:
         header: dict[str, Any] = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError("is no safetensors file, or a cut one") from error
     header.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)

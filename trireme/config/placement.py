@@ -352,7 +352,7 @@ def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoic
         return EngineChoice()
     kind = model.engine_type or ("vllm" if gpus and model.engine_python else "torch")
     if kind in ("vllm", "sglang"):
-        vllm = _vllm_of(stage, gpus, on_ray) if kind == "vllm" else None
+        vllm = _vllm_of(stage, kind, gpus, on_ray)
         if vllm is None:
             return EngineChoice()
         return EngineChoice("vllm", vllm.python, model.engine_num)
@@ -371,13 +371,18 @@ def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoic
     return EngineChoice()
 
 
-def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
-    """The vLLM that generates; None with a note where the embedded engine has to."""
+def _vllm_of(stage: StageConfig, asked: str, gpus: int, on_ray: bool) -> Vllm | None:
+    """The vLLM that generates; None with a note where the embedded engine has to. SGLang, where
+    that is asked for, is never the one that does.
+    """
     model, mode = stage.config.explorer.rollout_model, stage.config.mode
     prefix, instead = (
-        f"{KEY}.engine_type (vllm)",
+        f"{KEY}.engine_type ({asked})",
         "the embedded torch engine generates in its place",
     )
+    if asked != "vllm" and not gpus:
+        stage.notes.append(f"{prefix}: {instead}, since this machine has no GPU")
+        return None
     wanted = model.engine_num * size_of(model)
     try:
         vllm = find_vllm(model.engine_python)
@@ -385,7 +390,7 @@ def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
         stage.problem(f"{KEY}.engine_python", f"is {model.engine_python!r}: {error}")
         return None
     why = None
-    if vllm is None and gpus and not on_ray:
+    if vllm is None and gpus and not on_ray and asked == "vllm":
         stage.problem(
             f"{KEY}.engine_type",
             f"is vllm, and no Python with vLLM was found: install it in an environment of its own "
@@ -407,7 +412,8 @@ def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
     if why is not None or vllm is None:
         stage.notes.append(f"{prefix}: {instead}, since {why}")
         return None
-    stage.notes.append(f"{prefix}: vLLM {vllm.version} of {vllm.python}")
+    in_place = " generates in its place" * (asked != "vllm")
+    stage.notes.append(f"{prefix}: vLLM {vllm.version} of {vllm.python}{in_place}")
     _check_arguments(stage, vllm)
     _check_heads(stage, gpus)
     if stage.colocated:

@@ -268,11 +268,6 @@ def _note_engine(stage: StageConfig, several: bool) -> None:
     key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
     if stage.config.mode == "train" or stage.asks_api:
         return
-    if model.engine_type == "sglang":
-        stage.notes.append(
-            f"{key}.engine_type ({model.engine_type}): the embedded torch engine generates in its "
-            f"place"
-        )
     if model.engine_type == "remote" and not model.base_urls:
         stage.problem(
             f"{key}.base_urls",

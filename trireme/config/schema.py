@@ -6,7 +6,7 @@ The sections of tasks, explorer and buffer are in `schema_rollout`.
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PrivateAttr
 
 from trireme.config.options import Share
 from trireme.config.schema_rollout import BufferConfig, DataProcessorConfig, ExplorerConfig
@@ -316,6 +316,8 @@ class TrainerConfig(Section):
     """Train steps after which the run ends; not given: when the data ends."""
     callbacks: list[str] = []
     """Classes that are called at the training's events, by name or path (docs/trackers.md)."""
+    callbacks_timeout: PositiveFloat = 1800
+    """Seconds that all callbacks of one event may take; the run stops then."""
     enable_preview: Annotated[bool, NoEffect()] = True
     """Show sample replies in the monitor."""
     grad_clip: PositiveFloat = 1.0
@@ -378,6 +380,10 @@ class TrainerConfig(Section):
     """TFLOP/s that a trainer's device could do, for `perf/mfu`; not given: by its name."""
     trainer_config: Annotated[dict[str, Any], Mapped("is read key by key")] = {}
     """Options of verl, as it spells them: docs/migrate/verl.md says what each is read as."""
+    trainer_config_path: Annotated[
+        str, Refused("is not read: write what this file holds under trainer.trainer_config")
+    ] = ""
+    """A file of verl's options."""
 
 
 class MonitorConfig(Section):
@@ -493,5 +499,6 @@ class Config(Section):
     """Log files."""
     service: ServiceConfig = ServiceConfig()
     """Services beside the run."""
+    _notes: tuple[str, ...] = PrivateAttr(())  # of the file as a whole: see load.py
     stages: list[StageConfig] = []
     """Stages that run one after the other; not given: the file itself is the only one."""

@@ -143,12 +143,9 @@ class TasksetConfig(Section):
 class RolloutModelConfig(Section):
     """The engine that generates."""
 
-    name: Annotated[str, NoEffect()] = ""
+    name: Annotated[str | None, NoEffect()] = None
     """Name of the engine; auxiliary models are told apart by their order."""
-    model_path: Annotated[
-        str | None,
-        Refused("has no meaning here: the rollout model is model.model_path", on="auxiliary"),
-    ] = None
+    model_path: Annotated[str | None, _of_model("model_path")] = None
     """Only auxiliary models name their own; the rollout model is `model.model_path`."""
     engine_type: Annotated[
         Literal["torch", "vllm", "sglang", "remote", "external", "tinker"] | None,
@@ -178,6 +175,10 @@ class RolloutModelConfig(Section):
     """Pipeline stages of one engine."""
     enable_expert_parallel: Annotated[bool, Mapped("one engine generates", on="vllm")] = False
     """Spread experts over GPUs."""
+    nnodes: Annotated[
+        Count, Refused("is not supported: an engine's GPUs are of one machine, expected 1")
+    ] = 1
+    """Machines that share one engine."""
     enforce_eager: Annotated[bool, NoEffect(on="vllm")] = False
     """Run without CUDA graphs."""
     enable_prefix_caching: Annotated[bool, NoEffect(on="vllm")] = True
@@ -227,6 +228,24 @@ class RolloutModelConfig(Section):
         float | None, Ge(0.01), Le(100), Moved(to="model.repetition_penalty")
     ] = None
     """Not given: `model.repetition_penalty`."""
+    temperature: Annotated[float | None, Ge(0), Le(100), Moved(to="model.temperature")] = None
+    """Not given: `model.temperature`."""
+    top_p: Annotated[float | None, Gt(0), Le(1), Moved(to="model.top_p")] = None
+    """Not given: `model.top_p`."""
+    top_k: Annotated[int | None, Ge(-1), Moved(to="model.top_k")] = None
+    """Not given: `model.top_k`."""
+    logprobs: Annotated[int | None, Ge(0), Le(64), Moved(to="model.logprobs")] = None
+    """Not given: `model.logprobs`."""
+    trust_remote_code: Annotated[bool | None, Moved(to="model.trust_remote_code")] = None
+    """Not given: `model.trust_remote_code`."""
+    rope_scaling: Annotated[dict[str, Any] | None, Moved(to="model.rope_scaling")] = None
+    """Not given: `model.rope_scaling`."""
+    rope_theta: Annotated[float | None, Gt(0), Moved(to="model.rope_theta")] = None
+    """Not given: `model.rope_theta`."""
+    enable_return_routed_experts: Annotated[
+        bool, Refused("is not supported yet: the engine's choice of experts is not recorded")
+    ] = False
+    """Give the trainer the experts that the engine chose."""
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
     enable_multimodal: Annotated[bool, Refused("is not supported yet: text only")] = False
@@ -284,9 +303,10 @@ class ExplorerConfig(Section):
     max_failures: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of a step's tasks that may fail before the run stops; 1: it stops when all fail."""
     env_vars: Annotated[
-        dict[str, str], Mapped("set for the whole process, which all runners share")
+        dict[str, str],
+        Mapped("set while it explores, for the whole process, which all runners share"),
     ] = {}
-    """Environment of the runners."""
+    """Environment of the runners, and of the programs that they start."""
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "sequential"
     """How a runner executes the repeats of a task."""
     max_repeat_times_per_runner: Annotated[int | None, Ge(1)] = None
@@ -387,7 +407,8 @@ class ExperienceBufferConfig(Section):
     replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
     """Priority replay (queue, sql)."""
     on_error: Literal["fail", "skip"] = "fail"
-    """On a malformed row: refuse to start (fail), or leave the row out and count it (skip)."""
+    """On a malformed row (file) refuse to start, on a damaged one (sql) stop (fail); or leave the
+    row out and count it (skip)."""
     enable_progress_bar: bool = False
     """Show a bar while rows load."""
     max_retry_times: NonNegativeInt = 3

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from trireme.config import Problem, verl
+from trireme.config.hidden import without_secrets
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.config.section import (
@@ -172,7 +173,9 @@ def stages_of(config: Config) -> list[StageConfig]:
         one.another_evaluates = any(inputs.eval_tasksets for inputs in others)
         trains = any(other.config.mode in ("both", "train") for other in out if other is not one)
         one.shares_save_interval &= trains
-    return out or [_stage(config)]
+    out = out or [_stage(config)]
+    out[0].notes += config._notes
+    return out
 
 
 def _stage(config: Config, *rest: Any) -> StageConfig:
@@ -293,17 +296,17 @@ def check_fates(stage: StageConfig, *, on_ray: bool = False, on_vllm: bool = Fal
         elif isinstance(fate, Refused) and not _is_off(value):
             if refused := fate.values.get(value) if fate.values else fate.text:
                 idle += (key,)
-                stage.problem(key, f"({_short(value)}) {refused}")
+                stage.problem(key, f"({_short(key, value)}) {refused}")
         elif (on_ray and fate.on == "ray") or (on_vllm and fate.on == "vllm"):
             continue
         elif isinstance(fate, Moved) and key.startswith("explorer.auxiliary_models["):
-            stage.problem(key, f"({_short(value)}) is not supported for an auxiliary model")
+            stage.problem(key, f"({_short(key, value)}) is not supported for an auxiliary model")
         elif isinstance(fate, Moved):
-            moved.append(f"{key}={_short(value)} as {fate.target(key)}")
+            moved.append(f"{key}={_short(key, value)} as {fate.target(key)}")
         elif isinstance(fate, Mapped):
-            stage.notes.append(f"{key} ({_short(value)}): {fate.text}")
+            stage.notes.append(f"{key} ({_short(key, value)}): {fate.text}")
         elif isinstance(fate, NoEffect):
-            no_effect.append(f"{key}={_short(value)}")
+            no_effect.append(f"{key}={_short(key, value)}")
     if moved:
         stage.notes.append(f"read, where those are not given: {', '.join(moved)}")
     if no_effect:
@@ -319,13 +322,14 @@ def _idle(stage: StageConfig) -> tuple[str, ...]:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a section says of itself that it is not used."""
-    return isinstance(value, dict) and value.get("enable") is False
+    """Whether a section is empty, or says of itself that it is not used."""
+    return isinstance(value, dict) and (not value or value.get("enable") is False)
 
 
-def _short(value: Any) -> str:
+def _short(key: str, value: Any) -> str:
     made = value[0] if isinstance(value, list) and value else value
-    text = str(made.model_dump(exclude_unset=True) if isinstance(made, Section) else value)
+    plain = made.model_dump(exclude_unset=True) if isinstance(made, Section) else value
+    text = str(without_secrets(plain, key))
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 

@@ -87,6 +87,7 @@ _IDLE = (
     "*.use_torch_compile",
     "*.use_remove_padding",
     "*.use_fused_kernels",
+    "*.fused_kernel_options.*",
     "*.entropy_*",
     "*.strategy",
     "*.shuffle",

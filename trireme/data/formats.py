@@ -21,6 +21,7 @@ from trireme.data.reply_mask import Rendered, message_weight, render_conversatio
 from trireme.data.rows import OnError, Rows
 from trireme.experience import EID, Experience
 from trireme.task import with_objects
+from trireme.text import has_half
 
 _MESSAGES = ("messages", "message")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
@@ -299,4 +300,8 @@ def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def parsed(value: Any) -> Any:
     """Messages and tools may be given as JSON text."""
-    return json.loads(value) if isinstance(value, str) and value.strip() else value
+    if not isinstance(value, str) or not value.strip():
+        return value
+    if has_half(made := json.loads(value)):
+        raise ValueError("it holds half of a surrogate pair")
+    return made

@@ -22,6 +22,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from trireme.text import joined
+
 _OWN_KEYS = ("weight", "loss_scale", "loss")
 """Keys of a message that are ours and not the template's."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
@@ -143,7 +145,7 @@ def _text(
 def render_plain(tokenizer: Any, prompt: str, response: str, *, eos: int | None) -> Rendered:
     """For a model without a chat template: prompt, response, end of sequence."""
     out = Rendered([], [])
-    out.add(tokenizer.encode(prompt), 0)
+    out.add(tokenizer.encode(joined(prompt)), 0)
     ids = _encode(tokenizer, response)
     # an encoder that adds the end itself would double it here, and end the prompt
     if eos is not None:
@@ -162,7 +164,7 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False) if text else []
+    return tokenizer.encode(joined(text), add_special_tokens=False) if text else []
 
 
 def _reply(

@@ -29,10 +29,13 @@ from trireme.data.files import (
 from trireme.data.task_folders import COLUMNS, TOML, task_files, task_rows
 from trireme.log import get_logger, hide_passwords
 from trireme.registry import did_you_mean
+from trireme.text import as_json, has_half, storable
 
 logger = get_logger("data")
 SAVED = "state.json"
 """In a folder of `save_to_disk`."""
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""As JSON has it; whether another half follows is seen when it is read."""
 ROW = "raw_task"
 """The column that holds a whole row as JSON, in tables that Trinity-RFT writes."""
 OnError = Literal["fail", "skip"]
@@ -164,8 +167,11 @@ class NoRows(ValueError):
     """A data set that cannot be read; `reason` continues the sentence `dataset 'x' …`."""
 
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"dataset '{path}' {reason}")
+        super().__init__(path, reason)
         self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"dataset '{self.path}' {self.reason}"
 
 
 _IN_USE: WeakValueDictionary[tuple[Any, ...], Rows] = WeakValueDictionary()
@@ -358,7 +364,19 @@ def _object(entry: str, where: str) -> dict[str, Any]:
         raise ValueError(f"has a line that is no JSON: {where}: {_why_no_json(error)}") from error
     if not isinstance(row, dict):
         raise ValueError(f"has a line that is no row: {where}: expected an object, got {row!r:.60}")
+    if _HALF.search(entry):
+        _refuse_halves(row, where)
     return row
+
+
+def _refuse_halves(row: dict[str, Any], where: str) -> None:
+    """No tokenizer, file or database takes half a character, and what was meant is not known."""
+    for column, value in row.items():
+        if has_half({column: value}):
+            raise ValueError(
+                f"has half of a surrogate pair: {where}, column '{storable(column)}': expected "
+                f"whole characters, got {as_json(value):.60}"
+            )
 
 
 def _from_hub(source: str, path: str, subset: str | None, split: str, progress: bool) -> Rows:
@@ -432,7 +450,7 @@ def table_rows(
         raise ValueError(f"cannot be read: {reason}") from error
     finally:
         engine.dispose()
-    return table, [_row(row) for row in rows]
+    return table, [_row(row, n) for n, row in enumerate(rows)]
 
 
 def _number(value: Any) -> Any:
@@ -442,12 +460,14 @@ def _number(value: Any) -> Any:
     return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
+def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
     """The columns, or what the column `raw_task` holds."""
     whole = row.get(ROW)
     if whole is None:
+        _refuse_halves(row, f"row {number}")
         return row
     made = json.loads(whole) if isinstance(whole, str | bytes) else whole
     if not isinstance(made, dict):
         raise ValueError(f"has a {ROW} that is no row: {made!r:.60}")
+    _refuse_halves(made, f"row {number}")
     return made

@@ -13,11 +13,14 @@ import os
 import posixpath
 import re
 import shlex
+import stat
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from trireme.files import LARGEST, Unreadable, read_text
 
 TOML = "task.toml"
 COLUMNS = ("name", "prompt", "folder")
@@ -27,6 +30,10 @@ OWN = ("app", "tests", "logs", "solution")
 _SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr")
 _SILENT = ("FROM", "ARG", "LABEL", "EXPOSE", "CMD", "USER", "MAINTAINER", "SHELL", "STOPSIGNAL")
 _NEEDED = ("instruction.md", "tests/test.sh")
+MOST_FILES, DEEPEST = 100_000, 100
+"""Of a task's folder: how many files and folders it has, and how deep they lie."""
+FILE_MB = 1024
+"""The largest file of a task, unless `workflow_args.file_mb` says otherwise."""
 _LARGEST = 1 << 20
 """Bytes of a file that is looked through for absolute paths."""
 
@@ -70,21 +77,26 @@ def task_rows(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         folder = toml.parent.absolute()
         for name in _NEEDED:
-            if not (folder / name).is_file():
+            if not os.path.lexists(folder / name):
                 raise ValueError(f"has a task without {name}: {folder}")
-        text = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+        try:
+            text = _text(folder, "instruction.md").strip()
+        except (Unreadable, FileNotFoundError) as error:
+            raise ValueError(f"has a task that cannot be read: {error}") from error
         yield str(toml), {"name": folder.name, "prompt": text, "folder": str(folder)}
 
 
-def read_task(folder: Path, *, skip_run: bool = False) -> TaskFolder:
+def read_task(folder: Path, *, skip_run: bool = False, file_mb: int = FILE_MB) -> TaskFolder:
     """The task in a folder. `skip_run`: what its Dockerfile runs is on this machine already.
 
-    Raises ValueError, naming file and line, for what cannot be done without a container.
+    Raises ValueError, naming file and line, for what cannot be done without a container, and for
+    what may not be copied: a link that leaves the task, what is no file, one beyond `file_mb`.
     """
     name = f"task {folder.name}"
+    _refuse_what_is_no_file(name, folder, file_mb)
     try:
-        said = tomllib.loads((folder / TOML).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        said = tomllib.loads(_text(folder, TOML))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: {TOML} cannot be read: {error}") from error
     if said.get("steps"):
         raise ValueError(f"{name}: {TOML} has several steps: expected a task of one")
@@ -106,7 +118,6 @@ def read_task(folder: Path, *, skip_run: bool = False) -> TaskFolder:
         _variables(name, verifier, "verifier"),
         variables=_variables(name, environment, "environment"),
     )
-    _links_stay(name, folder / "environment")
     docker = folder / "environment" / "Dockerfile"
     if not docker.is_file():
         files = sorted(path.name for path in (folder / "environment").glob("*"))
@@ -170,14 +181,68 @@ def _with(task: TaskFolder, **changes: Any) -> TaskFolder:
     return changed
 
 
-def _links_stay(name: str, context: Path) -> None:
-    inside = os.path.realpath(context)
-    for path in sorted(context.rglob("*")):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
-            raise ValueError(
-                f"{name}: environment/{path.relative_to(context)} is a link to "
-                f"{os.readlink(path)}: expected a file, or a link that stays within environment/"
-            )
+def _text(folder: Path, name: str) -> str:
+    """A text of a task. Raises Unreadable, also for a link that leaves the task's folder."""
+    whole = Path(os.path.realpath(folder))
+    path = Path(os.path.realpath(folder / name))
+    if not path.is_relative_to(whole):
+        raise Unreadable(_leaves(folder, folder / name))
+    return read_text(path, LARGEST, below=whole)
+
+
+def _refuse_what_is_no_file(name: str, folder: Path, file_mb: int) -> None:
+    """Raise ValueError for what a task's folder may not hold, wherever it lies: its scripts run on
+    this machine, and its files are copied.
+
+    A link may lead to another file of the task; in `environment/`, and to a folder, it stays within
+    the folder that is copied.
+    """
+    whole = Path(os.path.realpath(folder))
+    for path in _entries(name, folder):
+        place = path.relative_to(folder)
+        there = path.lstat()
+        if stat.S_ISLNK(there.st_mode):
+            target = Path(os.path.realpath(path))
+            bound = target.is_dir() or place.parts[0] == "environment"
+            if not target.is_relative_to(whole / place.parts[0] if bound else whole):
+                raise ValueError(
+                    f"{name}: {_leaves(folder, path, place.parts[0] if bound else '')}"
+                )
+        elif stat.S_ISREG(there.st_mode):
+            if there.st_size > file_mb * 2**20:
+                raise ValueError(
+                    f"{name}: {place} has {there.st_size >> 20} MB: expected at most {file_mb} "
+                    "(workflow_args.file_mb)"
+                )
+        elif not stat.S_ISDIR(there.st_mode):
+            raise ValueError(f"{name}: {place} is a pipe, a socket or a device: expected a file")
+
+
+def _entries(name: str, folder: Path) -> Iterator[Path]:
+    """All that lies in a folder, no link followed. Raises ValueError for too much of it."""
+    pending, count = [folder], 0
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                path = Path(entry.path)
+                count += 1
+                if count > MOST_FILES or len(path.parts) - len(folder.parts) > DEEPEST:
+                    raise ValueError(
+                        f"{name} has more than {MOST_FILES} files, or folders more than {DEEPEST} "
+                        "deep: expected fewer"
+                    )
+                yield path
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+
+
+def _leaves(folder: Path, path: Path, bound: str = "") -> str:
+    to = os.readlink(path) if path.is_symlink() else os.path.realpath(path)
+    within = f"{bound}/" if bound else "the task's folder"
+    return (
+        f"{path.relative_to(folder)} is a link to {to}: expected a file, or a link that stays "
+        f"within {within}"
+    )
 
 
 def _folded(path: PurePosixPath) -> PurePosixPath:
@@ -195,8 +260,8 @@ def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
     variables: dict[str, str] = {}
     stages = 0
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = _text(task.folder, "environment/Dockerfile")
+    except (OSError, Unreadable) as error:
         raise ValueError(
             f"task {task.folder.name}: environment/Dockerfile cannot be read: {error}"
         ) from error

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.demo import YAML
-from trireme.files import write_jsonl, write_text
+from trireme.files import json_or, write_jsonl, write_text
+from trireme.text import say
 
 NUM_TRAIN = 2000
 NUM_TEST = 500
@@ -32,9 +33,9 @@ def prepare(folder: Path, seed: int) -> Path:
 
     done = folder / "prepared.json"
     facts = {"seed": seed, "train": NUM_TRAIN, "test": NUM_TEST, "solved": NUM_SOLVED}
-    if done.exists() and json.loads(done.read_text()) == facts:
+    if json_or(done, dict[str, int]()) == facts:
         return folder
-    print(f"making a model, and {NUM_TRAIN + NUM_TEST:,} problems, in {folder}", flush=True)
+    say(f"making a model, and {NUM_TRAIN + NUM_TEST:,} problems, in {folder}", flush=True)
     problems = make_problems(
         NUM_TRAIN + NUM_TEST, seed=seed, number=LARGEST_NUMBER, largest=LARGEST_RESULT
     )
@@ -72,4 +73,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the demo's model and data; print where.")
     parser.add_argument("seed", type=int, nargs="?", default=0)
     chosen = parser.parse_args().seed
-    print(prepare(assets_folder(chosen), chosen))
+    say(prepare(assets_folder(chosen), chosen))

@@ -6,7 +6,6 @@ always see; nothing of it can be trained.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from trireme.engines.engine import Completion, OnToken, Sampling
 from trireme.engines.scripted import ScriptedEngine
 from trireme.log import get_logger
+from trireme.text import as_json, joined
 
 logger = get_logger("api")
 
@@ -132,7 +132,7 @@ class ApiEngine(ScriptedEngine):
                     "%s answered without a call, though tool_choice asked for one: programs get "
                     "the text, as they do of the API itself", self._model,
                 )  # fmt: skip
-            text = "".join([choice.message.content or "", *map(_call_as_text, calls)])
+            text = joined("".join([choice.message.content or "", *map(_call_as_text, calls)]))
             encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             assert isinstance(encoded, list)
             cut = choice.finish_reason == "length"
@@ -202,7 +202,7 @@ class ApiEngine(ScriptedEngine):
 
 def _call_as_text(function: Any) -> str:
     """A tool call as models of the format hermes write it, which is how an ApiModel reads it."""
-    name, arguments = json.dumps(function.name, ensure_ascii=False), function.arguments or "{}"
+    name, arguments = as_json(function.name), function.arguments or "{}"
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 

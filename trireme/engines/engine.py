@@ -7,6 +7,7 @@ sentence.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
@@ -24,6 +25,8 @@ MOST_SAMPLES = 16384
 """Of one request to a server, over all of its prompts."""
 
 
+MOST_STOPS = 1024
+"""Token ids that end a sample."""
 _HEAT = f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST}"
 
 
@@ -36,7 +39,8 @@ def _not_too_cold(temperature: float) -> float:
 def _as_tuple(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
-    return tuple(value) if isinstance(value, list) else value
+    # what comes behind the most that there may be need not be looked at to be refused
+    return tuple(value[: MOST_STOPS + 1]) if isinstance(value, list) else value
 
 
 def _whole(least: int, most: int) -> Any:
@@ -84,7 +88,7 @@ class Sampling:
     stop_token_ids: Annotated[
         tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...],
         BeforeValidator(_as_tuple),
-        Field(max_length=1024, description="at most 1024 token ids"),
+        Field(max_length=MOST_STOPS, description=f"at most {MOST_STOPS} token ids"),
     ] = ()
     ignore_eos: Annotated[bool, Field(description="true or false")] = False
     seed: Annotated[
@@ -231,14 +235,29 @@ def with_options(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
         name = str(error.errors()[0]["loc"][0])
         fields: Mapping[str, Any] = Sampling.__pydantic_fields__  # pyright: ignore
         raise ValueError(
-            f"sampling {name} is {options.get(name)!r:.80}: expected {fields[name].description}"
+            f"sampling {name} is {brief(options.get(name)):.80}: expected "
+            f"{fields[name].description}"
         ) from None
 
 
 def what_is_wrong(errors: Sequence[Any]) -> str:
-    """The first of a request's errors in one sentence: the field, what was given and expected."""
-    first = errors[0]
+    """One of a request's errors in one sentence: the field, what was given and expected.
+
+    The first of the innermost: where a field may be one of several, that is of the one it looks
+    like.
+    """
+    first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
     if first["type"] == "missing":
         return f"the request's {field}: {first['msg']}"
-    return f"the request's {field}: {first['msg']}, and it is {first.get('input')!r:.80}"
+    return f"the request's {field}: {first['msg']}, and it is {brief(first.get('input')):.80}"
+
+
+_brief = reprlib.Repr()
+_brief.maxlist = _brief.maxtuple = _brief.maxdict = 40
+_brief.maxstring = _brief.maxother = _brief.maxlong = 100
+
+
+def brief(value: Any) -> str:
+    """The beginning of `repr`, at the cost of that alone: a client's list may be of millions."""
+    return _brief.repr(value)

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trireme.engines.engine import Completion, Health, OnToken, Sampling, StopReason
+from trireme.text import joined
 
 LOGPROB = math.log(0.5)
 """Reported for every token."""
@@ -135,7 +136,7 @@ class ScriptedEngine:
         text = self._say(prompt) if self._say else next(self._replies, None)
         if text is None:
             raise RuntimeError("the script has no reply left for one more call")
-        encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        encoded = self._tokenizer(joined(text), add_special_tokens=False)["input_ids"]
         assert isinstance(encoded, list)
         end = self._tokenizer.eos_token_id
         assert isinstance(end, int)

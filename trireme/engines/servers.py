@@ -32,8 +32,8 @@ from trireme.log import get_logger
 
 GATHER_S = 0.002
 """How long a request waits for others."""
-MOST_TOKENS = 2**21
-"""Of the prompts in one request: about 14 MiB of JSON."""
+MOST_TOKENS = 2**20
+"""Of the prompts in one request: about 7 MiB of JSON; a server takes twice as many values."""
 
 Asked = list[tuple[dict[str, Any], asyncio.Future[Any], OnToken | None]]
 

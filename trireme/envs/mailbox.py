@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.envs.env import write_splits
+from trireme.text import say
 
 MOST = 10
 """E-mails that a search finds at most."""
@@ -162,7 +163,7 @@ def main() -> None:
     size = len(rows) // 5
     write_splits(given.out, {"train": rows[size:], "test": rows[:size]})
     write_mailbox(given.out / "mail.db", emails)
-    print(f"{len(emails)} e-mails, {len(rows) - size} questions to train, {size} to test")
+    say(f"{len(emails)} e-mails, {len(rows) - size} questions to train, {size} to test")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from trireme.buffer.buffer import Closed, Puts
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import MOST_BYTES
 from trireme.data.tasksets import Exhausted, Mixture, Taskset
 from trireme.experience import Experience
 from trireme.explorer.metrics import (
@@ -34,7 +35,7 @@ from trireme.explorer.metrics import (
 )
 from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
-from trireme.files import write_json
+from trireme.files import Unreadable, read_json, write_json
 from trireme.log import get_logger
 from trireme.monitor.causes import left_out_by
 from trireme.monitor.figures import in_words
@@ -359,7 +360,7 @@ class Explorer:
 
     def _load_own_state(self) -> None:
         """Go on where an explorer without a trainer beside it left off."""
-        if self.folder is not None and self.folder.state_of(self.name).exists():
+        if self.folder is not None and os.path.lexists(self.folder.state_of(self.name)):
             state = explorer_state(self.folder.state_of(self.name))
             self.step = state["step"]
             if state["taskset"]:  # none: a server was the explorer so far
@@ -375,10 +376,12 @@ class Explorer:
 
 def explorer_state(path: Path) -> dict[str, Any]:
     """Where the file of an explorer without a trainer beside it says that it stands."""
-    meta = json.loads(path.read_text())
-    taskset = meta["taskset_states"][0] if meta["taskset_states"] else {}
+    meta = read_json(path, dict, MOST_BYTES)
+    step, states = meta.get("latest_iteration"), meta.get("taskset_states")
+    if not isinstance(step, int) or not isinstance(states, list):
+        raise Unreadable(f"{path} does not say how far the explorer is: expected what it wrote")
     feedback = {key: meta[key] for key in ("feedback",) if key in meta}
-    return {"step": meta["latest_iteration"], "taskset": taskset, **feedback}
+    return {"step": step, "taskset": states[0] if states else {}, **feedback}
 
 
 def _example(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from trireme.engines.api import ASKED, Asked
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model, Reply
 from trireme.model.tool_calls import Read, format_of, hermes, message_of
+from trireme.text import all_joined
 
 _BEGIN = cast(Callable[[str], str], format_of("hermes").begin)
 
@@ -36,7 +37,7 @@ class ApiModel(Model):
         if begin:
             name = begin.removeprefix(_BEGIN("")).partition('"')[0]
             choice = {"type": "function", "function": {"name": name}} if name else "required"
-        asked = ASKED.set(Asked(_with_calls_apart(messages), tools, choice))
+        asked = ASKED.set(Asked(all_joined(_with_calls_apart(messages)), all_joined(tools), choice))
         try:
             return await super().chat_samples(messages, tools, **options)
         finally:

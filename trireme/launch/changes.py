@@ -6,7 +6,6 @@ YAML says now. Each sentence here says which of the two holds for a key, or why 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -17,6 +16,7 @@ from trireme.config import ConfigError, Plan, Problem
 from trireme.config.lookup import model_config
 from trireme.config.schema import Config
 from trireme.config.section import Section
+from trireme.files import read_json
 from trireme.launch.starts import read_starts, same_part
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _other_shape(saved: Path, model_path: str) -> tuple[str, Any, Any] | None:
     now = model_config(model_path)
     if not now or not saved.is_file():
         return None
-    was = json.loads(saved.read_text(encoding="utf-8"))
+    was = read_json(saved)
     differ = (key for key in _SHAPE if was.get(key) != now.get(key))
     key = next(differ, None)
     return None if key is None else (key, was.get(key), now.get(key))

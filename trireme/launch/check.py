@@ -67,6 +67,7 @@ from trireme.model.tool_calls import format_of
 from trireme.monitor.trackers import examine_trackers
 from trireme.pipeline.operators import make_operator
 from trireme.pipeline.pipeline import task_operators
+from trireme.processes import environment
 from trireme.registry import OPERATORS, REWARDS, TASK_OPERATORS
 from trireme.rewards.grouped import is_grouped, judge_of
 from trireme.trainer.callbacks import examine_callbacks
@@ -135,7 +136,8 @@ def checked(config: Config) -> Draft:
     if not problems:
         without_hub(made.plans, made.parts)
         for i, (plan, parts) in enumerate(zip(made.plans, made.parts, strict=True)):
-            complete(plan, parts, data=i > 0)
+            with environment(plan.config.explorer.env_vars):
+                complete(plan, parts, data=i > 0)
             parts.stage.problems += prompt_problems(plan, parts.prompts)
         problems = shared([parts.stage for parts in made.parts])
     if problems:
@@ -164,11 +166,15 @@ def draft(config: Config) -> Draft:
     check_folder(whole, root)
     loaded = True
     try:
-        load_plugins(config.plugins)
+        with environment(config.explorer.env_vars):
+            load_plugins(config.plugins)
     except ConfigError as error:
         whole.problems += error.problems
         loaded = False
-    parts = [make_parts(stage, names_are_known=loaded) for stage in stages]
+    parts = []
+    for stage in stages:
+        with environment(stage.config.explorer.env_vars):
+            parts.append(make_parts(stage, names_are_known=loaded))
     gpus = _gpus_elsewhere(stages)
     plans = [derive(x, root, gpus) for x in stages]
     for stage, plan in zip(stages, plans, strict=True):
@@ -248,6 +254,12 @@ def _make_recipe(parts: Parts) -> None:
         return
     for kind in recipe.unused_options:
         stage.notes.append(f"algorithm.{kind}_args: {kind} is none, and they change nothing")
+    if recipe.weighs_by_length:
+        stage.notes.append(
+            f"algorithm.loss_agg_mode ({recipe.loss_agg_mode}): {recipe.policy_loss.label} is a "
+            "loss of whole samples, whose paper averages by 'seq-mean-token-mean'; here longer "
+            "ones weigh more"
+        )
     stage.expert_ratio = parts.tried(lambda: recipe.expert_ratio)
     stage.has_reference, stage.has_critic = recipe.needs_reference, recipe.needs_critic
     stage.needs_teacher, stage.resamples = recipe.needs_teacher, recipe.max_resample_times

@@ -30,6 +30,7 @@ from trireme.data.tasksets import Mixture, Taskset, check_task
 from trireme.engines.api import byte_tokenizer
 from trireme.envs.env import refuse_missing
 from trireme.envs.generated import COLUMNS, generated, made_rows
+from trireme.files import read_text
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pipeline.operators import Operator, make_operator
 from trireme.pipeline.pipeline import prepared, task_operators
@@ -80,7 +81,7 @@ def chat_template_of(plan: Plan) -> str | None:
     """The chat template that the YAML gives, as text or as a file; None: the model's own."""
     model = plan.config.model
     if model.custom_chat_template is None and model.chat_template_path:
-        return Path(model.chat_template_path).read_text()
+        return read_text(Path(model.chat_template_path))
     return model.custom_chat_template
 
 
@@ -262,6 +263,7 @@ def make_buffer(
             reuse=_reuse(config.replay_buffer),
             retries=config.max_retry_times,
             retry_seconds=config.max_retry_interval,
+            on_error=config.on_error,
         )
         return store, None
     record = record_for(config.path, folder.buffer, **_copy_limits(plan))

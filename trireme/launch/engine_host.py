@@ -32,6 +32,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.placement import size_of
 from trireme.engines.make import EngineSpec
+from trireme.files import for_appending
 from trireme.launch.engines import engine_spec, make_remote_engine
 from trireme.log import get_logger
 
@@ -272,10 +273,9 @@ class EngineHost:
 
     def start(self) -> None:
         """Begin to load; returns at once."""
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
         self._answer, theirs = os.pipe()
         os.set_blocking(self._answer, False)
-        with self._log_file.open("ab") as log:
+        with for_appending(self._log_file) as log:
             self._process = subprocess.Popen(
                 [self._python, "-m", "trireme.server.process", str(theirs)],
                 stdin=subprocess.PIPE,

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.engines.device import ColocationLock, Device
 from trireme.engines.remote import RemoteEngine
-from trireme.files import write_json
+from trireme.files import Unreadable, read_json, write_json
 from trireme.launch import GC_THRESHOLDS
 from trireme.launch.engine_host import with_engines
 from trireme.launch.engines import make_api_engine
@@ -106,9 +105,12 @@ def rare_collections() -> Iterator[None]:
 def finished_stages(job: Path) -> list[StageResult]:
     """What the stages that are done came to."""
     path = JobFolder(job).stage_meta
-    if not path.exists():
+    try:
+        return [StageResult(**row) for row in read_json(path)["finished"]]
+    except FileNotFoundError:
         return []
-    return [StageResult(**row) for row in json.loads(path.read_text())["finished"]]
+    except (KeyError, TypeError) as error:
+        raise Unreadable(f"{path} does not say which stages are done") from error
 
 
 def model_of(plan: Plan, results: Sequence[StageResult]) -> str:
@@ -220,26 +222,27 @@ async def _run_here(
 
         return await run_serve(stage, remote, stop)
     engine = trainer = explorer = None
-    try:
+    async with AsyncExitStack() as held:
         if stage.trains:
             models, both = load_models(stage), plan.mode == "both"
             if both or (stage.recipe.from_data and stage.eval_tasksets):
                 engine = remote or stage.embedded_engine(models.backend)  # it may read its tensors
+                held.push_async_callback(engine.close)
             side = trainer = TrainerSide(stage, models, engine)
             stop.gently, stop.waits_for = side.trainer.stop, lambda: side.trainer.doing
             if engine is not None:
+                held.enter_context(stage.exploring())
                 explorer = ExplorerSide(stage, engine, side.buffer if both else None, side.sync)
+                held.push_async_callback(explorer.close)
                 side.explorer_state = explorer.explorer.state if both else None
         else:
             asked = make_api_engine(plan, plan.api, stage.text) if plan.api else remote
             engine = asked or stage.embedded_engine()
+            held.push_async_callback(engine.close)
+            held.enter_context(stage.exploring())
             explorer = await lone_explorer(stage, engine)
+            held.push_async_callback(explorer.close)
         result = await run_mode(stage, trainer, explorer, measure_end=measure_end)
         if plan.mode == "bench" and engine is not None:
             engine.health()  # an API that failed has measured nothing
         return result
-    finally:
-        if explorer is not None:
-            await explorer.close()
-        if engine is not None:
-            await engine.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience, group_by
+from trireme.explorer.explorer import explorer_state
 from trireme.explorer.metrics import run_metrics
 from trireme.explorer.scheduler import LEAST_BLOCKED_S
 from trireme.files import alone, write_json, write_text
@@ -31,6 +32,7 @@ from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
 from trireme.pipeline.pipeline import Pipeline
 from trireme.server.app import AppServer, create_app, listen
+from trireme.server.limits import short_key
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
 from trireme.sync.checkpoint import PolledSync
@@ -64,6 +66,8 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
         )
         sessions.ship = intake.ship
         key = plan.config.explorer.rollout_model.api_key
+        if (said := short_key(key)) is not None:
+            stage.console.note(f"explorer.rollout_model.api_key: {said}")
         app = create_app(rollouts, key=key, sessions=sessions)
         with _listening(stage) as listener:
             grace = plan.config.cluster.stop_timeout * GRACE
@@ -164,8 +168,8 @@ class Intake:
         self.report = report
         self.dropped = dropped
         self.step = 0
-        if folder.explorer_meta.exists():
-            self.step = json.loads(folder.explorer_meta.read_text())["latest_iteration"]
+        if os.path.lexists(folder.explorer_meta):
+            self.step = explorer_state(folder.explorer_meta)["step"]
         self._sealed: deque[tuple[int, list[Experience], dict[str, float]]] = deque()
         self._one = asyncio.Lock()
 

@@ -42,6 +42,7 @@ from trireme.monitor.trackers import TrackedRun
 from trireme.monitor.watchdog import Alarm, sample_of
 from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline, Resampling
+from trireme.processes import ending_leftovers, environment
 
 if TYPE_CHECKING:
     from trireme.trainer.backend import Backend
@@ -176,6 +177,17 @@ class Stage:
                 self.keep(record)
         return self._shown[name]
 
+    @contextmanager
+    def exploring(self) -> Iterator[None]:
+        """Users' code has its environment; what it leaves running is ended after the block."""
+
+        def note(text: str) -> None:
+            logger.info(text)
+            self.console.note(text)
+
+        with environment(self.plan.config.explorer.env_vars), ending_leftovers(note):
+            yield
+
     def keep(self, record: Record) -> None:
         """Close it with the stage; what a killed run wrote after its checkpoint goes."""
         self.held.callback(record.close)
@@ -201,7 +213,8 @@ def open_stage(
         if alone and stage.trains:
             stage.held.enter_context(stage.folder.one_trainer())
         stage.held.callback(setup_logging(stage.folder.log, plan.config.log.level))
-        os.environ.update(plan.config.explorer.env_vars)
+        own = [stage.folder.explorer_meta] if plan.mode == "both" else []
+        stage.folder.make_way(*own)  # the meta of an explorer alone is its state
         if stage.trains:
             stage.resumed = load_checkpoint(stage.folder)
         yield stage
@@ -282,16 +295,17 @@ def _validate(stage: Stage) -> None:
         if stage.plan.mode == "bench" and newest and not stage.folder.steps():
             raise ValueError(f"mode bench: there is no checkpoint in {stage.folder.root}")
         _ = stage.operators  # made now, and used by the run
-        examine_auxiliary(stage.plan, teacher=stage.recipe.needs_teacher)
-        for taskset in (stage.taskset, *stage.eval_tasksets):
-            if taskset is not None:
-                recipe = stage.recipe
-                examine_taskset(
-                    taskset,
-                    stage.plan,
-                    greedy_run=recipe.greedy_run,
-                    rewards_teach=recipe.rewards_teach,
-                )
+        with environment(stage.plan.config.explorer.env_vars):
+            examine_auxiliary(stage.plan, teacher=stage.recipe.needs_teacher)
+            for taskset in (stage.taskset, *stage.eval_tasksets):
+                if taskset is not None:
+                    recipe = stage.recipe
+                    examine_taskset(
+                        taskset,
+                        stage.plan,
+                        greedy_run=recipe.greedy_run,
+                        rewards_teach=recipe.rewards_teach,
+                    )
         if stage.reads_file:  # a malformed row is named now
             _ = stage.buffer
     except (ValueError, ImportError) as error:
@@ -303,7 +317,7 @@ def _explored(stage: Stage) -> dict[str, Any] | None:
     plan, resumed = stage.plan, stage.resumed
     if plan.mode == "explore":
         state_file = stage.folder.state_of(plan.config.explorer.name)
-        return explorer_state(state_file) if state_file.exists() else None
+        return explorer_state(state_file) if os.path.lexists(state_file) else None
     return resumed.run_state.get("explorer") if resumed else None
 
 

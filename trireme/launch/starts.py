@@ -15,14 +15,14 @@ import hashlib
 import json
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
+from itertools import count
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -31,16 +31,26 @@ from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import Loaded
 from trireme.config import Plan
+from trireme.config.hidden import HIDDEN, hidden_words, without_secrets
 from trireme.config.lookup import adapter_files, located, plugin_files
 from trireme.config.schema import LoraConfig
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.rows import SAVED, OnError, is_database, load_rows, split_files
 from trireme.envs.generated import generated, made_rows
-from trireme.files import in_turn, write_json, write_text
-from trireme.log import hide_passwords
+from trireme.files import (
+    Unreadable,
+    in_turn,
+    json_or,
+    out_of_the_way,
+    read_text,
+    write_json,
+    write_text,
+)
+from trireme.log import get_logger, hide_passwords
+
+logger = get_logger("launcher")
 
 FORMAT = "trireme-starts-1"
-HIDDEN = "***"
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy",
     "SQLAlchemy", "ray", "vllm",
@@ -49,13 +59,6 @@ WHOLE_BYTES = 64 * 2**20
 """Of larger files a fingerprint reads samples only."""
 SAMPLES, SAMPLE_BYTES = 64, 2**20
 GIT_SECONDS = 5.0
-
-_SECRET = re.compile(
-    r"(^|[_-])(api[_-]?key|access[_-]?key|secret([_-]?key)?|password|passwd|token|credentials?)$",
-    re.IGNORECASE,
-)
-_LOOKS_SECRET = re.compile(r"\b(sk|hf|ghp|glpat|xoxb|wandb)[-_][A-Za-z0-9_-]{12,}\b")
-_NOT_SECRET = ("pad_token", "eos_token", "bos_token")
 
 
 def this_start(
@@ -110,15 +113,44 @@ def same_part(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def read_starts(folder: JobFolder) -> list[dict[str, Any]]:
-    """The entries so far, each with its `config`; none of an older job, or of a damaged file."""
-    try:
-        starts = json.loads(folder.starts.read_text(encoding="utf-8"))["starts"]
-        for entry in starts:
-            text = (folder.starts.parent / entry["config_file"]).read_text(encoding="utf-8")
-            entry["config"] = yaml.safe_load(text)
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    """The entries so far, each with its `config`; none of an older job.
+
+    What is damaged is renamed out of the way, with a warning: a run goes on without it, and what
+    has changed since is not compared.
+    """
+    held = json_or(folder.starts, dict[str, Any]()).get("starts", [])
+    if not isinstance(held, list) or not all(_is_entry(entry) for entry in held):
+        error = Unreadable(f"{folder.starts} is no list of starts")
+        out_of_the_way(folder.starts, error)
         return []
+    starts = []
+    for entry in held:
+        path = folder.starts.parent / entry["config_file"]
+        try:
+            config = yaml.safe_load(read_text(path))
+            if not isinstance(config, dict):
+                raise Unreadable(f"{path} is no configuration")
+        except FileNotFoundError:
+            logger.warning("%s is missing: that start is left out", path)
+        except (Unreadable, yaml.YAMLError, RecursionError) as error:
+            if not isinstance(error, Unreadable):
+                error = Unreadable(f"{path} is no YAML")
+            out_of_the_way(path, error, "that start is left out")
+        else:
+            starts.append({**entry, "config": config})
     return starts
+
+
+def _is_entry(entry: Any) -> bool:
+    texts = ("config_file", "time", "mode")
+    tables = ("resumes", "model", "data", "plugins", "versions", "code")
+    return (
+        isinstance(entry, dict)
+        and all(isinstance(entry.get(key), str) for key in texts)
+        and all(isinstance(entry.get(key), dict) for key in tables)
+        and PurePosixPath(entry["config_file"]).name == entry["config_file"]
+        and "name" in entry
+    )
 
 
 def add_start(folder: JobFolder, entry: Mapping[str, Any]) -> Path:
@@ -128,9 +160,11 @@ def add_start(folder: JobFolder, entry: Mapping[str, Any]) -> Path:
     with in_turn(run_folder / ".lock"):
         starts = read_starts(folder)
         alike = [old["config_file"] for old in starts if old["config"] == entry["config"]]
-        name = alike[-1] if alike else f"start_{len(starts) + 1}.yaml"
+        names = ((n, f"start_{n}.yaml") for n in count(len(starts) + 1))
+        number, free = next(n for n in names if not os.path.lexists(run_folder / n[1]))
+        name = alike[-1] if alike else free
         if not alike:
-            write_text(run_folder / name, _as_yaml(entry, len(starts) + 1))
+            write_text(run_folder / name, _as_yaml(entry, number))
         rows = [*starts, {**entry, "config_file": name}]
         plain = [{key: row[key] for key in row if key != "config"} for row in rows]
         write_json(folder.starts, {"format": FORMAT, "starts": plain})
@@ -155,34 +189,6 @@ def resolved(plan: Plan, model_path: str) -> dict[str, Any]:
         values["name"] = f"{plan.root_dir.name}/{plan.stage_name}"
     values["model"]["model_path"] = model_path
     return without_secrets(values)
-
-
-def without_secrets(value: Any, key: str = "") -> Any:
-    """`value` with stars in place of keys, tokens and passwords, by their names or their looks."""
-    if isinstance(value, Mapping):
-        return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(inner, key) for inner in value]
-    if not isinstance(value, str) or not value:
-        return value
-    if _SECRET.search(key) and key not in _NOT_SECRET:
-        return HIDDEN
-    return _LOOKS_SECRET.sub(HIDDEN, hide_passwords(value))
-
-
-def hidden_words(words: Iterable[str]) -> list[str]:
-    """A command line without secrets: `--api-key X`, `--api-key=X`, `a.b.api_key=X`, URLs."""
-    out: list[str] = []
-    before = ""
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals:
-            name = key.lstrip("-").rpartition(".")[2]
-            out.append(f"{key}={without_secrets(value, name)}")
-        else:
-            out.append(without_secrets(word, before))
-        before = key.lstrip("-") if key.startswith("-") and not equals else ""
-    return out
 
 
 def versions() -> dict[str, str]:

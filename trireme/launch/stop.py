@@ -2,7 +2,9 @@
 
 Invariants:
 - SIGINT, SIGTERM and SIGHUP ask once. A second Ctrl-C ends the process at once, and so does the
-  time limit, whatever user code does meanwhile; the message names what was waited for.
+  time limit, whatever user code does meanwhile; the message names what was waited for. Both hold
+  also while a library keeps the main thread (Ray's, say, whose cluster does not answer): a thread
+  hears of a signal from Python's own handler in C, for the one in Python waits for that thread.
 - Child processes see their pipe close; files are renamed when they are whole and stores have
   transactions: ending at any instruction loses nothing that a resume does not do again.
 - What is still running when the work has ended is cancelled, and not waited for longer than
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -24,6 +27,8 @@ from typing import Any, TypeVar
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.processes import end_now
+from trireme.text import say, shown
 
 T = TypeVar("T")
 
@@ -50,6 +55,9 @@ class Stop:
         """Asks the work to end by itself; False where it has nothing to save."""
         self._left = 0
         """Coroutines that did not end."""
+        self._lock = threading.RLock()  # a handler may interrupt itself
+        self._asked = self._heard = False
+        """Whether a first signal has reached the main thread, and the one that hears of them."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
 
@@ -92,6 +100,7 @@ class Stop:
     def listen(self) -> None:
         """Receive the signals from now on; again after something else has taken them."""
         if threading.current_thread() is threading.main_thread():
+            _hear_for(self)
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                     signal.signal(number, self._came)
@@ -119,6 +128,7 @@ class Stop:
     def request(self) -> None:
         """Ask as Ctrl-C does, from another thread; nothing ends the process where it is late."""
         self.number = self.number or signal.SIGINT
+        self._asked = self._heard = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ask)
 
@@ -129,25 +139,43 @@ class Stop:
         if self._left:
             sys.stdout.flush()
             sys.stderr.flush()
+            end_now()
             os._exit(code)
         return code
 
+    def hear(self, number: int) -> None:
+        """A signal came; its handler may yet have to wait for the main thread."""
+        if number not in SIGNALS or signal.getsignal(number) != self._came:
+            return
+        first, self._heard = not self._heard, True
+        self._begin_to_end(number, first)
+
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
+        first, self._asked = not self._asked, True
+        self._begin_to_end(number, first)
+        if first and self._loop is None:
+            raise KeyboardInterrupt  # nothing runs that could save anything
+        if first and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ask)
+
+    def _begin_to_end(self, number: int, first: bool) -> None:
+        """Begin the time limit, once; a second Ctrl-C ends the process."""
+        if not first:
             if number == signal.SIGINT:
                 self._end("ended at once by a second Ctrl-C")
             return  # SIGTERM may be sent to all processes, and twice
-        self.number = number
+        with self._lock:
+            if self.number is not None:
+                return
+            self.number = number
         timer = threading.Timer(self.limit, self._late)
         timer.daemon = True
         timer.start()
-        if self._loop is None:
-            raise KeyboardInterrupt  # nothing runs that could save anything
-        self._say(
-            f"{self.name}: ending at the next safe point, in {self.limit:g} s at most "
-            "(cluster.stop_timeout); Ctrl-C: at once"
-        )
-        self._loop.call_soon_threadsafe(self._ask)
+        if self._loop is not None:
+            self._say(
+                f"{self.name}: ending at the next safe point, in {self.limit:g} s at most "
+                "(cluster.stop_timeout); Ctrl-C: at once"
+            )
 
     def _ask(self) -> None:
         if self._task is not None and not self.gently():
@@ -167,12 +195,15 @@ class Stop:
     def _end(self, text: str) -> None:
         """End the process at once: whatever else were asked first might hang."""
         with suppress(Exception):
-            self._say("\x1b[?25h" * sys.stdout.isatty() + text)  # a live display hides the cursor
+            if sys.stdout.isatty():
+                os.write(2, b"\x1b[?25h")  # a live display hides the cursor
+            self._say(text)
+        end_now()
         os._exit(self.code)
 
     def _say(self, text: str) -> None:
         """Past `sys.stderr`, in the middle of whose work the signal may have come."""
-        os.write(2, f"{text}\n".encode())
+        os.write(2, f"{shown(text)}\n".encode())
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> int:
@@ -186,7 +217,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
             _, stuck = loop.run_until_complete(asyncio.wait(left, timeout=LEFT_S))
             for task in stuck:
                 # the log is closed by now
-                print(f"warning: left behind: {_name(task)} ignores that it is cancelled",
+                say(f"warning: left behind: {_name(task)} ignores that it is cancelled",
                       file=sys.stderr)  # fmt: skip
             if stuck:  # that they were still there is no news
                 loop.set_exception_handler(lambda loop, context: None)
@@ -209,3 +240,35 @@ def _name(task: asyncio.Task[Any]) -> str:
             line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         coroutine = getattr(coroutine, "cr_await", None)
     return line
+
+
+_hearing: list[Stop] = []
+"""Who listens."""
+_mouth: list[socket.socket] = []
+"""What Python's handler in C writes signals to; never closed, since it goes on writing."""
+
+
+def _hear_for(stop: Stop) -> None:
+    """From now on a thread of its own tells `stop` of signals, too."""
+    _hearing[:] = [stop]
+    if not _mouth:
+        ear, mouth = socket.socketpair()
+        mouth.setblocking(False)
+        _mouth.append(mouth)
+        os.register_at_fork(after_in_child=_close_mouth)
+        threading.Thread(target=_hear, args=(ear,), name="signals", daemon=True).start()
+    number = _mouth[0].fileno()
+    before = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
+    if before not in (-1, number):  # an event loop's, in whose process the run is
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+
+
+def _hear(ear: socket.socket) -> None:
+    while numbers := ear.recv(16):
+        for number in numbers:
+            _hearing[0].hear(number)
+
+
+def _close_mouth() -> None:
+    """In a child, whose signals are not ours."""
+    signal.set_wakeup_fd(-1)

@@ -33,6 +33,7 @@ from trireme.monitor.figures import Summary
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 from trireme.registry import ORMS, REWARDS, TRACKERS, WORKFLOWS, Registry
 from trireme.serialize import decode
+from trireme.text import say
 from trireme.trainer.callbacks import EVENTS
 from trireme.workflows.tool_calls import TOOLS
 
@@ -380,7 +381,7 @@ def _in_thread(plans: list[Plan]) -> Summary:
             pass
     except KeyboardInterrupt:
         stop.request()
-        print(f"interrupted: ending at the next safe point, in {stop.limit:g} s at most "
+        say(f"interrupted: ending at the next safe point, in {stop.limit:g} s at most "
               "(cluster.stop_timeout)", flush=True)  # fmt: skip
         ended.wait(stop.limit)
     if failed and isinstance(failed[0], KeyboardInterrupt):

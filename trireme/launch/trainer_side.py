@@ -289,7 +289,15 @@ class TrainerSide:
             "learning_rate": plan.config.algorithm.optimizer.lr,
             "seed": plan.config.seed,
         }
-        return Callbacks(trainer.callbacks, args, self.models.backend.module)
+        backend = self.models.backend
+        return Callbacks(
+            trainer.callbacks,
+            args,
+            backend.module,
+            timeout=trainer.callbacks_timeout,
+            broken_weights=backend.broken_weights,
+            note=stage.console.note,
+        )
 
     def _profile(self) -> Profile | None:
         steps = frozenset(self.stage.plan.config.trainer.profile.steps)

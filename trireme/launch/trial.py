@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import json
 import logging
-import os
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_torch_engine
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.scripted import ScriptedEngine
+from trireme.engines.scripted import LOGPROB, ScriptedEngine
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.explorer.scheduler import Scheduler
@@ -43,16 +42,27 @@ from trireme.launch.explorer_side import make_scheduler
 from trireme.launch.train import Reward, config_from
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
+from trireme.processes import ending_leftovers, environment
+from trireme.text import as_json, say
 
 Replies = Sequence[str] | Callable[[str], str]
+
+
+GIVEN = (
+    f"note: the replies were given, and no model has scored them: each token's log-probability is "
+    f"made up ({LOGPROB:.3f} in the experiences)"
+)
 
 
 class TrialFailed(RuntimeError):
     """The workflow, or its reward, failed; `trace` is the first traceback."""
 
     def __init__(self, sentence: str, trace: str) -> None:
-        super().__init__(sentence)
+        super().__init__(sentence, trace)
         self.trace = trace
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 @dataclass
@@ -81,8 +91,8 @@ def try_workflow(
 
     `task` is a row, or a prompt. `workflow`, `reward`, `model` and `overrides` are as of
     `trireme.train`. With `replies` (the texts in the order of the calls, or a function of the
-    prompt's text) no model is loaded; its tokenizer is. Raises ConfigError for what cannot run, and
-    TrialFailed with the line that failed.
+    prompt's text) no model is loaded; its tokenizer is, and log-probabilities are made up. Raises
+    ConfigError for what cannot run, and TrialFailed with the line that failed.
     """
     with tempfile.TemporaryDirectory() as root:
         settings = overrides | {"checkpoint_root_dir": root}
@@ -92,7 +102,7 @@ def try_workflow(
         )
         trial = try_plan(checked(config).plans[-1], replies=replies, rollouts=rollouts)
     if show:
-        print(trial)
+        say(trial)
     return trial
 
 
@@ -140,15 +150,20 @@ async def _try(plan: Plan, number: int, replies: Replies | None, rollouts: int) 
     if outcome.failures:
         failed = outcome.failures[0]
         raise TrialFailed(str(failed.fault), failed.trace)
-    row = json.dumps(task.raw_task, ensure_ascii=False, default=str)
+    row = as_json(task.raw_task, default=str)
     lines = [f"task {number}: {row}", f"truth: {task.truth!r}"]
     for experience in outcome.experiences:
-        lines += ["", *described(experience, text)]
+        lines += ["", *described(experience, text, scored=replies is None)]
+    if replies is not None:
+        lines += ["", GIVEN]
     return Trial(outcome.experiences, "\n".join(lines))
 
 
-def described(experience: Experience, text: Text) -> Iterator[str]:
-    """An experience in lines: reward, messages, and its tokens with what is trained of them."""
+def described(experience: Experience, text: Text, *, scored: bool = True) -> Iterator[str]:
+    """An experience in lines: reward, messages, and its tokens with what is trained of them.
+
+    `scored`: a model gave its log-probabilities.
+    """
     e = experience
     parts = ", ".join(f"{name} {value:g}" for name, value in e.metrics.items())
     reward = "none" if e.reward is None else f"{e.reward:g}"
@@ -166,6 +181,7 @@ def described(experience: Experience, text: Text) -> Iterator[str]:
         if is_trained:
             for at in span:
                 logprob = "" if e.logprobs is None else f"{float(e.logprobs[at]):.3f}"
+                logprob = logprob if scored else "made up"
                 piece = text.tokenizer.decode([int(e.tokens[at])])
                 yield f"  {at:>5} {int(e.tokens[at]):>6}      yes {logprob:>8}  {piece!r}"
         else:
@@ -223,10 +239,15 @@ async def open_scheduler(
     """A scheduler that tries tasks outside a run, over the plan's embedded engine or the one that
     `make_engine` gives, with the models beside it; all is closed. `options`: make_scheduler's.
     """
+
+    def note(text: str) -> None:
+        say(f"note: {text}", file=sys.stderr)
+
     disable_progress_bar()
-    os.environ.update(plan.config.explorer.env_vars)
     text = make_text(plan, plan.model_path)
     async with AsyncExitStack() as held:
+        held.enter_context(environment(plan.config.explorer.env_vars))
+        held.enter_context(ending_leftovers(note))
         device = Device()
         held.callback(device.close)
         if make_engine is not None:

@@ -23,6 +23,7 @@ from trireme.log import get_logger
 from trireme.model.thinking import ReasoningParser
 from trireme.model.tool_calls import format_of
 from trireme.task import Task, with_objects
+from trireme.text import all_joined, joined
 
 logger = get_logger("model")
 
@@ -39,6 +40,9 @@ Message = Mapping[str, Any]
 
 _CHARACTERS = 8
 """Of a token, about: what a long text's beginning is cut to, before the whole is encoded."""
+_REMEMBERED = 2**17
+"""Characters of a prompt that is remembered for the next rollouts of its task; a longer one would
+stay in memory for hours."""
 _HEAD, _TAIL = 4, 8
 """Patterns of more turns than these are shortened in the middle before they are tried."""
 
@@ -112,13 +116,19 @@ class ChatTokens:
         """
         if not text:
             return []
+        text = joined(text)
         size = len(text) if most is None else _CHARACTERS * (most + _CHARACTERS)
         while size < len(text):
             ids = self.tokenizer.encode(text[:size], add_special_tokens=special)
             if most is not None and len(ids) > most + _CHARACTERS:
                 return ids
-            size *= _CHARACTERS
+            size *= 2  # of one long word each character costs a microsecond
         return self.tokenizer.encode(text, add_special_tokens=special)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest entry; its bytes, where they stand for bytes."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of ids."""
@@ -229,14 +239,18 @@ class ChatTokens:
             if between is not None:
                 return Prompt(between, extends=True)
         text = self._opening(messages, tools)
+        if len(text) > _REMEMBERED:
+            return Prompt(self.encode(text, most=most), text=text)
         return Prompt(list(self._encode_prompt(text, most)), text=text)
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
         """`render` of a conversation, remembered where it holds nothing but text."""
         key = tuple(tuple(message.items()) for message in messages)
-        if not tools and all(isinstance(value, str) for message in key for _, value in message):
-            return self._render_once(key)
-        return self.render(messages, tools)
+        texts = [value for message in key for _, value in message]
+        if tools or not all(isinstance(text, str) for text in texts):
+            return self.render(messages, tools)
+        short = sum(map(len, texts)) + len(texts) <= _REMEMBERED
+        return self._render_once(key) if short else self.render(messages, tools)
 
     def tail(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, continuing: Recorded
@@ -369,7 +383,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without what is None, its content as one text. Raises ValueError for images."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message must be a dict with 'role' and 'content', not {message!r:.80}")
-    plain = {name: value for name, value in message.items() if value is not None}
+    plain = {name: all_joined(value) for name, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list):
         for part in content:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MANY_CHARACTERS = 2**16
 """More than these are encoded in a thread."""
+_OVERHEAD = 100
+"""What a message costs beside its text, in characters."""
 
 
 class Revoked(RuntimeError):
@@ -480,7 +482,7 @@ class Model:
 
 def _size(messages: Sequence[Message], prefix: str, tools: Sequence[Any] | None) -> int:
     """About how many characters a template gets."""
-    texts = sum(len(message["content"]) for message in messages) + len(prefix)
+    texts = sum(len(message["content"]) + _OVERHEAD for message in messages) + len(prefix)
     return texts + sum(len(str(tool)) for tool in tools or ())
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trireme.aio import running
+from trireme.aio import one_by_one, running
 from trireme.engines.engine import Sampling, with_options
 from trireme.model.openai_wire import (
     ChatBody,
@@ -162,7 +162,7 @@ async def _ask(
         if len(prompts) > 1 and telling:
             raise ValueError("'stream' is served for one prompt only")
         asked = (model.generate_samples(p, **telling, **options) for p in prompts)
-        return [reply for replies in await asyncio.gather(*asked) for reply in replies]
+        return [reply for replies in await one_by_one(asked) for reply in replies]
     form, begin, forced = model.chat_tokens.tool_format, "", forced_tool(body)
     if forced is not None:
         if form.begin is None:

@@ -53,6 +53,14 @@ class Decode(Protocol):
 _B = TypeVar("_B", bound=BaseModel)
 MOST_PROMPTS = 1024
 """Of one request for text completions."""
+MOST_MESSAGES, MOST_TOOLS = 4096, 1024
+"""Of one conversation."""
+Messages = Annotated[
+    list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST_TOOLS)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+"""The first that is none is the error: a list of a million errors would take seconds."""
 
 
 class Wire(BaseModel):
@@ -70,8 +78,8 @@ class Wire(BaseModel):
 class ChatBody(Wire):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages
+    tools: Tools | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
@@ -84,9 +92,9 @@ class TextBody(Wire):
 
     prompt: (
         str
-        | list[int]
-        | Annotated[list[str], Field(max_length=MOST_PROMPTS)]
-        | Annotated[list[list[int]], Field(max_length=MOST_PROMPTS)]
+        | Ids
+        | Annotated[list[str], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+        | Annotated[list[Ids], Field(fail_fast=True, max_length=MOST_PROMPTS)]
     )
     stream_options: dict[str, Any] | None = None
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None

@@ -93,8 +93,6 @@ class Recorder:
         self.calls: list[Call] = []
         self.splits = 0
         """Conversations that went on as new ones, because the template rewrote their history."""
-        self.newest = -1
-        """Number of the request that was recorded last."""
         self._children: dict[Call | None, list[Call]] = {None: []}
         self._taken: set[Call] = set()
         self._dropped: set[Call] = set()
@@ -104,7 +102,6 @@ class Recorder:
         if call.parent is not None and call.parent not in self._children:
             self.add(call.parent)
         self.calls.append(call)
-        self.newest = call.index
         self.calls.sort(key=lambda c: c.index)  # replies may come back in another order
         self._children[call.parent].append(call)
         self._children[call] = []

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trireme.registry import Registry
 from trireme.task import NO_JSON, object_or_text
+from trireme.text import all_joined, as_json, joined
 
 if TYPE_CHECKING:
     from trireme.model.recorder import Call
@@ -41,6 +42,11 @@ class ToolCall:
     id: str | None = None
     error: str | None = None
     """Why it cannot be read."""
+
+    def __post_init__(self) -> None:
+        """A model may write half a surrogate pair, which no server, program or template takes."""
+        object.__setattr__(self, "name", joined(self.name))
+        object.__setattr__(self, "arguments", all_joined(self.arguments))
 
 
 Read = tuple[str, list[ToolCall]]
@@ -365,7 +371,7 @@ def _typed(text: str) -> Any:
 
 def message_of(call: ToolCall) -> dict[str, Any]:
     """A call in OpenAI's form."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    function = {"name": call.name, "arguments": as_json(call.arguments)}
     return {"id": f"call_{next(_call_ids)}", "type": "function", "function": function}
 
 

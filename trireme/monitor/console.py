@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -33,6 +32,7 @@ from trireme.monitor.figures import (
     sparkline,
     spoken,
 )
+from trireme.monitor.terminal import Terminal
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
     from trireme.experience import Experience

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from trireme.files import write_json
+from trireme.files import read_json, usable, write_json
 
 # Label, the metrics it may come from (the first that is there), format.
 _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -246,13 +246,14 @@ class Summary:
     def write(self, folder: str | Path) -> Path:
         """Write `<folder>/summary.json`, whole or not at all."""
         path = Path(folder) / FILE_NAME
+        usable(path)
         write_json(path, {key: value for key, value in asdict(self).items() if value is not None})
         return path
 
     @classmethod
     def read(cls, folder: str | Path) -> Summary:
         """The summary that `write` left in a folder."""
-        return cls(**json.loads((Path(folder) / FILE_NAME).read_text(encoding="utf-8")))
+        return cls(**read_json(Path(folder) / FILE_NAME))
 
 
 class Metric(NamedTuple):

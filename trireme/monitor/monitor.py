@@ -17,7 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trireme.files import drop_half_line, in_turn, naming, read_jsonl, write_jsonl
+from trireme.files import (
+    for_appending,
+    in_turn,
+    read_jsonl,
+    whole_lines,
+    write_jsonl,
+)
 from trireme.monitor.trackers import (
     Apart,
     Rollout,
@@ -27,6 +33,7 @@ from trireme.monitor.trackers import (
     open_trackers,
     row_of,
 )
+from trireme.text import storable
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
     from trireme.experience import Experience
@@ -60,6 +67,7 @@ class Monitors:
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
         """To each in turn."""
+        metrics = {storable(name): value for name, value in metrics.items()}  # rewards name some
         for monitor in self.monitors:
             monitor.log(metrics, step, part)
 
@@ -95,8 +103,8 @@ class JsonLinesMonitor:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = self.path.with_name(f".{FILE_NAME}.lock")
         with in_turn(self._lock):
-            drop_half_line(self.path)
-            self._steps = {(row["part"], row["step"]) for row in read_jsonl(self.path)}
+            whole_lines(self.path)
+            self._steps = {(row["part"], row["step"]) for row in _rows(self.path)}
 
     def keep_until(self, steps: Mapping[str, int]) -> None:
         """Take away the lines of each named part that are of later steps than this one."""
@@ -114,7 +122,7 @@ class JsonLinesMonitor:
         if (part, step) in self._steps:
             self._rewrite(lambda old: (old["part"], old["step"]) != (part, step))
         self._steps.add((part, step))
-        with in_turn(self._lock), naming(self.path), self.path.open("ab", buffering=0) as file:
+        with in_turn(self._lock), for_appending(self.path) as file:
             file.write((json.dumps(row, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
@@ -123,7 +131,7 @@ class JsonLinesMonitor:
     def _rewrite(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """The file with the wanted lines alone: written whole, then renamed."""
         with in_turn(self._lock):
-            rows = [row for row in read_jsonl(self.path) if wanted(row)]
+            rows = [row for row in _rows(self.path) if wanted(row)]
             write_jsonl(self.path, rows)
         self._steps = {(row["part"], row["step"]) for row in rows}
 
@@ -153,8 +161,12 @@ def open_monitor(
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl` in file order; of an older run's doubled steps the last."""
-    rows = {(row["part"], row["step"]): row for row in read_jsonl(Path(path))}
+    rows = {(row["part"], row["step"]): row for row in _rows(Path(path))}
     return list(rows.values())
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return read_jsonl(path, part=str, step=int, metrics=dict)
 
 
 def _finite(value: float) -> float | None:

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.aio import OwnThread
-from trireme.files import in_turn, write_json
+from trireme.files import in_turn, json_or, write_json
 from trireme.monitor.figures import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options, tracker
+from trireme.text import storable
 from trireme.usercode import refuse_signature
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
@@ -189,10 +190,10 @@ def row_of(experience: Experience) -> Rollout:
     return {
         "step": int(str(experience.eid.batch).partition("/")[0]),
         "task": str(experience.eid.task),
-        "prompt": experience.prompt_text or "",
-        "completion": experience.response_text or "",
+        "prompt": storable(experience.prompt_text or ""),
+        "completion": storable(experience.response_text or ""),
         "reward": experience.reward,
-        "truth": str(experience.info.get("truth", "")),
+        "truth": storable(str(experience.info.get("truth", ""))),
     }
 
 
@@ -265,7 +266,7 @@ def open_trackers(
 
 
 def _ids(path: Path) -> dict[str, str]:
-    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return {name: id for name, id in json_or(path, dict[str, str]()).items() if type(id) is str}
 
 
 def _options(names: Sequence[str], name: str, args: Mapping[str, Any] | None) -> dict[str, Any]:

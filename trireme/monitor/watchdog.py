@@ -8,13 +8,12 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trireme.files import write_json
+from trireme.files import Unreadable, json_or, out_of_the_way, write_json
 from trireme.log import get_logger
 from trireme.monitor.causes import CAUSES, Cause, Facts
 from trireme.monitor.figures import Course, Figures, in_one_line
@@ -112,10 +111,15 @@ class Alarm:
         if not goes_on:
             self._file.unlink(missing_ok=True)
             return
-        said = json.loads(self._file.read_text()) if self._file.exists() else []
+        try:
+            said = [Warned(**one) for one in json_or(self._file, list[dict[str, Any]]())]
+        except TypeError:
+            error = Unreadable(f"{self._file} holds no warnings of this watchdog")
+            out_of_the_way(self._file, error)
+            said = []
         rows = read_metrics(folder / FILE_NAME)
         part_rows = (row for row in rows if alone in (None, row["part"]))
-        self.watchdog.read(part_rows, [Warned(**one) for one in said])
+        self.watchdog.read(part_rows, said)
 
     def look(self, part: str, step: int, figures: Figures) -> dict[str, float]:
         """One step of one part; its metrics, with the flags of the known causes."""

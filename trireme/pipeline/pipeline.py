@@ -35,6 +35,7 @@ from trireme.pipeline.operators import (
     pass_rates,
 )
 from trireme.registry import TASK_OPERATORS, is_path
+from trireme.text import as_json
 from trireme.usercode import UserCode, fault_of
 
 if TYPE_CHECKING:
@@ -271,6 +272,6 @@ def _apply(operator: Operator, rows: list[dict[str, Any]]) -> list[dict[str, Any
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
-    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    lines = (as_json(row, default=str) + "\n" for row in rows)
     temporary.write_text("".join(lines), encoding="utf-8")
     os.replace(temporary, path)

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from trireme.files import write_json
+from trireme.log import get_logger
+from trireme.text import all_joined
+
+logger = get_logger("rewards")
 
 Messages = list[dict[str, str]]
 _REMEMBERED = 20_000
@@ -75,7 +79,7 @@ class Asker:
 
         Raises RuntimeError, naming the model, where it gives none.
         """
-        client = self._client_of(models)
+        client, messages = self._client_of(models), all_joined(messages)
         text = json.dumps([self._url, client.model_path, messages, self._options], sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         if (known := self._recall(key)) is not None:
@@ -121,9 +125,17 @@ class Asker:
         return models[self._auxiliary].get_openai_async_client()
 
     def _recall(self, key: str) -> str | None:
-        if self._folder is not None and (path := self._place(key)).exists():
+        if self._folder is None:
+            return self._known.get(key)
+        path = self._place(key)
+        try:
             return str(json.loads(path.read_text(encoding="utf-8"))["answer"])
-        return self._known.get(key)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            # damaged: the question is asked again, and the answer takes its place
+            logger.warning("the judge's cache: %s holds no answer (%s): asked again", path, error)
+            return None
 
     def _remember(self, key: str, answer: str) -> None:
         if self._folder is not None:

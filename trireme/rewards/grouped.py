@@ -13,7 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -47,8 +47,8 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     """All ids that it sampled."""
     request_id: str = ""
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    """The dialogues of a trajectory that was split, one mapping each."""
+    parts: list[Row] = field(default_factory=list)
+    """The samples of a trajectory that was split."""
 
 
 @dataclass(frozen=True)
@@ -310,20 +310,37 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
 
 
 def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
-    row = {k: v for k, v in task.raw_task.items() if k not in ("messages", "data_dict")}
-    row |= task.raw_task.get("data_dict") or {}
-    row.setdefault("solution", task.truth)
-    row["prompts"] = task.prompt
-    columns: dict[str, Any] = {name: [value] * len(rows) for name, value in row.items()}
-    columns["completions"] = [r.completion for r in rows]
-    columns["completion_ids"] = [r.tokens for r in rows]
-    columns["messages"] = [r.messages for r in rows]
-    columns["is_truncated"] = [r.is_truncated for r in rows]
-    columns["rollout_infos"] = [r.infos for r in rows]
-    columns["response_token_ids"] = [r.tokens for r in rows]
-    columns["request_id"] = [r.request_id for r in rows]
-    columns["trajectory_inputs"] = {r.request_id: r.parts for r in rows}
+    """The keyword arguments of a reward function: lists, but for the two that are shared."""
+    cells = [_cells(task, row) for row in rows]
+    columns: dict[str, Any] = {name: [row[name] for row in cells] for name in cells[0]}
+    columns["completions"] = [row.completion for row in rows]
+    columns["completion_ids"] = columns["response_token_ids"]
+    columns["prompts"] = [task.prompt] * len(rows)
+    columns["trajectory_inputs"] = {
+        row.request_id: [
+            # a data set may have a column of this name
+            {**_cells(task, part), "completion": part.completion}
+            for part in row.parts or [row]
+        ]
+        for row in rows
+    }
     return columns
+
+
+def _cells(task: Task, row: Row) -> dict[str, Any]:
+    """A rollout, or a sample of it, with all columns of its row of the data set."""
+    data = {k: v for k, v in task.raw_task.items() if k not in ("messages", "data_dict")}
+    data |= task.raw_task.get("data_dict") or {}
+    return {
+        **data,
+        "solution": data.get("solution", task.truth),
+        "messages": row.messages,
+        "is_truncated": row.is_truncated,
+        "finish_reason": "length" if row.is_truncated else "stop",
+        "rollout_infos": row.infos,
+        "response_token_ids": row.tokens,
+        "request_id": row.request_id,
+    }
 
 
 def _number(value: Any, name: str) -> float | None:
@@ -400,22 +417,18 @@ async def reward_group(
 
 def _as_row(trajectory: Sequence[Experience]) -> Row:
     """A trajectory as the rewards see it: its last dialogue, and all that it sampled."""
-    last = trajectory[-1]
-    sampled = [
-        token
-        for e in trajectory
-        if e.versions is not None
-        for token in e.tokens[e.versions >= 0].tolist()
-    ]
-    said = last.info.get("completion", last.response_text)
+    parts = [_as_part(experience) for experience in trajectory]
+    return replace(parts[-1], tokens=[t for part in parts for t in part.tokens], parts=parts)
+
+
+def _as_part(experience: Experience) -> Row:
+    said = experience.info.get("completion", experience.response_text)
+    versions, eid = experience.versions, experience.eid
     return Row(
         completion=str(said or ""),
-        messages=list(last.messages or []),
-        is_truncated=last.truncate_status is not None,
-        infos=dict(last.info.get("rollout_infos") or {}),
-        tokens=sampled,
-        request_id=str(last.info.get("request_id", "")),
-        parts=[
-            {"messages": e.messages, "completion": e.info.get("completion")} for e in trajectory
-        ],
+        messages=list(experience.messages or []),
+        is_truncated=experience.truncate_status is not None,
+        infos=dict(experience.info.get("rollout_infos") or {}),
+        tokens=[] if versions is None else experience.tokens[versions >= 0].tolist(),
+        request_id=str(experience.info.get("request_id") or f"{eid.batch}/{eid.task}/{eid.run}"),
     )

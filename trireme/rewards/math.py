@@ -186,17 +186,28 @@ def _puzzle(task: Task) -> tuple[Fraction, list[int]]:
 
 
 def _solves(text: str, target: Fraction, numbers: list[int]) -> bool:
+    return uses(text, numbers) and value_of(text) == target
+
+
+def uses(text: str, numbers: Sequence[int]) -> bool:
+    """Whether the left side of an equation has each of the numbers once, and no other."""
+    left = text.partition("=")[0]
+    return len(left) <= _LONGEST and (
+        Counter(map(int, re.findall(r"\d+", left))) == Counter(numbers)
+    )
+
+
+def value_of(text: str) -> Fraction | None:
+    """The value of the left side of an equation of the four operations; None where it is none."""
     expression = text.partition("=")[0].replace("×", "*").replace("÷", "/").strip()  # noqa: RUF001
     if len(expression) > _LONGEST or "**" in expression or "//" in expression:
-        return False
+        return None
     if not _ALLOWED.fullmatch(expression):
-        return False
-    if Counter(map(int, re.findall(r"\d+", expression))) != Counter(numbers):
-        return False
+        return None
     try:
-        return _value(ast.parse(expression, mode="eval").body) == target
+        return _value(ast.parse(expression, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return False  # not an equation: a wrong answer
+        return None  # not an equation: a wrong answer
 
 
 def _value(node: ast.expr) -> Fraction:

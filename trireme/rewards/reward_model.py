@@ -22,6 +22,7 @@ from trireme.registry import ORMS, RM_PLUGINS
 from trireme.rewards.orm import ORM, Value
 from trireme.rewards.reward import number
 from trireme.task import Task, with_objects
+from trireme.text import joined
 from trireme.usercode import Refused, UserCode, refuse_signature
 
 _HEAD = "ForSequenceClassification"
@@ -219,7 +220,8 @@ def _encoded(
     """The ids of each conversation, and whether its beginning was cut."""
     has_template = bool(tokenizer.chat_template)
     render = partial(tokenizer.apply_chat_template, tokenize=False) if has_template else _plain
-    texts = [render([_as_template_wants(message) for message in one]) for one in conversations]
+    texts = [render([_as_template_wants(m) for m in one]) for one in conversations]
+    texts = list(map(joined, texts))
     # a template writes the special tokens itself
     encode = partial(tokenizer, texts, add_special_tokens=not has_template, verbose=False)
     rows = encode()["input_ids"]

@@ -4,7 +4,8 @@
   may import. It forks a child for each program, which begins by giving up: new file descriptors (no
   file and no socket can be opened), files of any size, memory beyond 512 MB, and more than 2 s of
   processor time. An audit hook then refuses what Python would ask of the system: processes,
-  signals, files, imports. After 10 s, or with more than 1 MB of output, the child is killed.
+  signals, files, imports. After 10 s, or with more than 1 MB of output, the child is killed, and
+  where it neither works nor waits for a processor after 2.5 s: sleep counts like processor time.
 - Where bubblewrap is installed and works, the helper lives behind it: it sees /usr, the system's
   libraries and the folder of Python, read-only, and no other file, no process of the run and no
   network.
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -183,12 +185,25 @@ def answer(job, out):
         leave(1)
     leave(0)
 
+# seconds for which a child did not wait for a processor: sleep counts like processor time
+def used(child, begun):
+    try:
+        with open("/proc/" + str(child) + "/schedstat", "rb") as file:
+            waited = int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # a kernel or a container without it
+        return 0.0
+    return time.monotonic() - begun - waited
+
 # None where the time is over
-def collect(source, limits):
-    end, out = time.monotonic() + limits["seconds"], b""
+def collect(source, limits, child):
+    begun, out = time.monotonic(), b""
+    end, most = begun + limits["seconds"], limits["cpu"] + 0.5
     while len(out) <= limits["output"]:
-        if not select.select([source], [], [], max(end - time.monotonic(), 0))[0]:
-            return None
+        now = time.monotonic()
+        if not select.select([source], [], [], max(min(end - now, 0.25), 0))[0]:
+            if time.monotonic() >= end or used(child, begun) > most:
+                return None
+            continue
         part = os.read(source, 1 << 16)
         if not part:
             return out
@@ -216,7 +231,7 @@ for line in sys.stdin.buffer:
         os.close(source)
         answer(job, out)
     os.close(out)
-    text = collect(source, job["limits"])
+    text = collect(source, job["limits"], child)
     os.close(source)
     well = ended_well(child, 1.0 if text else 0.0)  # who has closed its output is about to end
     late = text is None or text and well is None
@@ -230,34 +245,54 @@ _SEEN = ("/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.base_exec_prefix
 """What a helper behind bubblewrap sees, all that lies in it included."""
 
 
+TMP_MB = 64
+"""Of each file system in memory that a helper sees: its root, /tmp and /dev/shm."""
+
+
 @functools.cache
 def wall() -> tuple[str, ...]:
     """bubblewrap's words in front of a helper's; none where it is missing or does not work."""
     path = shutil.which("bwrap")
     if path is None:
         return ()
-    # without --die-with-parent, which means the thread: a helper ends when its input does
-    words = [path, "--unshare-all", "--new-session", "--cap-drop", "ALL", "--chdir", "/"]
-    for folder in dict.fromkeys(_SEEN):
-        words += ["--ro-bind-try", folder, folder]
-    words += ["--dev", "/dev", "--tmpfs", "/tmp"]
     said = ""
-    for proc in (("--proc", "/proc"), ()):  # which many containers do not allow
+    # many containers do not allow /proc, and bubblewrap before 0.7 has no sizes
+    for sized, proc in ((True, True), (True, False), (False, True), (False, False)):
+        words = _words(path, TMP_MB if sized else None, (), proc=proc)
         try:
             done = subprocess.run(
-                [*words, *proc, *PYTHON, "-c", ""],
+                [*words, *PYTHON, "-c", ""],
                 env={},
                 capture_output=True,
                 text=True,
                 timeout=60,
             )
             if done.returncode == 0:
-                return (*words, *proc)
+                return words
             said = done.stderr.strip()[-200:]
         except (OSError, subprocess.TimeoutExpired) as error:
             said = str(error)
     _log.warning("%s does not work here, and programs are run without it: %s", path, said)
     return ()
+
+
+def wall_around(mounts: Sequence[str], tmp_mb: int) -> list[str]:
+    """The words of `wall` with these mounts before its own, and file systems of another size."""
+    path, *words = wall()
+    size = tmp_mb if "--size" in words else None
+    return list(_words(path, size, mounts, proc="--proc" in words))
+
+
+def _words(path: str, tmp_mb: int | None, mounts: Sequence[str], *, proc: bool) -> tuple[str, ...]:
+    size = () if tmp_mb is None else ("--size", str(tmp_mb << 20))
+    words = [path, *size, "--tmpfs", "/", *mounts]
+    # without --die-with-parent, which means the thread: a helper ends when its input does
+    words += ["--unshare-all", "--new-session", "--cap-drop", "ALL", "--chdir", "/"]
+    for folder in dict.fromkeys(_SEEN):
+        words += ["--ro-bind-try", folder, folder]
+    words += ["--dev", "/dev", "--remount-ro", "/dev", *size, "--tmpfs", "/dev/shm"]
+    words += [*size, "--tmpfs", "/tmp"]
+    return (*words, *(("--proc", "/proc") if proc else ()))
 
 
 class Helper:
@@ -292,13 +327,36 @@ class Helper:
         return json.loads(line)
 
 
+PATIENCE = 0.5
+
+
+class Helpers(queue.LifoQueue[Helper | None]):
+    """Those that are free; None: one that is made when it is needed.
+
+    Where all are held for `PATIENCE` seconds, by programs that sleep say, there is another one, up
+    to twice as many: who comes then does not wait for them.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for _ in range(count):
+            self.put(None)
+        self._more = threading.Semaphore(count)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Helper | None:
+        """A helper for one job."""
+        try:
+            return super().get(block, PATIENCE if timeout is None else timeout)
+        except queue.Empty:
+            if timeout is not None or not block:
+                raise
+        return None if self._more.acquire(blocking=False) else super().get()
+
+
 @functools.cache
-def helpers() -> queue.LifoQueue[Helper | None]:
-    """Those that are free; None: one that is made when it is needed."""
-    free: queue.LifoQueue[Helper | None] = queue.LifoQueue()
-    for _ in range(max(2, min(8, os.cpu_count() or 2))):
-        free.put(None)
-    return free
+def helpers() -> Helpers:
+    """Those of this process."""
+    return Helpers(max(2, min(8, os.cpu_count() or 2)))
 
 
 def answer_of(job: dict[str, Any], left: threading.Event | None = None) -> str | None:
@@ -443,7 +501,8 @@ def transcript(
     seconds = min(seconds, LIMITS["seconds"])
     text = text_of(json.dumps({"code": code}), seconds, left)
     if text is None:
-        raise RuntimeError(f"it was stopped: it took longer than {seconds:g} s")
+        asleep = f", or slept for {LIMITS['cpu']} s" if seconds > LIMITS["cpu"] else ""
+        raise RuntimeError(f"it was stopped: it took longer than {seconds:g} s{asleep}")
     told = _value(text)
     parts = told if isinstance(told, dict) else {}  # of a child, which may have written anything
     output, error = parts.get("output"), parts.get("error")

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -24,6 +25,7 @@ from trireme.aio import LoopWatch, running
 from trireme.engines.engine import what_is_wrong
 from trireme.server import openai_routes, rollout_routes
 from trireme.server.bodies import Answer
+from trireme.server.connections import server_config
 from trireme.server.engine_routes import group_router, steering_router, stream_router
 from trireme.server.limits import Limits, error_body
 from trireme.server.rollouts import Rollouts
@@ -61,6 +63,7 @@ def create_app(
         most=most,
         instance=app.state.instance,
         max_weights=rollouts.max_weight_bytes,
+        max_text=rollouts.max_text,
     )
     kinds = (Exception, RuntimeError, RecursionError, *(kind for kind, _ in STATUS), StarletteError)
     for kind in kinds:
@@ -110,12 +113,9 @@ class AppServer:
 
     def __init__(self, app: Any, listener: socket.socket, *, grace: float = GRACE_S) -> None:
         """`grace`: seconds that answers under way get when the server is told to end."""
-        import uvicorn
-
-        config = uvicorn.Config(
+        config = server_config(
             app,
             log_level="warning",
-            lifespan="off",  # the app has none, and uvicorn's own complains where an end is forced
             timeout_graceful_shutdown=max(1, int(grace)),
             timeout_keep_alive=KEEP_ALIVE_S,
         )

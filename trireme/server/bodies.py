@@ -1,7 +1,7 @@
 """Bodies: parses and refuses requests' bodies, encodes answers, and cancels abandoned requests.
 
-The body of every route is read by one function, which takes no NaN, half of a surrogate pair, or
-deep nesting.
+The body of every route is read by one function, which takes no NaN and no half of a surrogate pair.
+How much it holds was counted before, see `room.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from trireme.aio import running
+from trireme.server.limits import LARGE_BODY
+from trireme.text import as_json, has_half
 
 T = TypeVar("T")
-LARGE_BODY = 2**20
-"""Bytes; one that is larger is read beside the event loop."""
+MOST_NAME = 100
+"""Characters of a key at a body's top."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -31,7 +33,7 @@ class Answer(JSONResponse):
     def render(self, content: Any) -> bytes:
         """See JSONResponse. Raises RuntimeError where it is no JSON: for NaN, say."""
         try:
-            return super().render(content)
+            return as_json(content, allow_nan=False, separators=(",", ":")).encode()
         except ValueError as error:
             raise RuntimeError(f"the answer cannot be sent: {error}") from error
 
@@ -43,7 +45,7 @@ class JsonRequest(Request):
         """Its body. Raises HTTPException where it is none."""
         body = await self.body()
         if len(body) > LARGE_BODY:
-            return await asyncio.to_thread(read_json, body)
+            return await until_gone(self, asyncio.to_thread(read_json, body))
         return read_json(body)
 
 
@@ -76,16 +78,20 @@ def read_json(body: bytes) -> Any:
 
     try:
         parse_int = whole if len(body) > LARGE_BODY else None
-        parsed = json.loads(body, parse_float=finite, parse_int=parse_int, parse_constant=finite)
-        if _SURROGATE.search(body):
-            json.dumps(parsed, ensure_ascii=False).encode()
-        return parsed
-    except UnicodeEncodeError:
-        raise HTTPException(400, "the request's body holds half of a surrogate pair") from None
+        # of UTF-8 alone: what was counted in the bytes of another encoding is not what it holds
+        text = body.decode("utf-8-sig")
+        parsed = json.loads(text, parse_float=finite, parse_int=parse_int, parse_constant=finite)
+        if _SURROGATE.search(body) and has_half(parsed):
+            raise HTTPException(400, "the request's body holds half of a surrogate pair")
     except ValueError as error:
         raise HTTPException(400, f"the request's body is not JSON: {error}") from None
     except RecursionError:
         raise HTTPException(400, "the request's body is nested too deeply") from None
+    if isinstance(parsed, dict) and (long := [name for name in parsed if len(name) > MOST_NAME]):
+        raise HTTPException(
+            400, f"the request has a key of {len(long[0])} characters, {long[0][:60]!r}..."
+        )
+    return parsed
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:

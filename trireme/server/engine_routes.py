@@ -13,7 +13,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import StreamingResponse
@@ -24,15 +24,16 @@ from torch import Tensor
 
 from trireme.engines.engine import MOST_SAMPLES, Completion, Engine, Sampling, with_options
 from trireme.engines.weight_group import Meeting, refuse_unusable
+from trireme.model.openai_wire import Ids
 from trireme.server.bodies import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
-from trireme.server.weights import EmbeddedGroup, GroupEngine
+from trireme.server.weights import EmbeddedGroup, GroupEngine, refuse_no_weights
 
 
 class GenerateBody(BaseModel):
     """One prompt of token ids."""
 
-    ids: list[int]
+    ids: Ids
     sampling: dict[str, Any] = Field(default_factory=dict)
     key: list[Any] = Field(default_factory=list)
     tokens: bool = False
@@ -42,7 +43,7 @@ class GenerateBody(BaseModel):
 class LogprobsBody(BaseModel):
     """Rows to be scored."""
 
-    ids: list[list[int]] = Field(max_length=1024)
+    ids: Annotated[list[Ids], Field(fail_fast=True, max_length=1024)]
     temperature: float = Field(default=1.0, allow_inf_nan=False)
 
 
@@ -88,8 +89,9 @@ def steering_router(rollouts: Rollouts) -> APIRouter:
         return [vars(completion) for completion in await until_gone(request, work)]
 
     @router.post("/logprobs")
-    async def logprobs(body: LogprobsBody) -> list[list[float]]:
-        return await engine.logprobs(body.ids, temperature=body.temperature)
+    async def logprobs(body: LogprobsBody, request: Request) -> list[list[float]]:
+        work = engine.logprobs(body.ids, temperature=body.temperature)
+        return await until_gone(request, work)
 
     @router.post("/weights")
     async def weights(request: Request) -> dict[str, int]:
@@ -112,6 +114,8 @@ def steering_router(rollouts: Rollouts) -> APIRouter:
     @router.post("/weights/commit")
     async def commit(body: CommitWeightsBody) -> dict[str, int]:
         refuse_older(engine, body.version, begin=body.begin)
+        if body.path is not None:
+            await asyncio.to_thread(refuse_no_weights, body.path)
         source: Any = body.path if body.path is not None else dict(sent)
         sent.clear()
         await engine.update_weights(source, body.version)
@@ -159,7 +163,7 @@ class StreamBody(BaseModel):
     """Generations with a name for all of them."""
 
     id: str
-    requests: list[GenerateBody] = Field(max_length=MOST_SAMPLES)
+    requests: Annotated[list[GenerateBody], Field(fail_fast=True, max_length=MOST_SAMPLES)]
 
 
 class CancelBody(BaseModel):

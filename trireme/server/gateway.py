@@ -32,7 +32,7 @@ class Gateway:
         self._models: dict[str, tuple[Model, str]] = {}
         """By name, with the key."""
         self._count = itertools.count(1)
-        self._sessions = Sessions(self._model, most=MOST_OPEN)
+        self._sessions = Sessions(self._model, most=MOST_OPEN, most_held=float("inf"))
         self._server: Any = None
         self._serving: asyncio.Future[None] | None = None
         self._url = ""

@@ -12,6 +12,7 @@ import hmac
 import ipaddress
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,9 +20,12 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trireme.engines.servers import INSTANCE
+from trireme.server.connections import WAITS, address_of
+from trireme.server.room import NoRoom, look_inside, room_of
+from trireme.text import joined
 
-MAX_BODY = 64 * 2**20
-"""Bytes of a request, weights aside."""
+LARGE_BODY = 2**16
+"""Bytes; one that is larger is looked at beside the event loop."""
 MAX_HELD = 2 * 2**30
 """Bytes of all bodies that are in memory at once; the first one may be larger."""
 BODY_S, BODY_RATE = 30.0, 2**20
@@ -29,6 +33,8 @@ BODY_S, BODY_RATE = 30.0, 2**20
 OPEN_PATHS = ("/health", "/health/", "/docs", "/openapi.json")
 WEIGHTS = "/engine/weights"
 """Its bodies are safetensors; all others are JSON."""
+LEAST_KEY = 16
+"""Characters of a key that nobody guesses, where they are random."""
 
 
 class Refused(Exception):
@@ -48,17 +54,20 @@ class Limits:
         most: int,
         instance: str,
         max_weights: int,
+        max_text: int,
     ) -> None:
         """`key`: what clients must show, or that of a path, where none means that nobody is served.
         `most`: requests in flight; looks at health are not counted. `instance` is new with every
         start, and goes with every answer: a client so sees that its weights are gone.
-        `max_weights`: bytes of a body of weights.
+        `max_weights`: bytes of a body of weights; `max_text`: characters of a conversation.
         """
         self._app = app
         self._key = key
         self._most = most
         self._instance = instance.encode()
         self._max_weights = max_weights
+        self._max_text = max_text
+        self._wrong_keys = WrongKeys()
         self._held = 0
         self.running = 0
 
@@ -78,13 +87,16 @@ class Limits:
 
         try:
             headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
+            _look_at_framing(headers)
             self._look_at_page(headers)
             if scope["path"] not in OPEN_PATHS:
-                self._look_at(scope, headers)
+                await self._look_at(scope, headers)
                 body = await self._whole(scope, receive, hold)
                 if body is None:
                     return  # the client has gone in the middle of it
                 _look_at_kind(scope, headers, body)
+                if scope["path"] != WEIGHTS:
+                    await self._look_inside(scope, body)
                 self._look_for_room()
                 await self._serve(scope, body, receive, send)
             else:
@@ -124,7 +136,7 @@ class Limits:
                 "server has no key (give it one by TRIREME_API_KEY, and any name will do)",
             )
 
-    def _look_at(self, scope: Scope, headers: Mapping[str, str]) -> None:
+    async def _look_at(self, scope: Scope, headers: Mapping[str, str]) -> None:
         """Raise Refused for what can be seen before the body."""
         key = self._key(scope["path"]) if callable(self._key) else self._key
         if callable(self._key) and key is None:
@@ -132,6 +144,8 @@ class Limits:
         if key is not None:
             shown = headers.get("x-api-key") or headers.get("authorization", "")
             if not hmac.compare_digest(shown.removeprefix("Bearer ").encode(), key.encode()):
+                if shown:  # who shows none does not guess
+                    await self._wrong_keys.wait(scope)
                 raise Refused(
                     401, "this server wants its key: 'Authorization: Bearer KEY' or 'x-api-key'"
                 )
@@ -145,6 +159,17 @@ class Limits:
             raise Refused(
                 429, f"{self.running} requests are in flight, as many as may be: try again"
             )
+
+    async def _look_inside(self, scope: Scope, body: bytes) -> None:
+        """Raise Refused for a body that holds more than it may."""
+        room = room_of(scope["path"], self._max_text)
+        try:
+            if len(body) > LARGE_BODY:
+                await asyncio.to_thread(look_inside, body, room)
+            else:
+                look_inside(body, room)
+        except NoRoom as error:
+            raise Refused(413, str(error)) from None
 
     async def _whole(self, scope: Scope, receive: Receive, hold: Any) -> bytes | None:
         """The complete body; None if the client has gone."""
@@ -172,7 +197,76 @@ class Limits:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _largest(self, scope: Scope) -> int:
-        return self._max_weights if scope["path"] == WEIGHTS else MAX_BODY
+        if scope["path"] == WEIGHTS:
+            return self._max_weights
+        return room_of(scope["path"], self._max_text).bytes
+
+
+class WrongKeys:
+    """Lets requests with a wrong key wait, those of an address one behind the other and ever
+    longer; no request with the right key waits for them.
+    """
+
+    FREE, FIRST_S, MOST_S, HALF_S = 8, 0.1, 5.0, 60.0
+    """So many are answered at once; the next waits so long, each further twice as long, up to the
+    most. After each half-life half of an address's are forgotten."""
+    MOST_ADDRESSES, MOST_WAITING = 4096, 256
+    """That are remembered; requests that wait at once, of all addresses: more are answered."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+        """How many, as of when, and when the last of them is answered."""
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def seconds(self, address: str) -> float:
+        """How long one more of an address has to wait."""
+        now = self._clock()
+        count, when, until = self._seen.pop(address, (0.0, now, now))
+        count = count * 0.5 ** ((now - when) / self.HALF_S) + 1
+        pause = 0.0
+        if (over := count - self.FREE) > 0:
+            pause = min(self.FIRST_S * 2 ** min(over, 60), self.MOST_S)
+        until = max(until, now) + pause
+        self._seen[address] = count, now, until
+        if len(self._seen) > self.MOST_ADDRESSES:
+            self._seen.popitem(last=False)
+        return min(until - now, 12 * self.MOST_S)
+
+    async def wait(self, scope: Scope) -> None:
+        """Wait for it; the connection may be closed meanwhile."""
+        client = scope.get("client") or ("", 0)
+        seconds = self.seconds(address_of(client[0]))
+        if not seconds or self._waiting >= self.MOST_WAITING:
+            return
+        if WAITS in scope:
+            scope[WAITS]()
+        self._waiting += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._waiting -= 1
+
+
+def short_key(key: str | None) -> str | None:
+    """What is to be said of a key that can be guessed, if there is one."""
+    if key is None or len(key) >= LEAST_KEY:
+        return None
+    return (
+        f"the server's key has {len(key)} characters, and whoever reaches it may guess it: "
+        f"expected {LEAST_KEY} or more, random ones, as Python's secrets.token_urlsafe() gives"
+    )
+
+
+def _look_at_framing(headers: Mapping[str, str]) -> None:
+    """Raise Refused for a request that says its length in two ways: another server before this one
+    may have read the other, and taken what follows for a request of its own.
+    """
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise Refused(400, "the request has Content-Length and Transfer-Encoding: expected one")
 
 
 def _look_at_kind(scope: Scope, headers: Mapping[str, str], body: bytes) -> None:
@@ -192,7 +286,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _too_large(size: int, most: int) -> str:
-    return f"the request has {size} bytes or more: expected at most {most}"
+    return f"the request has {size} bytes or more: expected at most {most} in one request"
 
 
 async def _answer(send: Send, status: int, message: str) -> None:
@@ -200,7 +294,7 @@ async def _answer(send: Send, status: int, message: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 429:
         headers.append((b"retry-after", b"1"))
-    if status == 408:
+    if status in (400, 408):
         headers.append((b"connection", b"close"))
     start: Message = {"type": "http.response.start", "status": status, "headers": headers}
     await send(start)
@@ -210,5 +304,5 @@ async def _answer(send: Send, status: int, message: str) -> None:
 def error_body(status: int, message: str) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    text = message.encode("utf-8", "replace").decode()  # it may quote half of a surrogate pair
+    text = joined(message)  # it may quote half of a surrogate pair
     return {"error": {"message": text, "type": kind, "param": None, "code": status}}

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trireme.model.openai_wire import Wire
+from trireme.model.openai_wire import Messages, Tools, Wire
+from trireme.text import as_json
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _BLOCKS = {"reasoning_content": "thinking", "content": "text"}
@@ -25,11 +26,11 @@ KNOWN = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences",
 class MessagesBody(Wire):
     """`/v1/messages` and `/v1/messages/count_tokens`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages
+    system: str | Messages | None = None
+    tools: Tools | None = None
     tool_choice: dict[str, Any] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             case "text":
                 texts.append(text_in(block, "text"))
             case "tool_use":
-                arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+                arguments = as_json(block.get("input", {}))
                 function = {"name": text_in(block, "name"), "arguments": arguments}
                 calls.append({"id": text_in(block, "id"), "type": "function", "function": function})
             case "thinking" | "redacted_thinking":

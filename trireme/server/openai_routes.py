@@ -14,7 +14,7 @@ from trireme.log import get_logger
 from trireme.model.model import Reply
 from trireme.model.openai_answer import respond, stream
 from trireme.model.openai_client import DONE, event
-from trireme.model.openai_wire import KNOWN, ChatBody, TextBody, Wire, checked
+from trireme.model.openai_wire import KNOWN, MOST_PROMPTS, ChatBody, TextBody, Wire, checked
 from trireme.registry import did_you_mean
 from trireme.server import messages, responses
 from trireme.server.bodies import Answer, JsonRoute, until_gone
@@ -62,7 +62,7 @@ def make_router(rollouts: Rollouts, recorded: Sessions | None = None) -> APIRout
     router = APIRouter(route_class=JsonRoute)
     sessions = Sessions(rollouts.session_model) if recorded is None else recorded
     ignored: Counter[str] = Counter()
-    _add_apis(router, sessions, ignored, strict=recorded is None)
+    _add_apis(router, rollouts, sessions, ignored, strict=recorded is None)
     _add_figures(router, rollouts, sessions, ignored)
 
     @router.post("/feedback")
@@ -89,7 +89,12 @@ def make_router(rollouts: Rollouts, recorded: Sessions | None = None) -> APIRout
 
 
 def _add_apis(
-    router: APIRouter, sessions: Sessions, ignored: Counter[str], *, strict: bool
+    router: APIRouter,
+    rollouts: Rollouts,
+    sessions: Sessions,
+    ignored: Counter[str],
+    *,
+    strict: bool,
 ) -> None:
     """What agent programs call. `ignored` counts keys that have no effect; `strict`: OpenAI's first
     APIs refuse these.
@@ -103,6 +108,9 @@ def _add_apis(
         if not strict and kind in (ChatBody, TextBody):
             _note(body.keys() - KNOWN, ignored)
             body = {name: value for name, value in body.items() if name in KNOWN}
+        texts = body["prompt"] if kind is TextBody else ()  # others are one conversation
+        for text in [texts] if isinstance(texts, str) else texts[:MOST_PROMPTS]:
+            rollouts.refuse_long(text)
         if path.endswith("/count_tokens"):
             return Answer(await until_gone(request, _count(sessions, body)))
         session, before = sessions.open(name), []

@@ -17,7 +17,8 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -25,7 +26,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trireme.engines.device import Device
 from trireme.engines.make import EngineSpec, make_engine
 from trireme.model.chat_tokens import ChatTokens
+from trireme.processes import ending_leftovers
 from trireme.server.rollouts import Rollouts
+from trireme.text import say
 
 if TYPE_CHECKING:
     from trireme.server.app import AppServer
@@ -62,8 +65,11 @@ async def engine_server(
             use_async_engine=spec.use_async_engine,
             seed=spec.seed,
         )
+        note = partial(say, file=sys.stderr)
+        led = spec.scheduler.get("scheduler")  # a user's, which may start programs
         try:
-            yield AppServer(create_app(rollouts, key=key, most=most), listener)
+            with ending_leftovers(note) if led else nullcontext():
+                yield AppServer(create_app(rollouts, key=key, most=most), listener)
         finally:
             await engine.close()
     finally:

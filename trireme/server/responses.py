@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from trireme.model.openai_wire import Wire
+from pydantic import Field
+
+from trireme.model.openai_wire import MOST_MESSAGES, Tools, Wire
 from trireme.server.messages import text_in
+from trireme.text import as_json
 
 _SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls")
 _KNOWN = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store"}
@@ -24,9 +27,9 @@ KNOWN = {*_SAME, *_KNOWN, *_ASIDE}
 class ResponsesBody(Wire):
     """`/v1/responses`."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST_MESSAGES)]
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
     metadata: dict[str, str] | None = None
@@ -136,7 +139,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         case "function_call" | "custom_tool_call" as kind:
             name = _joined(item.get("namespace"), text_in(item, "name"))
             if kind == "custom_tool_call":
-                arguments = json.dumps({_INPUT: text_in(item, _INPUT)}, ensure_ascii=False)
+                arguments = as_json({_INPUT: text_in(item, _INPUT)})
             else:
                 arguments = text_in(item, "arguments")
             function = {"name": name, "arguments": arguments}

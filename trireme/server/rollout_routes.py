@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from trireme.aio import one_by_one
 from trireme.engines.engine import MOST_SAMPLES
 from trireme.engines.weight_group import BucketEntry
-from trireme.model.openai_wire import refuse_many
+from trireme.model.chat_tokens import NOT_TEXT
+from trireme.model.openai_wire import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Ids,
+    Messages,
+    Tools,
+    refuse_many,
+)
 from trireme.server.bodies import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
 from trireme.server.weights import AnnouncedWeights
@@ -20,7 +28,9 @@ from trireme.workflows.scheduler import RolloutInferRequest
 class InferBody(BaseModel):
     """Conversations, and how to sample all of them."""
 
-    infer_requests: list[RolloutInferRequest] = Field(max_length=MOST_SAMPLES)
+    infer_requests: Annotated[
+        list[RolloutInferRequest], Field(fail_fast=True, max_length=MOST_SAMPLES)
+    ]
     request_config: dict[str, Any] | None = None
     use_tqdm: bool | None = None
     key: list[Any] = Field(default_factory=list)
@@ -30,8 +40,10 @@ class InferBody(BaseModel):
 class PromptsBody(BaseModel):
     """Texts or ids (`prompts`), or conversations (`messages`), n completions each."""
 
-    prompts: list[str] | list[list[int]] = Field(default_factory=list)
-    messages: list[list[dict[str, Any]]] = Field(default_factory=list)
+    prompts: (
+        Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
+    ) = Field(default_factory=list)
+    messages: Annotated[list[Messages], Field(fail_fast=True)] = Field(default_factory=list)
     n: int = 1
     repetition_penalty: float = 1.0
     temperature: float = 1.0
@@ -39,7 +51,7 @@ class PromptsBody(BaseModel):
     top_k: int = -1
     min_p: float = 0.0
     max_tokens: int = 16
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
 
 
 class GroupBody(BaseModel):
@@ -100,6 +112,19 @@ def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
     return options
 
 
+def _examine(rollouts: Rollouts, index: int, request: RolloutInferRequest) -> None:
+    """Raise ValueError for a conversation that cannot be led."""
+    for name in NOT_TEXT:
+        if getattr(request, name, None):
+            raise ValueError(f"infer_requests.{index}.{name} is not empty: only text is supported")
+    if len(request.messages) > MOST_MESSAGES or len(request.tools or ()) > MOST_TOOLS:
+        raise ValueError(
+            f"infer_requests.{index} has {len(request.messages)} messages and "
+            f"{len(request.tools or ())} tools: expected at most {MOST_MESSAGES} and {MOST_TOOLS}"
+        )
+    rollouts.refuse_long(request.messages, request.tools)
+
+
 def make_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
     router = APIRouter(route_class=JsonRoute)
@@ -127,6 +152,8 @@ def make_router(rollouts: Rollouts) -> APIRouter:
 
     @router.post("/infer/")
     async def infer(body: InferBody, request: Request) -> list[dict[str, Any]]:
+        for index, one in enumerate(body.infer_requests):
+            _examine(rollouts, index, one)
         await weights.settled()
         options = sampling_of(body.request_config)
         key = as_key(body.key)
@@ -195,6 +222,7 @@ async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dic
     options = body.model_dump(include=set(fields))
 
     async def one(prompt: Any) -> list[Any]:
+        rollouts.refuse_long(prompt, body.tools)
         model = rollouts.model((), {})
         if chat:
             return await model.chat_samples(prompt, body.tools, **options)
@@ -202,7 +230,7 @@ async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dic
 
     asked = body.messages if chat else body.prompts
     refuse_many(len(asked), body.n)
-    answers = await asyncio.gather(*(one(prompt) for prompt in asked))
+    answers = await one_by_one(one(prompt) for prompt in asked)
     return {
         "prompt_ids": [replies[0].call.ids[: replies[0].prompt_tokens] for replies in answers],
         "completion_ids": [reply.tokens for replies in answers for reply in replies],

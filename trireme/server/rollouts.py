@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trireme.aio import one_by_one
 from trireme.config.lookup import weight_files
 from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.experience import Experience
@@ -27,6 +28,22 @@ from trireme.workflows.turns import Ended, TurnBarrier, play
 WEIGHTS_SLACK, WEIGHTS_UNKNOWN = 64 * 2**20, 2**36
 """Bytes of weights that a client may send beyond four times a model's files, or of another model
 than a folder's."""
+LEAST_TEXT = 2**20
+"""Characters of a conversation that are taken of any model."""
+
+
+def characters(value: Any) -> int:
+    """Of all texts in a request's value."""
+    size, rest = 0, [value]
+    while rest:
+        match rest.pop():
+            case str() as text:
+                size += len(text)
+            case list() as items if not isinstance(next(iter(items), None), int):  # no ids
+                rest += items
+            case dict() as items:
+                rest += items.values()
+    return size
 
 
 @dataclass
@@ -53,6 +70,22 @@ class Rollouts:
         """Of weights that were sent and not put to use; the model may be stored in half of them."""
         stored = sum(file.stat().st_size for file in weight_files(Path(self.model_path)))
         return 4 * stored + WEIGHTS_SLACK if stored else WEIGHTS_UNKNOWN
+
+    @cached_property
+    def max_text(self) -> int:
+        """Characters of one conversation: more than these are more tokens than the model takes, of
+        the longest that there are.
+        """
+        return max(LEAST_TEXT, self.max_model_len * self.chat.longest_token)
+
+    def refuse_long(self, *texts: Any) -> None:
+        """Raise ValueError for a conversation, messages or texts, that no model here can take."""
+        size = sum(map(characters, texts))
+        if size > self.max_text:
+            raise ValueError(
+                f"a conversation has {size} characters, over the context length: expected at most "
+                f"{self.max_text}, and {self.max_model_len} tokens"
+            )
 
     @property
     def multi_turn(self) -> bool:
@@ -87,17 +120,10 @@ class Rollouts:
         many = bool(key) and len(requests) > 1
 
         async def all_of(barrier: TurnBarrier | None) -> list[list[dict[str, Any]]]:
-            parts = [
-                asyncio.ensure_future(
-                    self._one(r, options, (*key, index) if many else key, loss_scale, barrier)
-                )
+            return await one_by_one(
+                self._one(r, options, (*key, index) if many else key, loss_scale, barrier)
                 for index, r in enumerate(requests)
-            ]
-            try:
-                return await asyncio.gather(*parts)
-            finally:
-                for part in parts:  # where one has failed the others are of no use
-                    part.cancel()
+            )
 
         if self.use_async_engine:
             trajectories = await all_of(None)

@@ -20,12 +20,17 @@ from trireme.experience import EID, Experience
 from trireme.log import get_logger
 from trireme.model.model import Model
 from trireme.model.recorder import Call
+from trireme.server.rollouts import characters
 
 logger = get_logger("explorer")
 
 Ship = Callable[[list[Experience]], Awaitable[None]]
 MOST_REMEMBERED = 1 << 16
 """Names of ended sessions that are known still."""
+LONGEST_NAME = 200
+"""Characters."""
+MOST_HELD = 2**30
+"""Bytes, about, of all that sessions have recorded, before the oldest are dropped."""
 
 
 @dataclass
@@ -44,6 +49,8 @@ class Session:
     touched: float = field(default_factory=time.monotonic)
     replies: list[str] = field(default_factory=list)
     """Ids of its responses."""
+    size: int = 0
+    """Bytes, about, of what it has recorded."""
 
     @property
     def rewarded(self) -> bool:
@@ -84,18 +91,20 @@ class Sessions:
         make_model: Callable[[str, int], Model],
         *,
         most: int = 4096,
+        most_held: float = MOST_HELD,
         keep: float = float("inf"),
         ship: Ship | None = None,
     ) -> None:
         """`make_model(name, times)`: `times` sessions had this name before.
 
-        `most` sessions are open at once; one without a reward ends when it was quiet for `keep`
-        seconds. `ship` takes the experiences of a commit; without it the client gets them.
+        `most` sessions are open at once, with `most_held` bytes of calls; one without a reward ends
+        when it was quiet for `keep` seconds. `ship` takes the experiences of a commit; without it
+        the client gets them.
         """
         self.ship = ship
         self.dropped = 0
         self._make = make_model
-        self._most = most
+        self._most, self._most_held, self._held = most, most_held, 0
         self._keep = keep
         self._sessions: dict[str, Session] = {}
         self._replies: dict[str, tuple[Session, Sequence[Call]]] = {}
@@ -105,14 +114,17 @@ class Sessions:
     def open(self, name: str | None = None) -> Session:
         """The session of a name, begun now where it is new.
 
-        Raises ValueError where it is one too many, and none can be dropped.
+        Raises ValueError where it is one too many, and none can be dropped, and for a name that no
+        answer's header could repeat.
         """
         alone = not name
+        if name:
+            _look_at_name(name)
         while not name or (alone and name in self._sessions):
             name = f"call-{next(self._count)}"
         session = self._sessions.get(name)
         if session is None:
-            if len(self._sessions) >= self._most:
+            if len(self._sessions) >= self._most or self._held >= self._most_held:
                 self._drop_oldest()
             times = self._past[name].times if name in self._past else 0
             session = self._sessions[name] = Session(name, self._make(name, times), alone)
@@ -128,6 +140,8 @@ class Sessions:
         if self._sessions.get(session.name) is session:
             session.touched = time.monotonic()
             session.replies.append(reply_id)
+            size = sum(map(_size, calls))
+            session.size, self._held = session.size + size, self._held + size
             self._replies[reply_id] = session, tuple(calls)
 
     def reward(
@@ -203,6 +217,7 @@ class Sessions:
         if session is None:
             return
         session.model.revoke()
+        self._held -= session.size
         times = self._past.pop(name, Past(0, False)).times
         self._past[name] = Past(times + 1, sent)
         if len(self._past) > MOST_REMEMBERED:
@@ -220,9 +235,10 @@ class Sessions:
         )
         if not waiting:
             raise ValueError(
-                f"all {self._most} sessions have a reward: send them by POST /commit, then go on"
+                f"all {len(self)} sessions have a reward: send them by POST /commit, then go on"
             )
-        self._drop(waiting[: max(self._most // 8, 1)], f"{self._most} are open, the most there are")
+        why = f"{len(self)} are open with {self._held >> 20} MiB, the most there are"
+        self._drop(waiting[: max(len(self) // 8, 1)], why)
 
     def _drop(self, sessions: Sequence[Session], why: str) -> int:
         for session in sessions:
@@ -238,3 +254,18 @@ class Sessions:
         if name not in self._sessions:
             raise ValueError(f"session '{name}' is not known, or was sent already")
         return self._sessions[name]
+
+
+def _size(call: Call) -> int:
+    """Bytes, about, of a recorded call: its texts, and eight for each token."""
+    return characters(call.messages or []) + 8 * (len(call.inserted) + len(call.completion.ids))
+
+
+def _look_at_name(name: str) -> None:
+    """Raise ValueError for a name that cannot stand in a header, or is none to be remembered."""
+    good = name.isprintable() and name.isascii() and name == name.strip()
+    if not good or len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"the session's name is {name[:60]!a}, {len(name)} characters: expected up to "
+            f"{LONGEST_NAME} printable ones of ASCII"
+        )

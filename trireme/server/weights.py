@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -91,6 +92,26 @@ def base_weights(model_path: str) -> dict[str, Tensor]:
     if not files:
         raise ValueError(f"{model_path} holds no safetensors file that an adapter could belong to")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def refuse_no_weights(path: str) -> None:
+    """Raise ValueError for a client's path that is no folder of safetensors, and no such file: in
+    the same words whatever is there, for who may send weights need not learn what else exists.
+    """
+    try:
+        files = weight_files(Path(path))
+        for file in files:
+            if not file.is_file():  # a named pipe would be waited for
+                raise ValueError(file)
+            with safe_open(file, framework="pt") as tensors:
+                tensors.keys()
+    except (OSError, ValueError, SafetensorError):
+        files = []
+    if not files:
+        raise ValueError(
+            f"path is {path[:200]!r}: expected a folder of safetensors files that this server can "
+            "read, or one such file"
+        )
 
 
 class GroupEngine(Protocol):
@@ -241,6 +262,7 @@ class AnnouncedWeights:
 
     async def load(self, path: str) -> None:
         """Take the weights of a folder."""
+        await asyncio.to_thread(refuse_no_weights, path)
         await self._engine.update_weights(path, self._engine.health().version + 1)
         self._model_path, self._base = path, None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -19,7 +20,7 @@ from trireme.checkpoint.save import save_weights
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.weight_group import fingerprint
-from trireme.files import write_json
+from trireme.files import Unreadable, read_json, write_json
 from trireme.log import get_logger
 from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.synchronizer import Persist, is_due, once
@@ -34,6 +35,7 @@ TRIES = 2
 folder in the place of the one with its weights.
 """
 STATE_FILE = "sync_state.json"
+_PROBE = {"fingerprint", "logprobs", "version", "ids"}
 
 
 @dataclass(eq=False)
@@ -69,7 +71,7 @@ class CheckpointPush:
         probe = {
             "version": version,
             "ids": self.probe.ids,
-            "logprobs": self.backend.score([self.probe.ids])[0],
+            "logprobs": self.probe.expected(self.backend),
             "fingerprint": fingerprint(weights, self.dtype),
         }
         save_weights(
@@ -128,7 +130,10 @@ class PolledSync:
         path = self._folder.root / STATE_FILE
         if not path.exists() or path.stat().st_mtime_ns == self._old_news:
             return ""
-        return json.loads(path.read_text())["trainer"]
+        said = read_json(path).get("trainer")
+        if not isinstance(said, str):
+            raise Unreadable(f"{path} does not say what the trainer does")
+        return said
 
     def forget(self) -> None:
         """What a trainer has said before now is of an earlier run: this one begins first, say."""
@@ -189,7 +194,9 @@ class PolledSync:
     async def _load(self, step: int) -> None:
         weights = self._folder.weights_dir(step)
         path = self._folder.step_dir(step) / "probe.json"
-        probe = json.loads(path.read_text()) if path.exists() else None
+        probe = read_json(path) if os.path.lexists(path) else None
+        if probe is not None and not probe.keys() >= _PROBE:
+            raise Unreadable(f"{path} is no probe of weights")
         version = probe["version"] if probe else self.version + 1
         await self._engine.update_weights(weights, version)
         if probe:

@@ -64,6 +64,23 @@ class WrongWeights(RuntimeError):
     """The engine does not serve the weights that the trainer pushed."""
 
 
+class BrokenWeights(RuntimeError):
+    """The trainer's own weights hold NaN or an infinite number: no push is to blame."""
+
+    def __init__(self, how: str, since: str = "") -> None:
+        """`how` it shows, and `since` when."""
+        super().__init__(how, since)
+        self.how, self.since = how, since
+
+    def __str__(self) -> str:
+        return (
+            f"the trained weights hold NaN or an infinite number{self.since} ({self.how}). The "
+            "loss and the gradient of each train step were finite, or the step had said so: it was "
+            "the optimizer's step (a learning rate that is too large), or code that changes "
+            "weights (a callback)"
+        )
+
+
 @dataclass(frozen=True)
 class Gap:
     """How far the log-probabilities of one row, by engine and trainer, lie apart, in nats."""
@@ -98,6 +115,13 @@ class Probe:
         self.ids = spread_ids(vocabulary)
         self._dtype = dtype
         self._measured: Gap | None = None
+
+    def expected(self, trainer: WeightSource) -> list[float]:
+        """What the row comes to by the trainer's weights. Raises BrokenWeights for no numbers."""
+        [scored] = trainer.score([self.ids])
+        if not all(map(math.isfinite, scored)):
+            raise BrokenWeights(f"they score a row of {len(scored)} tokens as NaN")
+        return scored
 
     async def calibrate(
         self, engine: Engine, score: Callable[[list[int]], Awaitable[Sequence[float]]]
@@ -199,16 +223,23 @@ def compare_weights(
 ) -> None:
     """Raise WrongWeights naming the tensors whose fingerprints differ. None: it has none to show.
 
-    A name that the trainer does not give is tied to another's tensor.
+    A name that the trainer does not give is tied to another's tensor. Raises BrokenWeights where
+    the trainer's own have none.
     """
+    if broken := [name for name, value in trainer.items() if not math.isfinite(value)]:
+        raise BrokenWeights(a_few(broken))
     if engine is None:
         return
     tied = set(trainer.values())
     wrong = [name for name, value in trainer.items() if engine.get(name) != value]
     wrong += [name for name, value in engine.items() if name not in trainer and value not in tied]
     if wrong:
-        more = ", ..." if len(wrong) > 3 else ""
         raise WrongWeights(
             f"after the push of version {version} the engine does not serve the trainer's weights: "
-            f"{len(wrong)} of {len(engine)} tensors differ ({', '.join(wrong[:3])}{more})"
+            f"{len(wrong)} of {len(engine)} tensors differ ({a_few(wrong)})"
         )
+
+
+def a_few(names: Sequence[str]) -> str:
+    """The first three of some names."""
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)

@@ -71,7 +71,7 @@ class MemorySync:
 
     def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
         """Weights, their fingerprints in the engine's dtype, and the probe's scores."""
-        expected = self.backend.score([self.probe.ids])[0]
+        expected = self.probe.expected(self.backend)
         weights, marks = self.backend.weights(), self.backend.unmoved(self.dtype)
         if self.shared or self.lock_step:
             marks = marks | fingerprint(weights, self.dtype)
@@ -98,8 +98,7 @@ class HttpSync:
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
-        row = [self.probe.ids]
-        sent, [expected] = await self._deliver(version, lambda: self.backend.score(row))
+        sent, expected = await self._deliver(version, lambda: self.probe.expected(self.backend))
         metrics = await self.probe.prove(self.engine, sent.marks, expected, version=version)
         return metrics | {"sync/pushed_bytes": float(sent.size)}
 
@@ -108,8 +107,8 @@ class HttpSync:
         await self._deliver(version, list)
 
     async def _deliver(
-        self, version: int, score: Callable[[], list[list[float]]]
-    ) -> tuple[Sent, list[list[float]]]:
+        self, version: int, score: Callable[[], list[float]]
+    ) -> tuple[Sent, list[float]]:
         """Send and commit the weights; returns what was sent, and their scores by `score`."""
         await self.engine.servers.connect()
         loop, given_up = asyncio.get_running_loop(), threading.Event()
@@ -123,7 +122,7 @@ class HttpSync:
                     raise RuntimeError("the push was given up")
             future.result()
 
-        def send() -> tuple[Sent, list[list[float]]]:
+        def send() -> tuple[Sent, list[float]]:
             scores = score()
             sent = Sent(self.dtype, dict(self.backend.unmoved(self.dtype)))
             with closing(self.backend.each_weight(self.dtype)) as weights:
@@ -227,7 +226,7 @@ class GroupSync:
         """Broadcast the weights; their fingerprints, the probe's scores by them, and bytes."""
         sent = Sent(self.dtype, dict(self.backend.unmoved(self.dtype)))
         tell()  # from here on engines wait for the first bucket
-        expected = self.backend.score([self.probe.ids])[0]
+        expected = self.probe.expected(self.backend)
         # closed at once also where sending fails: other trainer ranks go through them meanwhile
         with closing(self.backend.each_weight(self.dtype)) as weights:
             group.send(sent.noted(weights), bucket_bytes=self.bucket_bytes)
@@ -324,7 +323,7 @@ class ColocatedSync:
     def _send(self, tell: Callable[[], object]) -> tuple[Sent, list[float]]:
         """Lend the weights; what was sent, and the probe's scores by it."""
         sent = Sent(self.dtype, dict(self.backend.unmoved(self.dtype)))
-        expected = self.backend.score([self.probe.ids])[0]
+        expected = self.probe.expected(self.backend)
         self.pairs.make_room()
         tell()  # from here on engines wait for the first bucket
         try:

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from trireme.buffer.buffer import Condition, Demand, WallClock
 from trireme.log import get_logger
+from trireme.sync.probe import BrokenWeights
 
 logger = get_logger("synchronizer")
 
@@ -149,7 +150,6 @@ class Synchronizer:
     async def trained(self, step: int) -> dict[str, float]:
         """Train step `step` is done: publish if it is time to. Returns metrics."""
         self.trained_step = step
-        self._changed.notify_all()
         metrics: dict[str, float] = {}
         publishes = self.pushes_by_itself or (self.style == "fixed" and not self.lock_step)
         if publishes and step % self.interval == 0:
@@ -205,7 +205,13 @@ class Synchronizer:
             if self.trained_step == self.pushed_step and not again():
                 return {}
             step = self.trained_step
-            metrics = await self.persist(lambda: self._push(self.version + 1))
+            try:
+                metrics = await self.persist(lambda: self._push(self.version + 1))
+            except BrokenWeights as error:
+                since = f" since train step {self.pushed_step + 1}"
+                if step > self.pushed_step + 1:
+                    since += f", or one up to {step}"
+                raise BrokenWeights(error.how, since) from None
             self.version += 1
             self.pushed_step = step
             self._changed.notify_all()

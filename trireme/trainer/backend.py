@@ -56,6 +56,7 @@ from trireme.trainer.ranks import (
     blocks,
     dummy,
     materialize,
+    my_part,
     shard,
     whole,
 )
@@ -269,6 +270,15 @@ class Backend:
         self._since_step.clear()
         self._micro_batches = 0
         return metrics
+
+    def broken_weights(self) -> list[str]:
+        """Names of this rank's weights that hold NaN or an infinite number."""
+        named = {name: my_part(p.detach()) for name, p in self.module.named_parameters()}
+        named = {name: tensor for name, tensor in named.items() if tensor.numel()}
+        largest = torch.nn.utils.get_total_norm(list(named.values()), norm_type=math.inf)
+        if math.isfinite(float(largest)):
+            return []
+        return [name for name, tensor in named.items() if not bool(tensor.isfinite().all())]
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """log p of each entry [M], of the trained or the reference model; on every rank's CPU."""

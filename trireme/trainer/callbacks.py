@@ -6,23 +6,33 @@
   What else a control may ask for is refused.
 - An event that has no counterpart here is refused before the run: it would never come.
 - They are called in order, away from the event loop, on rank 0 alone. Nothing of them is saved.
+- One that does not return is noted with its place, and ends the training after a limit; so does one
+  that leaves weights that are not finite.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from trireme.aio import in_thread
+from trireme.aio import in_thread, running
+from trireme.buffer.buffer import Clock, WallClock
 from trireme.log import get_logger
 from trireme.registry import CALLBACKS
-from trireme.usercode import Refused, UserCode
+from trireme.sync.probe import BrokenWeights, a_few
+from trireme.usercode import Refused, UserCode, innermost, with_place
 
 EVENTS = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_save")
 EVENTS += ("on_train_end",)
+NOTED = 30.0
+"""Seconds after which a line says which callback the training waits for."""
 logger = get_logger("trainer")
 _FLAGS = ("should_training_stop", "should_save", "should_log")
 
@@ -70,14 +80,31 @@ def _takes_arguments(kind: type) -> bool:
 class Callbacks:
     """Those of one training, and what they have asked for."""
 
-    def __init__(self, names: Sequence[str], args: Mapping[str, Any], model: Any) -> None:
-        """`args`: what they read as attributes of `args`."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        args: Mapping[str, Any],
+        model: Any,
+        *,
+        timeout: float = math.inf,
+        broken_weights: Callable[[], Sequence[str]] = tuple,
+        note: Callable[[str], None] = lambda text: None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`args`: what they read as attributes of `args`. An event may take `timeout` seconds.
+
+        `broken_weights`: the names of those that are not finite.
+        """
         self.ended_by = ""
         """Which of them has said that the training is to end, and where, as a sentence."""
         self.saves = False
         """One of them has asked for a checkpoint, since this was last set to False."""
         self._names, self._args, self._model = list(names), SimpleNamespace(**args), model
         self._made: list[tuple[str, Any]] = []
+        self._timeout, self._broken_weights, self._note = timeout, broken_weights, note
+        self._clock = clock or WallClock()
+        self._thread = 0
+        """The ident of the one that an event's calls are made in."""
         self._lock = asyncio.Lock()
 
     @property
@@ -86,14 +113,42 @@ class Callbacks:
         return bool(self.ended_by)
 
     async def tell(self, event: str, step: int, **told: Any) -> None:
-        """Call those that have this event; `step` train steps are done."""
-        if self._names:
-            async with self._lock:
-                await in_thread(lambda: self._tell(event, step, told), name="callbacks")
+        """Call those that have this event; `step` train steps are done.
+
+        Raises TimeoutError with the place of one that does not return.
+        """
+        if not self._names:
+            return
+        async with self._lock:
+            call = in_thread(partial(self._tell, event, step, told), name="callbacks")
+            async with running(call, self._watch(event)) as (calling, watching):
+                await asyncio.wait({calling, watching}, return_when=asyncio.FIRST_COMPLETED)
+                (calling if calling.done() else watching).result()
+
+    async def _watch(self, event: str) -> None:
+        """Say which callback takes long. Raises TimeoutError where it takes too long."""
+        if self._timeout > NOTED:
+            await self._clock.sleep(NOTED)
+            whose, line = self._place()
+            most = f" (at most {self._timeout:g} s: trainer.callbacks_timeout)"
+            text = f"{whose} has been in {event} for {NOTED:g} s, and the training waits for it"
+            self._note(with_place(text + most * math.isfinite(self._timeout), line))
+        await self._clock.sleep(self._timeout - NOTED * (self._timeout > NOTED))
+        whose, line = self._place()
+        limit = f"in {self._timeout:g} s (trainer.callbacks_timeout)"
+        raise TimeoutError(with_place(f"{whose} did not return from {event} {limit}", line))
+
+    def _place(self) -> tuple[str, str]:
+        """The callback that is being called, and the line that it is at."""
+        part, line = innermost(sys._current_frames().get(self._thread))
+        return part.what if part else "trainer.callbacks", line
 
     def _tell(self, event: str, step: int, told: Mapping[str, Any]) -> None:
+        self._thread = threading.get_ident()
         if not self._made:
             self._make()
+        if event == "on_step_end" and (broken := self._broken_weights()):
+            raise BrokenWeights(a_few(broken), f" since train step {step}")  # the optimizer's doing
         self._state.global_step = step
         if event == "on_log":
             self._state.log_history.append({**told["logs"], "step": step})
@@ -102,9 +157,14 @@ class Callbacks:
             if not callable(method):
                 continue
             whose = f"trainer.callbacks '{name}'"
-            with UserCode(whose, method):
+            with UserCode(whose, method) as _:
                 returned = method(self._args, self._state, self._control, model=self._model, **told)
                 control = self._examined(returned, whose, event)
+                if _own(type(callback), event) and (broken := self._broken_weights()):
+                    raise Refused(
+                        f"{whose} left weights that hold NaN or an infinite number from {event}, "
+                        f"with {step} train steps done: {a_few(broken)}"
+                    )
             if control.should_training_stop and not self.stops:
                 self.ended_by = f"{whose} ended the training in {event}, at step {step}"
                 logger.info("%s", self.ended_by)
@@ -142,5 +202,5 @@ class Callbacks:
         for name in self._names:
             kind = CALLBACKS.get(name)
             given = (self._args, trainer) if _takes_arguments(kind) else ()
-            with UserCode(f"trainer.callbacks '{name}'", kind):
+            with UserCode(f"trainer.callbacks '{name}'", kind) as _:
                 self._made.append((name, kind(*given)))

@@ -25,8 +25,12 @@ _LARGEST_NUMBER_OF_GRAPHS = 64
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Have each of a model's blocks run compiled; they are compiled as they are first called."""
+    from torch._inductor import config as inductor_config  # slow to import
+
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _LARGEST_NUMBER_OF_GRAPHS)
+    # what torch 2.13 writes for bfloat16 in vectors of 512 bits ends the process (SIGABRT)
+    inductor_config.cpp.simdlen = inductor_config.cpp.simdlen or 256
     for block in blocks:
         block.forward = _compiled(block)
 

@@ -104,11 +104,14 @@ def prepare(
     """The batch with all that its loss asks for, and metrics of what was done for it."""
     if recipe.schema == "dpo":
         batch = with_pairs(batch)
+    experts = None
     if recipe.asks("expert"):
-        batch = with_flags(batch, experiences, "expert", key="is_expert", default=False)
+        experts = _flags(experiences, key="is_expert", default=False)
+        batch = batch.with_fields(expert=experts[batch.sample_ids])
     if recipe.schema == "kto":
-        batch = with_flags(batch, experiences, "desirable", key="desirable")
-    batch = batch.with_fields(weights=recipe.weights(batch))
+        desirable = _flags(experiences, key="desirable")
+        batch = batch.with_fields(desirable=desirable[batch.sample_ids])
+    batch = batch.with_fields(weights=recipe.weights(batch, experts))
     if recipe.needs_reference:
         batch = batch.with_fields(ref_logprobs=backend.logprobs(batch, reference=True))
     metrics: dict[str, float] = {}
@@ -187,7 +190,9 @@ def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
     if not loss.marked("selects"):
         return selected
     columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids}
-    columns["group_ids"] = torch.tensor(numbered(batch.groups))[batch.sample_ids]
+    groups = numbered(batch.groups)
+    columns["group_ids"] = torch.tensor(groups)[batch.sample_ids]
+    columns["samples_per_group"] = torch.tensor(len(groups) / len(set(groups)))
     if not recipe.bypass_old_logprobs:
         columns["old_logprobs"] = batch.fields.get("trainer_logprobs", logprobs)
 
@@ -368,20 +373,12 @@ def with_pairs(batch: Batch) -> Batch:
     return batch.with_fields(pair_ids=batch.sample_ids // 2, chosen=batch.sample_ids % 2 == 0)
 
 
-def with_flags(
-    batch: Batch,
-    experiences: Sequence[Experience],
-    field: str,
-    *,
-    key: str,
-    default: bool | None = None,
-) -> Batch:
-    """`field` [M]: whether `info[key]` of the entry's experience is true. Raises ValueError for an
-    experience that does not say, unless there is a `default`.
+def _flags(experiences: Sequence[Experience], *, key: str, default: bool | None = None) -> Tensor:
+    """Whether `info[key]` of each experience [N] is true. Raises ValueError for one that does not
+    say, unless there is a `default`.
     """
     said = [e.info.get(key, default) for e in experiences]
     if None in said:
         name = experiences[said.index(None)].eid.uid
         raise ValueError(f"experience {name} has no info['{key}']: expected true or false")
-    flags = torch.tensor([bool(one) for one in said])
-    return batch.with_fields(**{field: flags[batch.sample_ids]})
+    return torch.tensor([bool(one) for one in said])

@@ -264,6 +264,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def my_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class Team:
     """One member of it."""
 

@@ -204,8 +204,6 @@ def batch_loss(
     """
     columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
     columns["step"] = train_state.step()
-    if "old_logprobs" in batch.fields:
-        columns["sampler_logprobs"] = batch.fields["old_logprobs"]
     if entropies is not None:
         columns["entropies"] = entropies[0]
     before = batch.fields.get("trainer_logprobs", logprobs.detach()).to(logprobs.device)

@@ -24,11 +24,13 @@ from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.monitor.figures import in_words
+from trireme.sync.probe import BrokenWeights, a_few
 from trireme.sync.synchronizer import Synchronizer
 from trireme.trainer.backend import Backend
 from trireme.trainer.callbacks import Callbacks
 from trireme.trainer.learning import TrainState
 from trireme.trainer.measure import Profile
+from trireme.trainer.ranks import NotFinite
 from trireme.trainer.step import train_step
 
 logger = get_logger("trainer")
@@ -261,15 +263,20 @@ class Trainer:
 
     def _step(self, experiences: list[Experience]) -> dict[str, Any]:
         sync = self.sync
-        metrics = train_step(
-            self.backend,
-            self.recipe,
-            experiences,
-            version=self._version,
-            moved=sync is not None and sync.trained_step > sync.pushed_step,
-            train_state=self.train_state,
-            profile=self.profile and self.profile.stem(self.step + 1),
-        )
+        try:
+            metrics = train_step(
+                self.backend,
+                self.recipe,
+                experiences,
+                version=self._version,
+                moved=sync is not None and sync.trained_step > sync.pushed_step,
+                train_state=self.train_state,
+                profile=self.profile and self.profile.stem(self.step + 1),
+            )
+        except NotFinite as error:
+            if broken := self.backend.broken_weights():  # which no experience is to blame for
+                raise BrokenWeights(a_few(broken), f" before train step {self.step + 1}") from error
+            raise
         if self.train_state.tokens is not None:
             self.train_state.tokens.end(self.step + 1)
         if self.show is not None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import gzip
 import hmac
-import json
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,6 +27,8 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trireme.server.limits import WrongKeys
+from trireme.text import as_json
 from trireme.view.rollouts import Filter, RolloutIndex, as_item, export
 from trireme.view.runs import Curves, RunFolder, about, find_runs, meanings, overview
 from trireme.view.tokens import Tokens
@@ -179,11 +181,11 @@ def create_app(page: Page, token: str) -> ASGIApp:
             try:
                 value = look_up(request.query_params)
             except ValueError as error:
-                return _as_json({"error": str(error)}, request, 400)
+                return _response({"error": str(error)}, request, 400)
             except (OSError, sqlite3.Error) as error:
                 text = f"a file of the run cannot be read: {error}"
-                return _as_json({"error": text}, request, 500)
-            return value if isinstance(value, Response) else _as_json(value, request)
+                return _response({"error": text}, request, 500)
+            return value if isinstance(value, Response) else _response(value, request)
 
         return endpoint
 
@@ -203,8 +205,8 @@ def create_app(page: Page, token: str) -> ASGIApp:
     return Guard(Starlette(routes=routes), token)
 
 
-def _as_json(value: Any, request: Request, status: int = 200) -> Response:
-    body = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()  # dates
+def _response(value: Any, request: Request, status: int = 200) -> Response:
+    body = as_json(value, allow_nan=False, default=str).encode()  # dates
     headers = {"Cache-Control": "no-store"}
     if len(body) > LEAST_GZIP and "gzip" in request.headers.get("accept-encoding", ""):
         body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
@@ -222,7 +224,9 @@ def _export(page: Page, query: Mapping[str, str]) -> Response:
         parts = iter([b"".join(parts)])
     name = f"{query.get('run', 'run').replace('/', '_')}_rollouts.{form}"
     kind = "application/jsonl" if form == "jsonl" else "application/vnd.apache.parquet"
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    plain = re.sub(r"[^\w. -]", "_", name, flags=re.ASCII)  # a header holds no other name
+    named = f"filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
+    headers = {"Content-Disposition": f"attachment; {named}"}
     return StreamingResponse(parts, 200, headers, kind)
 
 
@@ -254,6 +258,7 @@ class Guard:
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
+        self._wrong_keys = WrongKeys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -264,8 +269,10 @@ class Guard:
         token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         cookie = COOKIE.format(port=(scope.get("server") or ("", 0))[1])
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        known = any(self._is(text) for text in (token, bearer, request.cookies.get(cookie, "")))
-        if not known:
+        shown = (token, bearer, request.cookies.get(cookie, ""))
+        if not any(self._is(text) for text in shown):
+            if any(shown):  # who shows none does not guess
+                await self._wrong_keys.wait(scope)
             text = "This page needs its token: open the whole URL that trireme view printed.\n"
             await Response(text, 401, media_type="text/plain")(scope, receive, send)
             return

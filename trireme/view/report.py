@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.files import write_text
+from trireme.text import as_json
 from trireme.view.app import STATIC, Page, chart_library
 from trireme.view.rollouts import KINDS, Filter, RolloutIndex
 from trireme.view.runs import RunFolder, about
@@ -102,7 +103,7 @@ def _document(held: dict[str, Any]) -> str:
         for file in sorted(STATIC.glob("*.js"))
         if file.name != "theme.js"
     }
-    data = json.dumps(held, ensure_ascii=False, default=str).replace("<", "\\u003c")
+    data = as_json(held, default=str).replace("<", "\\u003c")
     # in a text of the script no tag may end the element that it stands in
     library = chart_library().decode().replace("</script", "<\\/script")
     parts = {

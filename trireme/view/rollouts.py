@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
+from trireme.text import as_json, storable
 from trireme.view.search import Columns, Mask, Search, Selection
 
 KINDS = ("train", "eval", "failed", "data")
@@ -428,7 +429,7 @@ def export(
     if form == "jsonl":
         for first in range(0, len(places), 500):
             rows = rollouts.rows(places[first : first + 500])
-            yield "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+            yield "".join(as_json(row) + "\n" for row in rows).encode()
         return
     import io
 
@@ -439,7 +440,9 @@ def export(
     for row in rows:  # what differs from row to row in its keys is one text in a column
         for key, value in row.items():
             if isinstance(value, (dict, list)):
-                row[key] = json.dumps(value, ensure_ascii=False)
+                row[key] = as_json(value)
+            elif isinstance(value, str):
+                row[key] = storable(value)
     names = list(dict.fromkeys(key for row in rows for key in row))
     out = io.BytesIO()
     try:

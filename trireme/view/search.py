@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from trireme.text import as_json
+
 Selection = np.ndarray[Any, np.dtype[np.int64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Columns = dict[str, np.ndarray[Any, Any]]
@@ -126,7 +128,7 @@ class _Lines:
 
 def as_bytes(text: str) -> bytes:
     """A text in small letters as it stands in a line of JSON."""
-    return json.dumps(text, ensure_ascii=False)[1:-1].encode().lower()
+    return as_json(text)[1:-1].encode().lower()
 
 
 def _lines_holding(
@@ -179,7 +181,7 @@ def _lies_in_text(low: bytes, part: tuple[int, int], at: int, size: int) -> bool
 
 def _says_in_any_case(part: bytes, text: str) -> bool:
     """`_says`, with the line parsed only where its text can have `text`."""
-    needle = json.dumps(text, ensure_ascii=False)[1:-1].casefold()
+    needle = as_json(text)[1:-1].casefold()
     return needle in part.decode(errors="replace").casefold() and _says(part, text)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from trireme.text import say
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PORT = 6600
 
@@ -32,6 +34,8 @@ def serve(options: PageOptions, ready: Callable[[str], None] | None = None) -> i
     """Serve until Ctrl-C; `ready` is told the URL. Raises ValueError and OSError before that."""
     import uvicorn
 
+    from trireme.server.connections import server_config
+    from trireme.server.limits import short_key
     from trireme.view.app import Page, create_app
 
     key = _key(options)
@@ -43,13 +47,13 @@ def serve(options: PageOptions, ready: Callable[[str], None] | None = None) -> i
     base = f"http://{shown}:{port}/"
     url = f"{base}?token={quote(token)}"
     page.begin()
-    config = uvicorn.Config(
-        create_app(page, token), log_level="error", timeout_graceful_shutdown=1, lifespan="off"
-    )
+    config = server_config(create_app(page, token), log_level="error", timeout_graceful_shutdown=1)
+    if (said := short_key(key)) is not None:
+        say(f"warning: {said}", file=sys.stderr)
     # a key was given by who reads this, and a token is good for this one server
-    print(f"{len(page.runs)} run{'s' * (len(page.runs) > 1)} in {options.root}")
-    print(f"open {base}?token=<the key>" if key else f"open {url}")
-    print("Ctrl-C ends it", flush=True)
+    say(f"{len(page.runs)} run{'s' * (len(page.runs) > 1)} in {options.root}")
+    say(f"open {base}?token=<the key>" if key else f"open {url}")
+    say("Ctrl-C ends it", flush=True)
     if ready is not None:
         ready(url)
     elif options.open_browser and _has_desktop():

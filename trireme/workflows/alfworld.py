@@ -48,7 +48,7 @@ HINT = "That is not possible here. Use one of the actions, with names as they we
 
 def format_observation(observation: str) -> str:
     """The user's message of an observation, with a hint where the action did nothing."""
-    text = f"Observation: {observation}"
+    text = f"Observation: {observation.strip()}"
     return f"{text}\n{HINT}" if "Nothing happens" in observation else text
 
 

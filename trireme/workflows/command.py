@@ -27,6 +27,7 @@ from trireme.registry import did_you_mean, workflow
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task, as_text
+from trireme.text import as_json
 from trireme.workflows.classes import Workflow
 from trireme.workflows.program import (
     TAIL,
@@ -288,9 +289,9 @@ def task_json(task: Task) -> str:
     hidden = task.truth_key
     row = {name: value for name, value in task.raw_task.items() if name != hidden}
     known = {"task_id": task.task_id, "prompt": task.prompt, "row": row}
-    return json.dumps(known, ensure_ascii=False, default=str)
+    return as_json(known, default=str)
 
 
 def _plain(value: Any) -> str:
     text = as_text(value)
-    return text if isinstance(text, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if isinstance(text, str) else as_json(value, default=str)

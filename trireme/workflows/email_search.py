@@ -21,6 +21,7 @@ from trireme.model.chat_tokens import conversation_of
 from trireme.registry import workflow
 from trireme.rewards.asker import Asker
 from trireme.task import Task
+from trireme.text import as_json
 from trireme.workflows.classes import Workflow
 from trireme.workflows.command import options_of
 from trireme.workflows.scheduled import samples
@@ -218,7 +219,7 @@ def _tools(
         """
         results = mailbox.search(keywords, sent_after, sent_before)
         found.update(result["message_id"] for result in results)
-        return json.dumps(results, ensure_ascii=False)[:most]
+        return as_json(results)[:most]
 
     def read_email(message_id: str) -> str:
         """Shows one e-mail.
@@ -230,7 +231,7 @@ def _tools(
         if email is None:
             raise ValueError(f"there is no e-mail {message_id!r}")
         read.add(message_id)
-        return json.dumps(email, ensure_ascii=False)[:most]
+        return as_json(email)[:most]
 
     def return_final_answer(answer: str, sources: list[str]) -> str:
         """Ends the search with an answer.

@@ -17,6 +17,7 @@ from typing import Any
 from trireme.aio import OwnThread
 from trireme.envs.env import OpenEnv, extra
 from trireme.registry import CONTEXT_MANAGERS, ENVS, MULTI_TURNS
+from trireme.text import as_json
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
@@ -230,7 +231,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
 
     def format_observation(self, observation: Any) -> Any:
         """What the model reads of an observation: its JSON."""
-        return json.dumps(observation, ensure_ascii=False, default=str)
+        return as_json(observation, default=str)
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         """Begin an episode; what it shows takes the place of the row's messages."""

@@ -42,7 +42,9 @@ from trireme.workflows.program import (
     Ended,
     Limits,
     ProgramFailed,
+    at_most,
     how,
+    limited_processes,
     middle_out,
     refuse_unasked,
     rollout_folder,
@@ -84,6 +86,12 @@ class HarborSettings(Limits):
     """Further paths of this machine that are seen behind bubblewrap, read-only."""
     skip_run: bool = False
     """What Dockerfiles run is on this machine already."""
+    processes: Annotated[int, Field(gt=0)] = 256
+    """Most processes and threads of a program at a time."""
+    open_files: Annotated[int, Field(gt=0)] = 4096
+    """Most files that each process has open."""
+    tmp_mb: Annotated[int, Field(gt=0)] = 512
+    """Most that a program may write outside of the task's folders, which is in memory."""
     no_sandbox: bool = False
     """Without bubblewrap: scripts and commands have all that the run's user has."""
 
@@ -96,7 +104,7 @@ class Trial:
     box: TaskBox
     folder: Path
     watch: IO[bytes]
-    limits: Limits
+    settings: HarborSettings
     network: bool
 
     async def run(
@@ -105,15 +113,19 @@ class Trial:
         """Run a program among the task's files; its output stays in a folder of that name."""
         logs = self.folder / name
         logs.mkdir(parents=True, exist_ok=True)
-        return await run_program(
-            self.limits.before(self.box.words(words, network=self.network)),
-            name=f"{name} of {self.folder.name}",
-            logs=logs,
-            cwd=self.box.cwd,
-            environment=self.box.environment(**variables),
-            timeout=seconds,
-            watch=self.watch,
-        )
+        most, box = self.settings.processes, self.box
+        words = limited_processes(words, most) if box.sandbox else words
+        words = box.words(words, network=self.network)
+        async with at_most(most, sandbox=box.sandbox) as before:
+            return await run_program(
+                [*before, *self.settings.before(words, "-n", str(self.settings.open_files))],
+                name=f"{name} of {self.folder.name}",
+                logs=logs,
+                cwd=box.cwd,
+                environment=box.environment(**variables),
+                timeout=seconds,
+                watch=self.watch,
+            )
 
     async def solve(self) -> None:
         """Run the task's own solution. Raises ProgramFailed where it does not end well."""
@@ -139,7 +151,7 @@ class Trial:
             end = how(ended.code, seconds, "verifier.timeout_sec")
             said = shown(ended.errors or ended.output)
             raise ProgramFailed(f"the verifier of task {self.task.folder.name} {end}; {said}")
-        return self.box.reward()
+        return await asyncio.to_thread(self.box.reward)
 
 
 @workflow("harbor_workflow")
@@ -151,7 +163,7 @@ class HarborWorkflow(Workflow):
     async def run(self) -> list[Experience]:
         """Copy the files, let the agent work, and verify."""
         settings = options_of(self.task, HarborSettings, "harbor_workflow")
-        task = read_task(Path(self.raw_task["folder"]), skip_run=settings.skip_run)
+        task = await asyncio.to_thread(_task, Path(self.raw_task["folder"]), settings)
         model = self.model.model
         # scripts of tasks take the folder from variables, perhaps without quotes
         name = re.sub(r"[^\w.]+", "-", f"{task.folder.name}-{'-'.join(map(str, model.key))}")
@@ -187,7 +199,7 @@ class HarborWorkflow(Workflow):
             if settings.no_sandbox and shutil.which(inner.command[0]) is None:
                 raise ValueError(f"workflow_args.command: no program '{inner.command[0]}'")
         for toml in sorted(Path(str(folder)).parent.glob(f"*/{TOML}")):
-            one = read_task(toml.parent, skip_run=settings.skip_run)
+            one = _task(toml.parent, settings)
             path = absolute_path(toml.parent) if settings.no_sandbox else None
             if path is not None:
                 raise ValueError(
@@ -257,11 +269,20 @@ def _refuse_without_wall(settings: HarborSettings) -> None:
         )
 
 
+def _task(folder: Path, settings: HarborSettings) -> TaskFolder:
+    return read_task(folder, skip_run=settings.skip_run, file_mb=settings.file_mb)
+
+
 def open_trial(task: TaskFolder, folder: Path, watch: IO[bytes], settings: HarborSettings) -> Trial:
     """A rollout's copy of a task, below its folder."""
-    box = TaskBox(task, folder / "box", sandbox=not settings.no_sandbox, visible=settings.visible)
-    limits = Limits(**settings.model_dump(include=set(Limits.model_fields)))
-    return Trial(task, box, folder, watch, limits, settings.network)
+    box = TaskBox(
+        task,
+        folder / "box",
+        sandbox=not settings.no_sandbox,
+        visible=settings.visible,
+        tmp_mb=settings.tmp_mb,
+    )
+    return Trial(task, box, folder, watch, settings, settings.network)
 
 
 async def reward_of_task(
@@ -273,7 +294,7 @@ async def reward_of_task(
     """
     settings = settings or HarborSettings()
     _refuse_without_wall(settings)
-    task = read_task(folder.absolute(), skip_run=settings.skip_run)
+    task = _task(folder.absolute(), settings)
     with tempfile.TemporaryDirectory() as place, watching(None) as watch:
         trial = open_trial(task, Path(place), watch, settings)
         if solve:

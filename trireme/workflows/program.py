@@ -7,26 +7,31 @@ of a rollout outlives it, except what has left the group.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trireme.files import remove
 from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
+from trireme.rewards.sandbox import wall
 from trireme.usercode import Refused
 
 logger = get_logger("explorer")
 
+OUTER = 4
+"""Processes of bubblewrap's own and of the shell before it."""
 TAIL = 4000
 """Characters of a program's output that the log and the experience keep."""
 LONGEST = 4000
@@ -42,6 +47,8 @@ exec "$@"
 """
 """A shell's: limits up to `--`, unless there are tighter ones already, on what follows, which
 replaces the shell."""
+ENTER = 'echo $$ > "$1" || exit 126; shift; exec "$@"'
+"""A shell's: the group whose file it is given, and then what follows in place of the shell."""
 WATCH = """
 while read -r line; do group=$line; done
 [ -z "$group" ] || kill -9 -"$group"
@@ -68,14 +75,119 @@ class Limits(BaseModel):
     file_mb: Annotated[int, Field(gt=0)] = 1024
     """Size of each file that it writes, its output included."""
 
-    def before(self, words: Sequence[str]) -> list[str]:
-        """The command behind a shell that sets its limits."""
-        limits = ["-f", str(self.file_mb * 2048)]
+    def before(self, words: Sequence[str], *more: str) -> list[str]:
+        """The command behind a shell that sets its limits, and `more` as `ulimit` takes them."""
+        limits = ["-f", str(self.file_mb * 2048), *more]
         if self.cpu_seconds is not None:
             limits += ["-t", str(self.cpu_seconds)]
         if self.memory_mb is not None:
             limits += ["-v", str(self.memory_mb * 1024)]
         return ["/bin/sh", "-c", LIMITED, "sh", *limits, "--", *words]
+
+
+@cache
+def groups() -> Path | None:
+    """Where this process may make control groups that limit processes; None: nowhere."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    places: list[Path] = []
+    for _, kinds, path in (line.split(":", 2) for line in lines):
+        if "pids" in kinds.split(","):  # the first version: any group may have its own below it
+            places.append(Path("/sys/fs/cgroup/pids", path.lstrip("/")))
+        elif not kinds:  # the second: one whose groups are limited already, and that has this one
+            own = Path("/sys/fs/cgroup", path.lstrip("/"))
+            places += [up for up in own.parents if (up / "cgroup.subtree_control").is_file()]
+    for place in places:
+        with suppress(OSError):
+            for old in place.glob("trireme-*-*"):  # of a run that was killed
+                if not Path("/proc", old.name.split("-")[1]).exists():
+                    old.rmdir()
+            with _group(place, 2) as group:
+                words = ["/bin/sh", "-c", ENTER, "sh", str(group / "cgroup.procs"), "true"]
+                if subprocess.run(words, capture_output=True, check=False).returncode == 0:
+                    return place
+    return None
+
+
+_NUMBERS = itertools.count()
+
+
+@contextmanager
+def _group(place: Path, processes: int) -> Iterator[Path]:
+    """A control group; what is left in it at its end is killed."""
+    group = place / f"trireme-{os.getpid()}-{next(_NUMBERS)}"
+    group.mkdir()
+    try:
+        (group / "pids.max").write_text(str(processes))
+        yield group
+    finally:
+        for _ in range(1000):
+            with suppress(OSError):
+                group.rmdir()
+                break
+            for pid in _members(group):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def _members(group: Path) -> list[int]:
+    with suppress(OSError):
+        return [int(line) for line in (group / "cgroup.procs").read_text().split()]
+    return []
+
+
+@cache
+def counted_apart() -> bool:
+    """Whether the kernel counts the processes behind bubblewrap apart from the user's others, so
+    that a limit of the shell's holds for them: since Linux 5.14, and never of root's.
+    """
+    if not wall() or os.geteuid() == 0:
+        return False
+    words = [*wall(), "bash", "-c", "ulimit -u 4 && (true & true & wait)"]
+    path = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(words, env=path, capture_output=True, check=False, timeout=60)
+    return done.returncode == 0 and not done.stderr
+
+
+def limited_processes(words: Sequence[str], processes: int) -> list[str]:
+    """The command of a program behind bubblewrap with at most so many processes, where the kernel
+    counts them.
+    """
+    if not counted_apart():
+        return list(words)
+    return ["bash", "-c", LIMITED, "bash", "-u", str(processes), "--", *words]
+
+
+@asynccontextmanager
+async def at_most(processes: int, *, sandbox: bool) -> AsyncIterator[list[str]]:
+    """Words in front of a program's by which it, and all that it starts, are so many processes at
+    most; none where `limited_processes` does it, or where this machine has no way.
+    """
+    if sandbox and counted_apart():
+        yield []
+        return
+    place = await asyncio.to_thread(groups)
+    if place is None:
+        _say_unlimited()
+        yield []
+        return
+    with ExitStack() as held:
+        group = held.enter_context(_group(place, processes + OUTER))
+        try:
+            yield ["/bin/sh", "-c", ENTER, "sh", str(group / "cgroup.procs")]
+        finally:
+            await asyncio.to_thread(held.close)
+
+
+@cache
+def _say_unlimited() -> None:
+    logger.warning(
+        "the number of processes of tasks' programs is not limited here: expected a kernel since "
+        "5.14 and a user other than root, or control groups that may be written (pids)"
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +280,10 @@ async def rollout_folder(name: str, keep: str | None) -> AsyncIterator[tuple[Pat
             yield folder, watch
         finally:
             if parent is None:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                try:
+                    await asyncio.to_thread(remove, folder)
+                except OSError as error:
+                    logger.warning("%s", error)
 
 
 def refuse_unasked(model: Model, program: str, ended: Ended) -> None:

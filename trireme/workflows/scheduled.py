@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from types import new_class
 from typing import Any, Protocol, runtime_checkable
 
+from trireme.config.options import accepted
 from trireme.engines.engine import Sampling
 from trireme.experience import Experience
 from trireme.model.chat_tokens import conversation_of
@@ -120,16 +122,31 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
             f"multi-turn scheduler {name!r} extends ms-swift's {base}, which is not here: expected "
             "one that extends MultiTurnScheduler"
         )
-    if not isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+    if not isinstance(scheduler, type):
         raise ValueError(f"multi-turn scheduler {name!r} is {scheduler!r:.60}: expected a class")
-    make: Any = scheduler
+    if not _gives(scheduler, "step") and not _gives(scheduler, "run"):
+        raise ValueError(
+            f"multi-turn scheduler {name!r} has no step: expected a class with "
+            "`step(self, infer_request, result, current_turn)`"
+        )
+    if not issubclass(scheduler, MultiTurnScheduler):  # what it leaves out is the base's
+        scheduler = new_class(scheduler.__name__, (scheduler, MultiTurnScheduler))
     try:
-        made: MultiTurnScheduler = make(max_turns=turns, **options)
-        return made
+        made: MultiTurnScheduler = scheduler(**accepted(scheduler, {"max_turns": turns}), **options)
     except TypeError as error:
         raise ValueError(
             f"multi-turn scheduler {name!r} does not take workflow_args {options}: {error}"
         ) from error
+    if getattr(made, "max_turns", None) is None:  # its constructor does not set it
+        made.max_turns = turns
+    return made
+
+
+def _gives(scheduler: type, method: str) -> bool:
+    """Whether a class has a method that is neither abstract nor the one of our base."""
+    there = getattr(scheduler, method, None)
+    abstract = getattr(there, "__isabstractmethod__", False)
+    return callable(there) and not abstract and there is not vars(MultiTurnScheduler).get(method)
 
 
 def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -> list[Experience]:

@@ -18,6 +18,7 @@ from trireme.envs.generated import VERIFIERS, environment
 from trireme.experience import Experience
 from trireme.registry import workflow
 from trireme.task import Task
+from trireme.text import as_json
 from trireme.workflows.classes import Workflow
 from trireme.workflows.episode import EpisodeWorkflow
 
@@ -105,7 +106,7 @@ class Remote:
     def _shown(self, observation: Mapping[str, Any]) -> str:
         field = self._settings.observation
         if field is None:
-            return json.dumps(observation, ensure_ascii=False)
+            return as_json(observation)
         if field not in observation:
             raise ValueError(
                 f"workflow_args.observation is '{field}', which the server's observation has not: "

@@ -62,6 +62,8 @@ NAMES = {
     "AsyncORM": f"{_HERE}:SwiftORM",
     "orms": "trireme.registry:ORMS",
     "MathAccuracy": _GROUP,
+    "MathORM": _GROUP,
+    "ReactORM": _GROUP,
     "Format": _GROUP,
     "ReActFormat": f"{_GROUP}:ReactFormat",
     "CosineReward": f"{_GROUP}:Cosine",

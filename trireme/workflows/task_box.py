@@ -8,7 +8,6 @@ the run's user has.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -18,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from trireme.data.task_folders import OWN, TaskFolder
+from trireme.files import Unreadable, read_json, read_text, remove
 from trireme.rewards.reward import number
-from trireme.rewards.sandbox import wall
+from trireme.rewards.sandbox import TMP_MB, wall_around
 from trireme.usercode import Refused
 
+REWARD_BYTES = 64 * 2**10
+"""Of a reward's file."""
+MOST_PARTS = 100
+"""Numbers in `reward.json`: each is a metric."""
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl", "mime.types", "passwd")
 _ETC_OF_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf")
 
@@ -36,9 +40,18 @@ class TaskBox:
     """A fresh copy of a task's environment below `root`."""
 
     def __init__(
-        self, task: TaskFolder, root: Path, *, sandbox: bool, visible: Sequence[str] = ()
+        self,
+        task: TaskFolder,
+        root: Path,
+        *,
+        sandbox: bool,
+        visible: Sequence[str] = (),
+        tmp_mb: int = TMP_MB,
     ) -> None:
-        """`visible`: further paths of this machine, read-only behind bubblewrap."""
+        """`visible`: further paths of this machine, read-only behind bubblewrap; `tmp_mb`: most of
+        what a program may write outside of the task's folders, which is in memory.
+        """
+        self._tmp_mb = tmp_mb
         self.task, self.root, self.sandbox = task, root, sandbox
         self._visible = [str(Path(path).expanduser().absolute()) for path in visible]
         for name in task.roots:
@@ -47,7 +60,8 @@ class TaskBox:
             (root / "logs" / name).mkdir()
         self.cwd.mkdir(parents=True, exist_ok=True)
         for source, target in task.copies:
-            _copy(task.folder / "environment" / source, self.at(target), root)
+            context = task.folder / "environment"
+            _copy(context / source, self.at(target), root, context)
         for path in root.rglob("*"):  # what is written later must not go through a link either
             if path.is_symlink():
                 _inside(path, root)
@@ -63,29 +77,26 @@ class TaskBox:
 
     def put(self, name: str) -> None:
         """Copy a folder of the task, `tests` or `solution`, over what is there of that name."""
-        shutil.rmtree(self.root / name, ignore_errors=True)
-        shutil.copytree(self.task.folder / name, self.root / name)
+        remove(self.root / name)
+        _copy(self.task.folder / name, self.root / name, self.root, self.task.folder / name)
 
     def show_tests(self) -> None:
         """Copy the tests, and forget what the agent has left in their place and the reward's."""
         self.put("tests")
         left = self.root / "logs" / "verifier"
-        if left.is_symlink() or left.is_file():
-            left.unlink()
-        shutil.rmtree(left, ignore_errors=True)
+        remove(left)
         left.mkdir(parents=True)
 
     def words(self, command: Sequence[str], *, network: bool = False) -> list[str]:
         """The command as it runs among the task's files."""
         if not self.sandbox:
             return list(command)
-        bubblewrap, *words = wall()
-        at = words.index("--chdir")
-        del words[at : at + 2]  # bubblewrap prints a warning of two
         mine = []  # first, since Python itself may lie below one of them
         for folder in sorted(path.name for path in self.root.iterdir()):
             mine += ["--bind", str(self.root / folder), f"/{folder}"]
-        words = [bubblewrap, *mine, *words, "--die-with-parent"]
+        words = [*wall_around(mine, self._tmp_mb), "--die-with-parent"]
+        at = words.index("--chdir")
+        del words[at : at + 2]  # bubblewrap prints a warning of two
         words += ["--share-net"] if network else []
         etc = (*_ETC, *(_ETC_OF_NETWORK if network else ()))
         for path in (*(f"/etc/{name}" for name in etc), *self._visible):
@@ -112,21 +123,33 @@ class TaskBox:
         return named | {"APP_DIR": app, "HOME": str(base / "root")}
 
     def reward(self) -> dict[str, float]:
-        """The verifier's reward by its parts. Raises NoReward where it left none."""
-        folder = self.root / "logs" / "verifier"
-        text, table = folder / "reward.txt", folder / "reward.json"
+        """The verifier's reward by its parts. Raises NoReward where it left none.
+
+        What a stranger's program has left may be anything: a link to a file of this machine, a
+        pipe, gigabytes. A regular file is read, and nothing else is opened.
+        """
         name = f"the verifier of task {self.task.folder.name}"
-        if text.is_file():
-            said: Any = {"reward": text.read_text("utf-8", "replace").strip()}
-        elif table.is_file():
+        said: Any = None
+        for file in ("reward.txt", "reward.json"):
+            path = self.root / "logs" / "verifier" / file
             try:
-                said = json.loads(table.read_text("utf-8", "replace"))
-            except ValueError as error:
-                raise NoReward(f"{name} left a reward.json that is no JSON: {error}") from error
-        else:
+                if file == "reward.txt":
+                    said = {"reward": read_text(path, REWARD_BYTES, below=self.root).strip()}
+                else:
+                    said = read_json(path, object, REWARD_BYTES, below=self.root)
+                break
+            except FileNotFoundError:
+                continue
+            except Unreadable as error:
+                why = str(error).replace(f"{self.root}/", "/")
+                raise NoReward(f"{name} left a {file} that is no reward: {why}") from None
+        if said is None:
             raise NoReward(f"{name} left no reward: expected /logs/verifier/reward.txt or .json")
-        if not isinstance(said, Mapping) or not said:
-            raise NoReward(f"{name} left {said!r:.60} in reward.json: expected numbers by name")
+        if not isinstance(said, Mapping) or not 0 < len(said) <= MOST_PARTS:
+            raise NoReward(
+                f"{name} left {said!r:.60} in reward.json: expected 1 to {MOST_PARTS} numbers by "
+                "name"
+            )
         return {str(key): _number(value, f"{name} gave for '{key}'") for key, value in said.items()}
 
 
@@ -141,8 +164,11 @@ def _number(value: Any, what: str) -> float:
     return number(value, what, NoReward)
 
 
-def _copy(source: Path, target: Path, root: Path) -> None:
-    """As COPY does: a folder's contents, or a file. Raises ValueError outside `root`."""
+def _copy(source: Path, target: Path, root: Path, context: Path) -> None:
+    """As COPY does: a folder's contents, or a file. Raises ValueError outside `root`.
+
+    Links that stay within `context` are copied as links, of others the files that they lead to.
+    """
     _inside(target, root)
     if not source.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,11 +176,18 @@ def _copy(source: Path, target: Path, root: Path) -> None:
         return
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
-        if path.is_symlink():
-            (target / path.name).symlink_to(os.readlink(path))
+        to = target / path.name
+        if path.is_symlink() and _stays(path, context):
+            to.symlink_to(os.readlink(path))
         else:
-            _copy(path, target / path.name, root)
+            _copy(path, to, root, context)
     shutil.copystat(source, target)
+
+
+def _stays(link: Path, context: Path) -> bool:
+    target = Path(os.path.realpath(link))
+    relative = not os.path.isabs(os.readlink(link))
+    return target.is_dir() or (relative and target.is_relative_to(os.path.realpath(context)))
 
 
 def _inside(path: Path, root: Path) -> None:

@@ -34,6 +34,7 @@ from trireme.model.tool_calls import (
 from trireme.registry import MULTI_TURNS, Registry
 from trireme.rewards.sandbox import transcript, transcript_within
 from trireme.task import object_or_text
+from trireme.text import joined
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
@@ -102,11 +103,6 @@ def python_tool(tool: str | Callable[..., Any]) -> Tool:
 def as_text(result: Any) -> str:
     """A tool's result as the model reads it."""
     return result if isinstance(result, str) else json.dumps(result, default=str)
-
-
-def _encodable(text: str) -> str:
-    """With `?` for half a surrogate pair, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode()
 
 
 _TWO: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -350,13 +346,13 @@ class ToolCallScheduler(MultiTurnScheduler):
     async def _answer(self, call: ToolCall) -> str:
         self.infos["tool_calls"] += 1
         try:
-            return _encodable(as_text(await self._run(call)))
+            return joined(as_text(await self._run(call)))
         except TimeoutError:
             error = f"{call.name} took longer than {self.timeout:g} s"
         except Exception as raised:  # foreign code: the model is told
             error = str(raised) or repr(raised)
         self.infos["tool_errors"] += 1
-        return _encodable(f"Error: {error}")
+        return joined(f"Error: {error}")
 
     async def _run(self, call: ToolCall) -> Any:
         if call.error is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from trireme.model.blocking import BlockingModel
 from trireme.model.model import Model
 from trireme.registry import WORKFLOWS
 from trireme.rewards.reward import number
+from trireme.serialize import JSON_FIELDS, TEXT_FIELDS
 from trireme.task import Task
 from trireme.usercode import Refused, refuse_signature
 from trireme.workflows.classes import run_method
@@ -179,7 +181,9 @@ def check_experiences(
                 f"workflow '{name}' returned a list with {type(experience).__name__} "
                 f"at place {index}: expected Experience"
             )
-        _check_numbers(experience, f"workflow '{name}' returned an experience (place {index})")
+        whose = f"workflow '{name}' returned an experience (place {index})"
+        _check_numbers(experience, whose)
+        _check_json(experience, whose)
     if not returned:
         raise NoExperience(
             f"workflow '{name}' returned no experience: expected one at least; a call of the model "
@@ -195,6 +199,29 @@ def check_experiences(
             "(eid=EID(run=run_id_base + i))"
         )
     return list(returned)
+
+
+def _check_json(experience: Experience, whose: str) -> None:
+    """Raise WrongExperience, with the key, for a value that no store holds."""
+    for field in TEXT_FIELDS:
+        if not isinstance(text := getattr(experience, field), str | None):
+            raise WrongExperience(f"{whose} whose {field} is {type(text).__name__}: expected text")
+    for field in JSON_FIELDS:
+        values = getattr(experience, field)
+        if (reason := _no_json(values)) is None:
+            continue
+        items = values.items() if isinstance(values, dict) else enumerate(values or ())
+        wrong = ((f"[{key!r}]", text) for key, inner in items if (text := _no_json({key: inner})))
+        key, reason = next(wrong, ("", reason))
+        raise WrongExperience(f"{whose} whose {field}{key} is no plain JSON: {reason}")
+
+
+def _no_json(value: Any) -> str | None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return None
 
 
 def _check_numbers(experience: Experience, whose: str) -> None:

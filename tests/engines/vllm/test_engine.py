@@ -14,6 +14,7 @@ from tests.engines.test_adapter import adapted, change
 from tests.engines.test_torch_engine import reference
 from tests.engines.test_torch_engine import run as embedded
 from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
+from tests.limits import HANG_S
 from tests.tiny import make_model
 from tests.trainer.samples import backend_of
 from trireme.config.schema import OptimizerConfig
@@ -27,7 +28,7 @@ from trireme.sync.push import GroupSync, HttpSync
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.lora import AdapterSource
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [needs_vllm, pytest.mark.slow]
 PROMPT = [5, 6, 7, 8]
 WORKERS = "tests.engines.vllm.stale_head"
 
@@ -50,7 +51,7 @@ def run(host: EngineHost, main: Callable[[RemoteEngine], Awaitable[Any]]) -> Non
     async def go() -> None:
         engine = RemoteEngine([host.url], api_key=host.key)
         try:
-            await asyncio.wait_for(main(engine), 600)
+            await asyncio.wait_for(main(engine), HANG_S)
         finally:
             await engine.close()
 

@@ -12,7 +12,7 @@ import pytest
 from tests.engines.vllm.made import PYTHON, needs_vllm
 from tests.tiny import make_model
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [needs_vllm, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 
 # What the engine asks of vLLM is kept, and vLLM makes its configuration of it.

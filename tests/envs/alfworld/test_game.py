@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
+
 pytest.importorskip("textworld", reason="ALFWorld is not installed: make test-extras runs these")
 
 from tests.model.fake import make
@@ -43,7 +45,7 @@ def solve(env: Any) -> tuple[list[str], bool]:
 def test_games_of_all_six_types_are_solved_by_the_expert_in_worker_processes(
     files: list[Path],
 ) -> None:
-    pool = EnvPool(FACTORY, workers=2, timeout_s=60)
+    pool = EnvPool(FACTORY, workers=2, timeout_s=HANG_S)
     try:
         tasks = set()
         for file in files:
@@ -116,7 +118,7 @@ def test_splits_share_no_game_and_unseen_rooms_have_other_furniture(tmp_path: Pa
 
 
 def test_a_file_that_is_no_game_is_named_by_the_pool(tmp_path: Path) -> None:
-    pool = EnvPool(FACTORY, workers=1, timeout_s=60)
+    pool = EnvPool(FACTORY, workers=1, timeout_s=HANG_S)
     try:
         missing = str(tmp_path / "game.tw-pddl")
         with (

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.model.fake import make
 from trireme.envs.webshop import env as original
 from trireme.task import Task
@@ -90,7 +91,7 @@ def test_episodes_share_one_server_and_leave_nothing(asked: Any, made: list[Any]
                       "limit_goals": -1, "show_attrs": True}  # fmt: skip
     assert len(sessions) == len({options["session_prefix"] for options in sessions}) == 3
     (server,) = original._servers.values()
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_S
     while len(server.user_sessions) > 1 and time.monotonic() < until:
         time.sleep(0.005)  # the threads close their sessions when the episodes are over
     assert list(server.user_sessions) == ["None"]  # of the loading itself

@@ -9,8 +9,11 @@ from __future__ import annotations
 from trinity import NAMES
 from trireme.registry import lazy_names
 
+_HERE = "trinity.common.workflows"
 default_mapping: dict[str, str] = {
-    # "my_workflow": "trinity.common.workflows.my_workflow.MyWorkflow",
+    # "my_workflow": f"{_HERE}.my_workflow.MyWorkflow",
+    # "alfworld_workflow": f"{_HERE}.envs.alfworld.alfworld_workflow.AlfworldWorkflow",
+    # "step_wise_alfworld_workflow": f"{_HERE}.step_wise_workflow.StepWiseAlfworldWorkflow",
 }
 
 __getattr__ = lazy_names(__name__, NAMES[__name__])

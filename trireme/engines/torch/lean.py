@@ -64,19 +64,21 @@ class PlainOps:
     inverse_cdf = staticmethod(inverse_cdf)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """`x` [N, W] += delta, then its RMSNorm."""
+        """`x` [N, W] += delta, then its RMSNorm in the weight's dtype; x is float32."""
         if delta is not None:
             x += delta
-        return _norm(x, weight, eps)
+        return (weight.float() * _normed(x, eps)).to(weight.dtype)
 
     def rotate(
         self, x: Tensor, weight: Tensor | None, tables: list[Tensor], positions: Tensor, eps: float
     ) -> Tensor:
         """`x` [N, H, D] rotated by its positions, after RMSNorm where a weight is given."""
+        wide = x.float()
         if weight is not None:
-            x = _norm(x, weight, eps)
+            wide = weight.float() * _normed(wide, eps).to(x.dtype)
         cosines, signed_sines = (table[positions][:, None] for table in tables[2:])
-        return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), signed_sines)
+        turned = wide.roll(x.shape[-1] // 2, -1)
+        return torch.addcmul(wide * cosines, turned, signed_sines).to(x.dtype)
 
     def silu_times(self, gate: Tensor, up: Tensor) -> Tensor:
         """SiLU of the gate times the other half."""
@@ -124,11 +126,9 @@ class PlainOps:
         return out.view(batch, num_heads, width)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32, as transformers rounds it."""
-    wide = x.float()
-    factor = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return weight * (wide * factor).to(x.dtype)
+def _normed(x: Tensor, eps: float) -> Tensor:
+    """RMSNorm in float32, without its weight."""
+    return x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 class Lean:
@@ -177,7 +177,7 @@ class Lean:
             return self._compiled(self._embed(tokens), where, store, prompts, tables)
         rows = len(tokens)
         idle = -rows % GRID if rows > GRID // 2 and is_quicker() else 0
-        x = self._embed(F.pad(tokens, (0, idle)))
+        x = self._embed(F.pad(tokens, (0, idle))).float()
         delta = None
         for number, layer in enumerate(self._layers):
             hidden = ops.add_norm(x, delta, layer.norm, eps)
@@ -205,7 +205,7 @@ class Lean:
         one = Pass.of(store, parts, rows, starts, device=device)
         ops, eps, width = self._ops, self._eps, self._width
         tables = self._angles(one.total)
-        x = self._embed(torch.tensor([t for p in parts for t in p], device=device))
+        x = self._embed(torch.tensor([t for p in parts for t in p], device=device)).float()
         delta = None
         for number, layer in enumerate(self._layers):
             hidden = ops.add_norm(x, delta, layer.norm, eps)
@@ -252,7 +252,7 @@ class Lean:
         return out[one.entry, :, one.offset]
 
     def _angles(self, length: int) -> list[Tensor]:
-        """Cosines and sines [positions, D / 2] in float32; both over D, sines signed, as weights.
+        """Cosines and sines [positions, D / 2]; both over D, sines signed; all in float32.
 
         Grow with the longest row.
         """
@@ -265,12 +265,11 @@ class Lean:
             )
             half = self._width // 2
             signed = torch.cat([-sines[:, :half], sines[:, half:]], -1)
-            dtype = self._norm.dtype
             self._tables = [
                 cosines[:, :half].contiguous(),
                 sines[:, :half].contiguous(),
-                cosines.to(dtype),
-                signed.to(dtype),
+                cosines,
+                signed,
             ]
         return self._tables
 

@@ -1,8 +1,9 @@
 /* The parts of a decode step that are no matrix product, for rows of unequal length.
 
    Compiled by native.py for the machine that it runs on, once for each dtype (-DBF16). Arithmetic is
-   float32 in both; a result is rounded once, when it is stored. Every row is computed alone and in
-   one order, so that neither the other rows nor the number of threads change a bit of it. */
+   float32 in both, and so is the residual; bfloat16 rounds where autocast does in the trainer. Every
+   row is computed alone and in one order, so that neither the other rows nor the number of threads
+   change a bit of it. */
 
 #include <math.h>
 #include <stdint.h>
@@ -28,6 +29,7 @@ typedef float real;
 static inline float load(real x) { return x; }
 static inline real store(float x) { return x; }
 #endif
+static inline float rounded(float x) { return load(store(x)); }
 
 /* exp for x <= 88, to 2 units in the last place, and NaN of NaN; written so that loops over it
    become vectors. */
@@ -49,29 +51,32 @@ static inline float exponential(float given) {
     return given == given ? poly * power : given;
 }
 
-static void norm_row(const float *x, const real *weight, float *out, int64_t n, float eps) {
+static inline float norm_factor(const float *x, int64_t n, float eps) {
     float sum = 0.0f;
     for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
-    float factor = 1.0f / sqrtf(sum / (float)n + eps);
+    return 1.0f / sqrtf(sum / (float)n + eps);
+}
+
+static void norm_row(const float *x, const real *weight, float *out, int64_t n, float eps) {
+    float factor = norm_factor(x, n, eps);
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * factor * load(weight[i]);
 }
 
 /* x [rows, n] += delta, unless that is NULL; out = RMSNorm(x) * weight. */
-int add_norm(real *x, const real *delta, const real *weight, real *out, int64_t rows, int64_t n,
+int add_norm(float *x, const real *delta, const real *weight, real *out, int64_t rows, int64_t n,
              float eps) {
-    float *sum = malloc(2 * (size_t)n * sizeof(float)), *normed = sum + n;
-    if (!sum) return 1;
+    float *normed = malloc((size_t)n * sizeof(float));
+    if (!normed) return 1;
     for (int64_t r = 0; r < rows; r++) {
-        real *at = x + r * n;
+        float *at = x + r * n;
         if (delta) {
             const real *more = delta + r * n;
-            for (int64_t i = 0; i < n; i++) at[i] = store(load(at[i]) + load(more[i]));
+            for (int64_t i = 0; i < n; i++) at[i] += load(more[i]);
         }
-        for (int64_t i = 0; i < n; i++) sum[i] = load(at[i]);
-        norm_row(sum, weight, normed, n, eps);
+        norm_row(at, weight, normed, n, eps);
         for (int64_t i = 0; i < n; i++) out[r * n + i] = store(normed[i]);
     }
-    free(sum);
+    free(normed);
     return 0;
 }
 
@@ -87,7 +92,11 @@ int rotate(real *x, const real *weight, const float *cosines, const float *sines
         for (int64_t h = 0; h < heads; h++) {
             real *at = x + (r * heads + h) * D;
             for (int64_t i = 0; i < D; i++) head[i] = load(at[i]);
-            if (weight) norm_row(head, weight, head, D, eps);
+            if (weight) { /* a projection's output is normed to its own dtype, then weighed */
+                float factor = norm_factor(head, D, eps);
+                for (int64_t i = 0; i < D; i++)
+                    head[i] = rounded(head[i] * factor) * load(weight[i]);
+            }
             for (int64_t i = 0; i < half; i++) {
                 float a = head[i], b = head[half + i];
                 at[i] = store(a * c[i] - b * s[i]);
@@ -103,7 +112,7 @@ int rotate(real *x, const real *weight, const float *cosines, const float *sines
 int silu_times(const real *gate, const real *up, real *out, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         float g = load(gate[i]);
-        out[i] = store(g / (1.0f + exponential(-g)) * load(up[i]));
+        out[i] = store(rounded(g / (1.0f + exponential(-g))) * load(up[i]));
     }
     return 0;
 }
@@ -225,8 +234,9 @@ static inline __attribute__((always_inline)) void attend_head(const Work *w, con
         float most = p[0], total = 0;
         for (int64_t t = 1; t < first + own; t++) most = p[t] > most ? p[t] : most;
         for (int64_t t = 0; t < first + own; t++) {
-            p[t] = exponential(p[t] - most);
-            total += p[t];
+            float share = exponential(p[t] - most);
+            total += share;
+            p[t] = rounded(share); /* the values are weighed in their own dtype */
         }
         for (int64_t i = 0; i < D; i++) sum[i] = 0;
         if (first) weigh(p, w->prompt_values + prompt, first, D, sum);

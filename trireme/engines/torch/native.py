@@ -63,7 +63,7 @@ class NativeOps:
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See PlainOps."""
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=weight.dtype)
         more = None if delta is None else delta.data_ptr()
         rows, width = x.shape
         self.invoke(

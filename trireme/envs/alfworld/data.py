@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.envs.env import write_splits
+from trireme.text import say
 
 HOW = (
     "set it to the folder that holds json_2.1.1 (alfworld-download makes one, and so does "
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         written = write_dataset(root, out, sizes, seed=options.seed, test=options.test_split)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    print(", ".join(f"{size} {name} games" for name, size in written.items()), "in", out)
+    say(", ".join(f"{size} {name} games" for name, size in written.items()), "in", out)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trireme.envs.alfworld.game import engine
 from trireme.files import write_text
+from trireme.text import say
 
 TASKS = (
     "pick_and_place_simple",
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("valid_unseen", options.test),
     ):
         made = make_games(options.out, split, count, options.seed, options.tasks)
-        print(f"{len(made)} games in {options.out / 'json_2.1.1' / split}")
+        say(f"{len(made)} games in {options.out / 'json_2.1.1' / split}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.envs.env import write_splits
+from trireme.text import say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [{"task_id": i, "target": ""} for i in range(options.train_size + options.test_size)]
     train, test = rows[: options.train_size], rows[options.train_size :]
     write_splits(out, {"train": train, "test": test})
-    print(f"{len(train)} train sessions, {len(test)} test sessions in {out}")
+    say(f"{len(train)} train sessions, {len(test)} test sessions in {out}")
 
 
 if __name__ == "__main__":

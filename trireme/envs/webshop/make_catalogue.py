@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.files import write_text
+from trireme.text import say
 
 KINDS = {
     "lamp": ("Home & Kitchen › Lighting › Table Lamps", "table lamps", ("color", "style")),
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     make_catalogue(options.folder, options.products, options.seed)
-    print(f"{options.products} products with a goal each in {options.folder}")
+    say(f"{options.products} products with a goal each in {options.folder}")
 
 
 if __name__ == "__main__":

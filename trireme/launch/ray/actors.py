@@ -243,6 +243,7 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
     async def open(self, spec: RunSpec) -> None:
         """Load tokenizer and tasks, and the newest weights where another command trains."""
         stage, plan = await self._open(spec), spec.plan
+        self._held.enter_context(stage.exploring())
         engine = self._engine
         assert engine is not None
         if plan.takes_turns:

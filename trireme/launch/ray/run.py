@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
-from rich.console import Console as Terminal
 
 from trireme.aio import GRACE_S, first_failure, running
 from trireme.config import Plan
@@ -46,6 +45,7 @@ from trireme.launch.stage import Stage, open_stage
 from trireme.launch.stop import Stop
 from trireme.launch.trainer_side import TrainerSide
 from trireme.monitor.console import Console
+from trireme.monitor.terminal import Terminal
 from trireme.serialize import decode
 
 STOP_S = 15.0
@@ -245,7 +245,7 @@ class Actors:
     def _actor(self, name: str, options: dict[str, Any], worker: type[Worker]) -> Watched:
         """Start a worker in an actor of its own, replacing an older actor of that name."""
         trains = worker in (TrainerWorker, FollowerWorker)
-        variables = environment_of(self._plan, trains=trains)
+        variables = environment_of(self._plan, trains=trains, explores=worker is ExplorerWorker)
         actor = RayActor.options(**options, runtime_env={"env_vars": variables})
         handle = actor.remote(worker, os.getcwd(), self._scratch)
         file = "trainer" if name.startswith("trainer_rank") else name
@@ -313,9 +313,10 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 """What names of secrets have: Ray shows an actor's environment to all who see its cluster."""
 
 
-def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
+def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[str, str]:
     """What an actor's process needs of ours: where modules lie, its threads, and what was set for
-    the network, torch and its engine. `trains`: it is one of the trainer's.
+    the network, torch and its engine. `trains`: it is one of the trainer's. `explores`: it has
+    `explorer.env_vars` from its beginning, but secrets, which it sets itself.
     """
     path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = 1
@@ -326,6 +327,8 @@ def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
         and name not in _KEPT_BACK
         and (name.startswith("TOKENIZERS_") or not any(part in name for part in _SECRET))
     }
+    theirs = plan.config.explorer.env_vars.items() if explores else ()
+    own = {n: v for n, v in theirs if n != "PYTHONPATH" and not any(s in n for s in _SECRET)}
     if plan.device == "cuda":
         threads = max((os.cpu_count() or 1) // plan.places_per_node, 1)
         # CUDA lends no memory of that kind to other processes everywhere
@@ -337,4 +340,5 @@ def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([*path, *filter(os.path.isdir, sys.path[:1])])),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         **variables,
+        **own,
     }

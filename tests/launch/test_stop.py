@@ -1,0 +1,90 @@
+"""A run that is asked to end does so in its time, whatever holds the main thread."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.limits import HANG_S
+
+STUCK = """
+    import asyncio, ctypes, os, sys, types
+    from trireme.launch.stop import Stop
+    sys.modules["trireme.trainer.trainer"] = types.ModuleType("small")  # the other loads torch
+    sys.modules["trireme.trainer.trainer"].Stopped = InterruptedError
+
+    async def work():
+        library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+        library.pthread_mutex_lock(lock)
+        print("stuck", flush=True)
+        library.pthread_mutex_lock(lock)  # for ever: no signal interrupts it, no handler runs
+
+    stop = Stop()
+    stop.limit = 1.0 if sys.argv[1] == "short" else 600.0
+    stop.listen()
+    stop.run(work())
+"""
+FORKS = """
+    import asyncio, os, signal, sys, time, types
+    from trireme.launch.stop import Stop
+    sys.modules["trireme.trainer.trainer"] = types.ModuleType("small")  # the other loads torch
+    sys.modules["trireme.trainer.trainer"].Stopped = InterruptedError
+
+    async def work():
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+            print("stuck", flush=True)
+            time.sleep(600)
+        await asyncio.to_thread(sys.stdin.readline)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        await asyncio.sleep(1)
+
+    stop = Stop()
+    stop.listen()
+    stop.run(work())
+    print("asked:", stop.number)
+"""
+
+
+@contextmanager
+def program(text: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that has printed `stuck`."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", textwrap.dedent(text), *words]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "stuck\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_main_thread_that_a_library_holds_ends_by_the_time_limit() -> None:
+    with program(STUCK, "short") as process:
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=HANG_S)
+    first, last = said.splitlines()
+    assert first.startswith("SIGTERM: ending at the next safe point, in 1 s at most")
+    assert last.startswith("SIGTERM: ended after 1 s (cluster.stop_timeout)")
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_second_control_c_ends_it_at_once() -> None:
+    with program(STUCK, "long") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None and "ending at" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=HANG_S)
+    assert said == "ended at once by a second Ctrl-C\n" and process.returncode == 130
+
+
+def test_a_signal_to_a_child_is_none_to_the_run() -> None:
+    with program(FORKS) as process:
+        out, said = process.communicate("go\n", timeout=HANG_S)
+    assert (out, process.returncode) == ("asked: None\n", 0), said

@@ -1,0 +1,257 @@
+"""Connections: how many a server holds, and how long one may keep it waiting.
+
+- A request's head is there in `HEAD_S` seconds, from its first byte or the connection's beginning;
+  what is left of a body after its answer takes no longer. A client that takes nothing of its answer
+  for `UNREAD_S` seconds is gone. Times of bodies are `limits.py`'s.
+- An address has three quarters of the connections that there may be. Where there are too many, the
+  one that has kept the server waiting longest is closed: one without a whole request, or behind a
+  wrong key; then one between two requests. One whose request is being answered never is: then the
+  newest is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import resource
+from collections import OrderedDict
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_S = 10.0
+UNREAD_S = 60.0
+MOST_CONNECTIONS = 16384
+LEAST_CONNECTIONS = 64
+"""Even where the process may open few files."""
+SPARE_FILES = 256
+"""What the process may open besides: weights, databases, the engine's own."""
+WAITS = "trireme.waits"
+"""In an ASGI scope: to be called where an answer is held back, and its connection may be closed."""
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
+_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class State(Enum):
+    """What a connection does; the first two may be closed to make room, in this order."""
+
+    WAITING = 0
+    """The server waits for a request."""
+    IDLE = 1
+    """Between two requests."""
+    ANSWERED = 2
+
+
+class Places:
+    """Those of one address, or of all, by what they do and since when."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.by_state: dict[State, OrderedDict[Connection, None]] = {
+            s: OrderedDict() for s in State
+        }
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_state.values()))
+
+    def put(self, connection: Connection, state: State | None) -> None:
+        """It does this now; None: it has ended."""
+        for other, members in self.by_state.items():
+            if other is not state:
+                members.pop(connection, None)
+        if state is not None:
+            self.by_state[state].setdefault(connection)
+
+    def make_room(self) -> bool:
+        """Whether one more fits, where one that is quiet may be closed for it."""
+        if len(self) < self.most:
+            return True
+        for state in (State.WAITING, State.IDLE):
+            if members := self.by_state[state]:
+                next(iter(members)).drop()
+                return True
+        return False
+
+
+class Connections:
+    """All connections of one server."""
+
+    def __init__(self, most: int | None = None) -> None:
+        """`most`: in all; None: what the process may open."""
+        self.all = Places(most or most_connections())
+        self.by_address: dict[str, Places] = {}
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether there is room for it, and for its address."""
+        most = max(self.all.most * 3 // 4, 1)
+        own = self.by_address.get(connection.address) or Places(most)
+        if not (own.make_room() and self.all.make_room()):
+            return False
+        self.by_address[connection.address] = own
+        self.put(connection, State.WAITING)
+        return True
+
+    def put(self, connection: Connection, state: State | None) -> None:
+        """See Places."""
+        self.all.put(connection, state)
+        own = self.by_address.get(connection.address)
+        if own is not None:
+            own.put(connection, state)
+            if not len(own):
+                del self.by_address[connection.address]
+
+
+class Connection(H11Protocol):
+    """One client's connection. uvicorn's, with limits."""
+
+    def __init__(self, connections: Connections, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._places = connections
+        self._admitted = False
+        self._held_back: Any = None
+        self._late: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self.address = ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self.address = address_of(self.client[0] if self.client else "")
+        self._admitted = self._places.admit(self)
+        if self._admitted:
+            self._look()
+        else:
+            transport.write(_FULL)
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if not self.transport.is_closing():
+            super().data_received(data)
+            self._look()
+
+    def on_response_complete(self) -> None:
+        """See H11Protocol."""
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().pause_writing()
+        self._look_at_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().resume_writing()
+        self._unread = _ended(self._unread)
+
+    def drop(self) -> None:
+        """Close it, to make room."""
+        self._forget()
+        self.transport.abort()
+
+    def wait(self) -> None:
+        """The answer to its present request is held back."""
+        self._held_back = self.cycle
+        self._look()
+
+    def _look(self) -> None:
+        """After every event: what it does now, and whether a request is due."""
+        if self.transport.is_closing() or not self._admitted:
+            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            self.scope.setdefault(WAITS, self.wait)  # pyright: ignore
+            waits = cycle.more_body or cycle is self._held_back
+            state, due = (State.WAITING if waits else State.ANSWERED), False
+        else:
+            begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+            due = cycle is None or begun
+            state = State.WAITING if due else State.IDLE
+        self._places.put(self, state)
+        if not due:
+            self._late = _ended(self._late)
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_S, self._is_late)
+
+    def _is_late(self) -> None:
+        self._late = None
+        if not self.transport.is_closing():
+            if self.conn.their_state is h11.IDLE:
+                self.transport.write(_LATE)
+            self.transport.close()
+
+    def _look_at_reader(self, size: int) -> None:
+        """Look again whether the client has taken some of so many bytes that wait for it."""
+
+        def look() -> None:
+            left = self.transport.get_write_buffer_size()
+            if left < size:
+                self._look_at_reader(left)
+            else:
+                self.drop()
+
+        self._unread = _ended(self._unread) or self.loop.call_later(UNREAD_S, look)
+
+    def _forget(self) -> None:
+        self._late, self._unread = _ended(self._late), _ended(self._unread)
+        if self._admitted:
+            self._admitted = False
+            self._places.put(self, None)
+
+
+def _ended(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def server_config(app: Any, **options: Any) -> uvicorn.Config:
+    """How uvicorn serves an app: the one place that says it."""
+    protocol = cast(Any, partial(Connection, Connections()))
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        # who asks is who has the connection: a header could name anybody
+        proxy_headers=False,
+        lifespan="off",  # no app has one, and uvicorn's own complains where an end is forced
+        **options,
+    )
+
+
+def most_connections() -> int:
+    """How many the process may hold; its limit on open files is raised as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + SPARE_FILES
+    if 0 <= soft < wanted:
+        soft = wanted if hard < 0 else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    files = Path("/proc/self/fd")
+    is_open = len(os.listdir(files)) if files.exists() else 0
+    free = soft - is_open - SPARE_FILES if soft >= 0 else MOST_CONNECTIONS
+    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, free))
+
+
+def address_of(host: str) -> str:
+    """Whose connection it is: an address, or the network of 64 bits that one client has of IPv6."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        if not address.is_loopback:
+            return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)

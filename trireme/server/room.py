@@ -1,0 +1,100 @@
+"""Room: what a request's body may hold, counted in its bytes before they become objects.
+
+A value of two bytes on the wire takes a hundred in memory, and an object of three a microsecond in
+every place that looks at it: bytes alone bound neither. What stands outside of texts is counted
+piece by piece, at the speed of a copy, so that a body is refused at its first value too many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+PIECE = 2**18
+"""Bytes that are looked at between two looks of other threads."""
+MAX_BODY = 16 * 2**20
+"""Bytes of any request, weights aside: one character beyond Latin-1 makes four of each while they
+are read."""
+BESIDE = 2**20
+"""Bytes of a conversation's tools and options, beside what its tokens may take."""
+DEEPEST = 100
+"""Lists and objects in each other; schemas of tools have some tens."""
+CONVERSATIONS = ("chat/completions", "messages", "messages/count_tokens", "responses")
+"""APIs behind `/v1/` with one conversation in a request."""
+
+_BRACKETS = b"[]{}"
+_OTHERS = bytes(set(range(256)) - set(_BRACKETS))
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+@dataclass(frozen=True)
+class Room:
+    """The most that a body may hold."""
+
+    bytes: int
+    values: int
+    keys: int
+    lists: int
+    """Objects count, too."""
+
+
+class NoRoom(ValueError):
+    """A body that holds more."""
+
+
+def room_of(path: str, max_text: int) -> Room:
+    """The room of a route. `max_text`: characters of a conversation, see `Rollouts.max_text`."""
+    if path.partition("/v1/")[2] in CONVERSATIONS:
+        size = min(MAX_BODY, 4 * max_text + BESIDE)  # a character has up to four bytes
+        return Room(size, values=2**16, keys=2**16, lists=2**15)
+    # of many prompts: `engines/servers.py` sends 2**20 ids and 16,384 generations at most
+    return Room(MAX_BODY, values=2**21, keys=2**19, lists=2**17)
+
+
+def look_inside(body: bytes, room: Room) -> None:
+    """Raise NoRoom for a body that holds more than it may, or nests deeper; where it is no JSON
+    nothing is said of what comes after that.
+    """
+    values, keys, lists, depth = 1, 0, 0, 0
+    inside, rest = False, b""
+    for start in range(0, len(body), PIECE):
+        piece = rest + body[start : start + PIECE]
+        # of backslashes at a border only the last may belong to what comes
+        run = len(piece) - len(piece.rstrip(b"\\"))
+        rest = b"\\" if run % 2 else b""
+        piece = piece[: len(piece) - len(rest)]
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[inside::2])
+        inside ^= len(parts) % 2 == 0
+        values += outside.count(b",")
+        keys += outside.count(b":")
+        brackets = outside.translate(None, _OTHERS)
+        lists += brackets.count(b"[") + brackets.count(b"{")
+        for name, found, most in (
+            ("lists and objects", lists, room.lists),
+            ("keys", keys, room.keys),
+            ("values", values, room.values),
+        ):
+            if found > most:
+                raise NoRoom(f"the request's body holds {found} {name} or more: expected at most "
+                             f"{most} in one request")  # fmt: skip
+        depth = _deepest(brackets, depth)
+        if depth < 0:
+            return  # no JSON: its reader says so
+
+
+def _deepest(brackets: bytes, depth: int) -> int:
+    """The depth behind some brackets; -1 where more are closed than were opened."""
+
+    def step(depth: int, bracket: int) -> int:
+        depth += _STEPS[bracket] if depth >= 0 else 0
+        if depth > DEEPEST:
+            raise NoRoom(
+                f"the request's body is nested too deeply: expected at most {DEEPEST} lists and "
+                "objects in each other"
+            )
+        return depth
+
+    return reduce(step, brackets, depth)
