@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import trireme.registry
+from trireme.extensions import KINDS
 from trireme.registry import Registry
 from trireme.workflows.swift import NAMES as SWIFT_NAMES
 
@@ -74,26 +75,21 @@ def test_a_file_in_the_working_folder_is_found_by_its_path(
 REGISTRIES = [thing for thing in vars(trireme.registry).values() if isinstance(thing, Registry)]
 
 
+def test_every_kind_of_name_has_one_registry() -> None:
+    assert Counter(registry._kind for registry in REGISTRIES) == Counter(KINDS)
+
+
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda given: given.name)
-def test_the_names_that_are_read_are_those_that_are_registered(registry: Registry) -> None:
-    known = registry.built_in()
-    for module in registry._home:
-        importlib.import_module(module)
-    assert {*registry._built_in} == {*known} == {*registry._at_home}
-    assert all(registry.get(name) is not None for name in known)
-
-
-def _register_at_home(registry: Registry, name: str) -> None:
-    """As the first file of its home does while it is imported."""
-    code = compile(f"registry.register({name!r})(type(registry))", "home", "exec")
-    exec(code, {"__name__": registry._home[0], "registry": registry})
+def test_every_built_in_name_can_be_looked_up(registry: Registry) -> None:
+    assert all(registry.get(name) is not None for name in registry.built_in())
 
 
 def test_a_user_may_give_a_built_in_name_to_another_thing_of_ours() -> None:
     code = (
         "from trireme.registry import ALGORITHMS, REWARDS\n"
         "from trireme.rewards.math import format_reward\n"
-        "from trireme.workflows.loss_scale import SCALES, by_patterns\n"
+        "from trireme.registry import SCALES\n"
+        "from trireme.workflows.loss_scale import by_patterns\n"
         "for registry, name, thing in (\n"
         "    (REWARDS, 'math_reward', format_reward),\n"
         "    (SCALES, 'react', by_patterns(('x', 0.0))),\n"
@@ -126,27 +122,22 @@ def test_only_the_file_that_gives_a_name_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_users_name_stays_when_the_built_in_one_is_imported_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    registry = Registry("thing", home=["trireme.data.selectors"], by="SELECTORS.register")
-    with caplog.at_level(logging.WARNING):
-        registry.register("shuffle")(dict)
-    assert "'shuffle' of builtins:dict replaces the built-in one" in caplog.text
-    _register_at_home(registry, "shuffle")
-    assert registry.get("shuffle") is dict
-    assert registry.built_in()[:2] == ["sequential", "shuffle"]
+def test_a_users_name_stays_when_the_file_of_the_built_in_one_is_imported_later() -> None:
+    code = (
+        "from trireme.registry import SELECTORS\n"
+        "SELECTORS.register('shuffle')(dict)\n"
+        "import trireme.data.selectors\n"
+        "assert SELECTORS.get('shuffle') is dict\n"
+        "assert SELECTORS.built_in()[:2] == ['sequential', 'shuffle']\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'shuffle' of builtins:dict replaces the built-in one" in done.stderr
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_users_path_goes_over_a_built_in_name_whenever_that_is_imported(late: bool) -> None:
-    registry = Registry("thing", home=["trireme.data.selectors"], by="SELECTORS.register")
-    theirs = Registry("thing", default_mapping={"shuffle": "collections.Counter"})
-    if not late:
-        registry.adopt(theirs)
-    _register_at_home(registry, "shuffle")
-    if late:
-        registry.adopt(theirs)
+def test_a_users_path_goes_over_a_built_in_name() -> None:
+    registry = Registry("thing", kind="data_selector")
+    registry.adopt(Registry("thing", default_mapping={"shuffle": "collections.Counter"}))
     assert registry.get("shuffle") is Counter
 
 

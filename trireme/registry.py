@@ -2,25 +2,24 @@
 
 A name is looked up in this order: registered by the user, built in, dotted path
 (`package.module.Name` or `my_file:name`). A user's name overrides a built-in and one line says so;
-two users' names collide loudly. What is built in is registered as users register theirs, by the
-decorators below, in the files that a registry's `home` names. These are read for the names that
-they give, and imported when one is looked up: importing them takes seconds.
+two users' names collide loudly. What is built in stands in manifests (extensions.py) and is
+imported when it is looked up: importing all of it takes seconds. Users register by the decorators
+below.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from difflib import get_close_matches
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, TypeVar
+
+from trireme.extensions import names_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +52,18 @@ class Registry(MutableMapping[str, Any]):
         name: str,
         default_mapping: Mapping[str, str] | None = None,
         *,
-        home: Sequence[str] = (),
-        by: str = "",
+        kind: str | None = None,
         refused: Mapping[str, str] | None = None,
     ) -> None:
-        """`home`: the modules that register what is built in, by the word `by` (a pattern) at the
-        start of a line. `refused`: name of another system -> what is said to who uses it.
+        """`kind`: the table of the manifests whose names are built in. `refused`: names of other
+        systems, each with the sentence that tells the user what to name instead.
 
         `default_mapping`: name -> dotted path, imported on first use.
         """
         self.name = name
-        self._home, self._by = tuple(home), by
+        self._kind = kind
         self._refused = dict(refused or {})
-        self._built_in: dict[str, Any] = dict(default_mapping or {})
+        self._paths: dict[str, str] = dict(default_mapping or {})
         self._registered: dict[str, Any] = {}
         self._of_paths: dict[str, Any] = {}
         self._removed: set[str] = set()
@@ -75,8 +73,8 @@ class Registry(MutableMapping[str, Any]):
         return sorted(self)
 
     def built_in(self) -> list[str]:
-        """Names that are not a user's, in the order of the files that give them."""
-        names = dict.fromkeys([*self._at_home, *self._built_in])
+        """Names that no user registered, in the order of the manifests."""
+        names = dict.fromkeys([*self._provided, *self._paths])
         return [name for name in names if name not in self._removed]
 
     def get(self, key: str | None, default: Any = _RAISE, *, kind: str = "") -> Any:
@@ -94,12 +92,9 @@ class Registry(MutableMapping[str, Any]):
             raise UnknownName(f"{kind} '{key}' was removed by a plug-in")
         if key in self._registered:
             return self._registered[key]
-        if key in self._at_home and key not in self._built_in:
-            importlib.import_module(self._at_home[key])
-        if key in self._built_in:
-            thing = self._built_in[key]
-            if isinstance(thing, str):
-                thing = self._registered[key] = _import_path(thing, kind=kind)
+        path = self._paths.get(key) or self._provided.get(key)
+        if path is not None:
+            thing = self._registered[key] = _import_path(path, kind=kind)
             return thing
         if key in self._refused:
             raise UnknownName(f"{kind} '{key}' {self._refused[key]}")
@@ -125,9 +120,6 @@ class Registry(MutableMapping[str, Any]):
         """
         if module_cls is None:
             return lambda cls: self.register_module(module_name, cls, force, lazy)
-        if self._is_at_home():  # a path that a user gave for the name stays
-            self._built_in.setdefault(module_name, module_cls)
-            return module_cls
         taken, replaces = self._registered.get(module_name), module_name in self.built_in()
         self._removed.discard(module_name)
         if taken is not None and not replaces and not force:
@@ -145,7 +137,7 @@ class Registry(MutableMapping[str, Any]):
                 _where(module_cls),
             )
         if lazy and isinstance(module_cls, str):
-            self._built_in[module_name] = module_cls
+            self._paths[module_name] = module_cls
         else:
             self._registered[module_name] = module_cls
         return module_cls
@@ -156,7 +148,7 @@ class Registry(MutableMapping[str, Any]):
 
     def adopt(self, other: Registry) -> None:
         """Take over what another registry of the same kind knows."""
-        self._built_in.update(other._built_in)
+        self._paths.update(other._paths)
         for name, thing in other._registered.items():
             self.register_module(name, thing)
 
@@ -186,7 +178,7 @@ class Registry(MutableMapping[str, Any]):
             self._removed.add(name)
 
     def __contains__(self, name: object) -> bool:
-        known = (self._registered, self._at_home, self._built_in)
+        known = (self._registered, self._provided, self._paths)
         return name not in self._removed and any(name in names for names in known)
 
     def __iter__(self) -> Iterator[str]:
@@ -205,22 +197,9 @@ class Registry(MutableMapping[str, Any]):
         self.update(other)
         return self
 
-    @cached_property
-    def _at_home(self) -> dict[str, str]:
-        """Built-in name -> the module that registers it."""
-        line = re.compile(rf'^(?:@|\w+ = )?(?:{self._by})\(\s*"(\w+)"', re.MULTILINE)
-        return {name: module for module in self._home for name in line.findall(_source(module))}
-
-    def _is_at_home(self) -> bool:
-        """Whether a file of `home` is being imported: what is registered then is built in, and all
-        else is a user's, also where it is made of our classes and functions.
-        """
-        frame = inspect.currentframe()
-        while frame is not None:
-            if frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] in self._home:
-                return True
-            frame = frame.f_back
-        return False
+    @property
+    def _provided(self) -> Mapping[str, str]:
+        return names_of(self._kind) if self._kind else {}
 
 
 def is_path(key: str) -> bool:
@@ -290,40 +269,18 @@ def _import_path(path: str, *, kind: str) -> Any:
     return getattr(module, attribute)
 
 
-def _source(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, module
-    return Path(spec.origin).read_text(encoding="utf-8")
-
-
 def _where(thing: Any) -> str:
     code = getattr(thing, "__code__", None)
     name = getattr(thing, "__qualname__", repr(thing))
     return f"{code.co_filename if code else getattr(thing, '__module__', '?')}:{name}"
 
 
-_ALGORITHMS, _WORKFLOWS, _REWARDS = "trireme.algorithms", "trireme.workflows", "trireme.rewards"
-
-ALGORITHMS = Registry(
-    "algorithm.algorithm_type", home=[f"{_ALGORITHMS}.table"], by="algorithm|ALGORITHMS.register"
-)
-ADVANTAGES = Registry(
-    "algorithm.advantage_fn",
-    home=[f"{_ALGORITHMS}.advantage", f"{_ALGORITHMS}.token_advantage"],
-    by="advantage",
-)
-POLICY_LOSSES = Registry(
-    "algorithm.policy_loss_fn",
-    home=[f"{_ALGORITHMS}.policy_loss", f"{_ALGORITHMS}.sequence_loss"],
-    by="policy_loss",
-)
-KLS = Registry("algorithm.kl_loss_fn", home=[f"{_ALGORITHMS}.kl"], by="kl_loss")
-ENTROPIES = Registry(
-    "algorithm.entropy_loss_fn", home=[f"{_ALGORITHMS}.kl"], by="ENTROPIES.register"
-)
-SAMPLES = Registry(
-    "algorithm.sample_strategy", home=[f"{_ALGORITHMS}.sample"], by="SAMPLES.register"
-)
+ALGORITHMS = Registry("algorithm.algorithm_type", kind="algorithm")
+ADVANTAGES = Registry("algorithm.advantage_fn", kind="advantage")
+POLICY_LOSSES = Registry("algorithm.policy_loss_fn", kind="policy_loss")
+KLS = Registry("algorithm.kl_loss_fn", kind="kl_loss")
+ENTROPIES = Registry("algorithm.entropy_loss_fn", kind="entropy_loss")
+SAMPLES = Registry("algorithm.sample_strategy", kind="sample_strategy")
 
 advantage = ADVANTAGES.register
 """Decorator: an advantage `(rewards [N], groups [N], *, options) -> [N]` by this name."""
@@ -334,19 +291,7 @@ kl_loss = KLS.register
 
 WORKFLOWS = Registry(
     "workflow",
-    home=[
-        *(f"{_WORKFLOWS}.{name}" for name in ("single_turn", "gym", "alfworld", "webshop")),
-        f"{_WORKFLOWS}.scheduled",
-        f"{_WORKFLOWS}.command",
-        f"{_WORKFLOWS}.shared",
-        f"{_WORKFLOWS}.raft",
-        f"{_WORKFLOWS}.agentscope",
-        f"{_WORKFLOWS}.harbor",
-        f"{_WORKFLOWS}.sciworld",
-        f"{_WORKFLOWS}.intercode",
-        f"{_WORKFLOWS}.email_search",
-    ],
-    by="workflow",
+    kind="workflow",
     refused={
         **dict.fromkeys(
             ("simple_mm_workflow", "async_simple_mm_workflow"),
@@ -355,41 +300,34 @@ WORKFLOWS = Registry(
         ),
     },
 )
-MULTI_TURNS = Registry(
-    "multi-turn scheduler",
-    home=[f"{_WORKFLOWS}.{name}" for name in ("math_tips", "tool_calls", "gym_scheduler")],
-    by="MULTI_TURNS.register",
-)
+MULTI_TURNS = Registry("multi-turn scheduler", kind="multi_turn")
 """Schedulers of conversations: see workflows/scheduler.py. `multi_turns` for plug-ins."""
-ENVS = Registry("environment")
+ENVS = Registry("environment", kind="environment")
 """Those of the gym scheduler. `gym_envs` for plug-ins."""
-CONTEXT_MANAGERS = Registry("context manager")
+CONTEXT_MANAGERS = Registry("context manager", kind="context_manager")
 
 workflow = WORKFLOWS.register
 """Decorator: an async function `(task, model)`, or a Workflow class, by this name."""
 
 REWARDS = Registry(
     "reward",
-    home=[f"{_REWARDS}.math", f"{_REWARDS}.sandbox"],
-    by="reward",
+    kind="reward",
     refused={
         "rm_gallery_reward": "asks the package rm-gallery, which is not used here: judge asks "
         "a model of explorer.auxiliary_models"
     },
 )
-ORMS = Registry(
-    "reward function",
-    home=[f"{_REWARDS}.{name}" for name in ("orm", "judge", "reward_model")],
-    by="ORMS.register",
-)
+ORMS = Registry("reward function", kind="reward_function")
 """Rewards that see a task's rollouts together: see rewards/orm.py. `orms` for plug-ins."""
 RM_PLUGINS = Registry(
     "reward model plug-in",
+    kind="reward_model_plugin",
     refused={"genrm": "asks a language model for a score: the rewards judge and rubric do that"},
 )
 """Functions `(scores, task) -> scores`: see rewards/reward_model.py. ms-swift's `rm_plugins`."""
 CALLBACKS = Registry(
     "trainer.callbacks",
+    kind="callback",
     refused=dict.fromkeys(
         ("early_stop", "lisa", "adalora", "perf_log", "graceful_exit", "deepspeed_elastic"),
         "is one of ms-swift's own, which is not here: expected a class of a plug-in",
@@ -400,21 +338,25 @@ CALLBACKS = Registry(
 reward = REWARDS.register
 """Decorator: a function `(task, answer, *, options)` or a RewardFn class by this name."""
 
-_JUICER = "trireme.pipeline.data_juicer"
-OPERATORS = Registry(
-    "experience operator", home=["trireme.pipeline.operators", _JUICER], by="operator"
-)
-TASK_OPERATORS = Registry("task operator", home=[_JUICER], by="task_operator")
+OPERATORS = Registry("experience operator", kind="operator")
+TASK_OPERATORS = Registry("task operator", kind="task_operator")
 
 operator = OPERATORS.register
 """Decorator: a function `(experiences, *, options)` or an ExperienceOperator, by this name."""
 task_operator = TASK_OPERATORS.register
 """Decorator: a function `(rows, *, options) -> rows` by this name."""
 
-SELECTORS = Registry("data_selector", home=["trireme.data.selectors"], by="SELECTORS.register")
+SELECTORS = Registry("data_selector", kind="data_selector")
 """Orders of a taskset's rows: see data/selectors.py."""
 
-TRACKERS = Registry("monitor.monitor_type", home=["trireme.monitor.trackers"], by="tracker")
+TRACKERS = Registry("monitor.monitor_type", kind="tracker")
 
 tracker = TRACKERS.register
 """Decorator: a Tracker class, or a function `(metrics, step, part)`, by this name."""
+
+FORMATS = Registry("tool_call_parser", kind="tool_call_parser")
+"""How models write tool calls: see model/tool_calls.py."""
+TOOLS = Registry("tool", kind="tool")
+"""Functions that a model may call: see workflows/tool_calls.py."""
+SCALES = Registry("loss scale", kind="loss_scale")
+"""Weights of a reply's pieces in the loss: see workflows/loss_scale.py."""

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from trireme.algorithms.part import AtLeast0
 from trireme.config.options import Share
-from trireme.registry import advantage
 
 
 def by_group(groups: Tensor) -> Iterator[Tensor]:
@@ -36,7 +35,6 @@ def takes_one_rollout(function: Any) -> Any:
     return function
 
 
-@advantage("grpo")
 def grpo(
     rewards: Tensor,
     groups: Tensor,
@@ -84,10 +82,6 @@ def grpo(
     return advantages
 
 
-advantage("grpo_verl")(grpo)
-
-
-@advantage("reinforceplusplus_baseline")
 def reinforceplusplus_baseline(
     rewards: Tensor,
     groups: Tensor,
@@ -106,7 +100,6 @@ def reinforceplusplus_baseline(
     return centred / (measured.std() + epsilon) if len(measured) > 1 else centred
 
 
-@advantage("gdpo")
 def gdpo(
     groups: Tensor,
     reward_parts: Tensor,
@@ -138,7 +131,6 @@ def gdpo(
     return (summed - summed[counts].mean()) / (summed[counts].std() + epsilon)
 
 
-@advantage("dapo")
 def dapo(
     rewards: Tensor,
     groups: Tensor,
@@ -207,7 +199,6 @@ def counted(rewards: Tensor, groups: Tensor, runs: Tensor | None) -> Tensor:
     return counts
 
 
-@advantage("step_wise_grpo")
 def step_wise_grpo(
     rewards: Tensor,
     groups: Tensor,
@@ -237,7 +228,6 @@ def step_wise_grpo(
     return scores[run_of]
 
 
-@advantage("gigpo")
 def gigpo(
     rewards: Tensor,
     groups: Tensor,
@@ -293,13 +283,11 @@ def _centred(values: Tensor, groups: Tensor, divide: bool, epsilon: float) -> Te
     return out
 
 
-@advantage("reinforce")
 def reinforce(rewards: Tensor) -> Tensor:
     """A = R (REINFORCE, Williams 1992)."""
     return rewards.clone()
 
 
-@advantage("rloo")
 def rloo(rewards: Tensor, groups: Tensor, runs: Tensor | None = None) -> Tensor:
     """A = (R - mean) n / (n - 1): R less the mean of the others (RLOO, arXiv:2402.14740).
 
@@ -313,7 +301,6 @@ def rloo(rewards: Tensor, groups: Tensor, runs: Tensor | None = None) -> Tensor:
     return _each_group(rewards, groups, runs, score)
 
 
-@advantage("opmd")
 def opmd(
     rewards: Tensor,
     groups: Tensor,
@@ -343,10 +330,6 @@ def opmd(
     return _each_group(rewards, groups, runs, score)
 
 
-advantage("opmd_verl")(opmd)
-
-
-@advantage("asymre")
 @takes_one_rollout
 def asymre(
     rewards: Tensor, groups: Tensor, runs: Tensor | None = None, *, baseline_shift: float = -0.1
@@ -364,10 +347,6 @@ def asymre(
     return _each_group(rewards, groups, runs, score)
 
 
-advantage("asymre_verl")(asymre)
-
-
-@advantage("rec")
 def rec(
     rewards: Tensor,
     groups: Tensor,
@@ -404,7 +383,6 @@ def rec(
     return _each_group(rewards, groups, runs, score)
 
 
-@advantage("remax")
 def remax(rewards: Tensor, groups: Tensor, runs: Tensor) -> Tensor:
     """A = R - R_greedy: the baseline is the task's greedy rollout, run 0 (arXiv:2310.10505).
 
@@ -419,7 +397,6 @@ def remax(rewards: Tensor, groups: Tensor, runs: Tensor) -> Tensor:
     return out
 
 
-@advantage("raft")
 @takes_one_rollout
 def raft(rewards: Tensor, groups: Tensor, *, min_reward: float = 0.0) -> Tensor:
     """A = 1 for a group's best, if R > `min_reward`; the rest is left out (arXiv:2304.06767)."""

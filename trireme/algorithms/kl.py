@@ -21,8 +21,6 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
-from trireme.registry import ENTROPIES, kl_loss
-
 LossAggMode = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
@@ -30,45 +28,38 @@ LOSS_AGG_MODES = get_args(LossAggMode)
 _EPSILON = 1e-8
 
 
-@kl_loss("none")
 def no_kl(logprobs: Tensor) -> Tensor:
     """0: no reference model is loaded."""
     return torch.zeros_like(logprobs)
 
 
-@kl_loss("k1")
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """log p - log q: unbiased in value, may be negative."""
     return logprobs - ref_logprobs
 
 
-@kl_loss("k2")
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """(log p - log q)^2 / 2: its gradient is that of the KL divergence on on-policy tokens."""
     return (logprobs - ref_logprobs).square() / 2
 
 
-@kl_loss("k3")
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(d) - 1 - d with d = log q - log p: unbiased in value and never negative."""
     difference = ref_logprobs - logprobs
     return difference.exp() - 1 - difference
 
 
-@kl_loss("low_var_kl")
 def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k3 with d kept within +-20 and the result within +-10."""
     difference = (ref_logprobs - logprobs).clamp(-20, 20)
     return (difference.exp() - 1 - difference).clamp(-10, 10)
 
 
-@kl_loss("abs")
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """|log p - log q|"""
     return (logprobs - ref_logprobs).abs()
 
 
-@kl_loss("corrected_k3")
 def corrected_k3(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None
 ) -> Tensor:
@@ -79,7 +70,6 @@ def corrected_k3(
     return (logprobs - old_logprobs).exp().clamp(0, 2) * estimate
 
 
-@kl_loss("sdar")
 def sdar(
     logprobs: Tensor, ref_logprobs: Tensor, *, gate_beta: Annotated[float, Gt(0)] = 5.0
 ) -> Tensor:
@@ -102,19 +92,16 @@ def adapted(
     return coefficient * (1 + error * count / horizon)
 
 
-@ENTROPIES.register("none")
 def no_entropy(logprobs: Tensor) -> Tensor:
     """0: no bonus."""
     return torch.zeros_like(logprobs)
 
 
-@ENTROPIES.register("default")
 def entropy(entropies: Tensor) -> Tensor:
     """-sum_v p(v) log p(v) of each trained token's distribution (A3C, arXiv:1602.01783)."""
     return entropies
 
 
-@ENTROPIES.register("mix")
 def own_entropy(entropies: Tensor, expert: Tensor) -> Tensor:
     """-sum_v p(v) log p(v) on the policy's own tokens, 0 on an expert's."""
     return entropies * ~expert

@@ -24,7 +24,6 @@ from torch import Tensor
 from trireme.algorithms.kl import LossAggMode, discounted_ahead, segment_mean, segment_sum
 from trireme.algorithms.part import Above0, AtLeast0
 from trireme.config.options import Share
-from trireme.registry import policy_loss
 
 Loss = TypeVar("Loss", bound=Callable)
 Reported = tuple[Tensor, dict[str, Tensor]]
@@ -58,7 +57,6 @@ def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@policy_loss("ppo")
 @idle_at_zero_advantage
 def ppo(
     logprobs: Tensor,
@@ -110,19 +108,16 @@ def ppo(
     return loss, reported
 
 
-@policy_loss("sft")
 def sft(logprobs: Tensor) -> Tensor:
     """-log p: the cross-entropy of the data's tokens."""
     return -logprobs
 
 
-@policy_loss("sft_is")
 def sft_is(logprobs: Tensor) -> Tensor:
     """-sg(p) log p: tokens that the policy finds unlikely weigh little (arXiv:2508.05629)."""
     return -logprobs.detach().exp() * logprobs
 
 
-@policy_loss("sft_phi")
 def sft_phi(logprobs: Tensor, *, cutoff_prob: Share = 1.0) -> Tensor:
     """-sg(p (1 - p)) log p: the tokens that are neither known nor hopeless (arXiv:2508.11408).
 
@@ -132,14 +127,12 @@ def sft_phi(logprobs: Tensor, *, cutoff_prob: Share = 1.0) -> Tensor:
     return -(p * (1 - p) * (p <= cutoff_prob)) * logprobs
 
 
-@policy_loss("opmd")
 @idle_at_zero_advantage
 def opmd(logprobs: Tensor, advantages: Tensor, *, tau: AtLeast0 = 1.0) -> Tensor:
     """-A log p / (1 + tau) (OPMD, arXiv:2505.17826)."""
     return -advantages * logprobs / (1 + tau)
 
 
-@policy_loss("importance_sampling")
 @idle_at_zero_advantage
 def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-A r: the policy gradient off its policy, unclipped."""
@@ -167,7 +160,6 @@ def second_moment_mask(
     return selected
 
 
-@policy_loss("m2po")
 @idle_at_zero_advantage
 @selects(second_moment_mask)
 def m2po(
@@ -187,7 +179,6 @@ def m2po(
     return -advantages * log_ratio.exp(), {"ppo_kl": -log_ratio.detach()}
 
 
-@policy_loss("dppo")
 def dppo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -210,7 +201,6 @@ def dppo(
     return loss, {"masked": masked.float(), "ppo_kl": -log_ratio.detach()}
 
 
-@policy_loss("cispo")
 @idle_at_zero_advantage
 def cispo(
     logprobs: Tensor,
@@ -238,7 +228,6 @@ def cispo(
     return loss, {"pg_clipfrac": (clipped != ratio).float()}
 
 
-@policy_loss("sapo")
 @idle_at_zero_advantage
 def sapo(
     logprobs: Tensor,
@@ -258,7 +247,6 @@ def sapo(
     return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
 
-@policy_loss("fipo")
 @idle_at_zero_advantage
 def fipo(
     logprobs: Tensor,
@@ -304,7 +292,6 @@ def fipo(
     return loss * influence, reported | {"influence": influence}
 
 
-@policy_loss("topr")
 @idle_at_zero_advantage
 def topr(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, advantage_threshold: float = 0.0
@@ -315,7 +302,6 @@ def topr(
     return -taper * advantages * logprobs
 
 
-@policy_loss("sppo")
 @idle_at_zero_advantage
 def sppo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, epsilon: AtLeast0 = 0.3
@@ -327,7 +313,6 @@ def sppo(
     return -advantages * log_ratio * inside, {"pg_clipfrac": (~inside).float()}
 
 
-@policy_loss("mix")
 def mix(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -358,7 +343,6 @@ def mix(
     return torch.where(expert, mu * sft(logprobs), (1 - mu) * loss), _own(reported, expert)
 
 
-@policy_loss("mix_chord")
 def mix_chord(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from types import EllipsisType
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ DIVERGENCES = {
 }
 """Terms of the loss -> their metrics' name, and the log-probabilities that they compare with."""
 Schema = Literal["experience", "sft", "dpo", "kto", "cpt"]
+_P = ParamSpec("_P")
 Given = str | Callable | EllipsisType
 """A part of an algorithm by name, or the function itself; `...` where it is not given."""
 
@@ -330,7 +331,7 @@ def _refuse_weights(
         )
 
 
-def algorithm(
+def recipe(
     name: str,
     *,
     like: str | None = None,
@@ -346,7 +347,8 @@ def algorithm(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     use: str = "",
 ) -> Recipe:
-    """Register an algorithm under `algorithm.algorithm_type: <name>`; see Recipe for the rest.
+    """Make an algorithm of its parts. `algorithm` also registers it, under its name as
+    `algorithm.algorithm_type`.
 
     What is not given is that of the algorithm `like`; without one, policy loss `ppo`, advantage
     `grpo`, and neither a KL nor an entropy term.
@@ -366,14 +368,25 @@ def algorithm(
         "options": options,
     }
     base = ALGORITHMS.get(like) or Recipe(name, policy_loss_fn="ppo", advantage_fn="grpo")
-    recipe = replace(
+    return replace(
         base,
         name=name,
         use=use,
         **{k: _named(PARTS[k], part) for k, part in parts.items() if part is not ...},
         **{field: value for field, value in others.items() if value is not None},
     )
-    return ALGORITHMS.register_module(name, recipe)
+
+
+def _registered(make: Callable[_P, Recipe]) -> Callable[_P, Recipe]:
+    @wraps(make)
+    def register(*args: _P.args, **kwargs: _P.kwargs) -> Recipe:
+        made = make(*args, **kwargs)
+        return ALGORITHMS.register_module(made.name, made)
+
+    return register
+
+
+algorithm = _registered(recipe)
 
 
 def row_of(algorithm_type: str) -> Recipe:

@@ -17,7 +17,6 @@ import torch
 from annotated_types import Ge
 
 from trireme.experience import Experience
-from trireme.registry import SAMPLES
 
 Sample = tuple[list[Experience], dict[str, float]]
 
@@ -40,22 +39,18 @@ def takes_once(strategy: Any) -> Any:
     return strategy
 
 
-@SAMPLES.register("default")
-@SAMPLES.register("warmup")
 @takes_once
 async def default(buffer: Takes, num: int) -> Sample:
     """The next `num` in the buffer's own order."""
     return await buffer.take(num), {}
 
 
-@SAMPLES.register("explore_step")
 @takes_once
 async def explore_step(buffer: Takes) -> Sample:
     """All experiences of one explore step, however many: on-policy where episodes differ."""
     return await buffer.take_step(), {}
 
 
-@SAMPLES.register("staleness_control")
 async def staleness_control(
     buffer: Takes, num: int, version: int, *, max_staleness: Annotated[float, Ge(0)] = math.inf
 ) -> Sample:
@@ -86,7 +81,6 @@ async def staleness_control(
     }
 
 
-@SAMPLES.register("mix")
 async def mix(
     buffer: Takes,
     num: int,

@@ -26,7 +26,6 @@ from trireme.algorithms.policy_loss import (
     log_ratio_of,
     selects,
 )
-from trireme.registry import policy_loss
 
 Loss = TypeVar("Loss", bound=Callable)
 
@@ -43,7 +42,6 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sample_ids: Tenso
     return (logprobs - logprobs.detach() + mean).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@policy_loss("gspo")
 @of_sequences
 @idle_at_zero_advantage
 def gspo(
@@ -74,7 +72,6 @@ def gspo(
     return torch.maximum(plain, clipped), reported
 
 
-@policy_loss("geo_mean")
 @of_sequences
 @idle_at_zero_advantage
 def geo_mean(
@@ -102,7 +99,6 @@ def geo_mean(
     return loss, {"pg_clipfrac": changed, "ppo_kl": -log_ratio.detach()}
 
 
-@policy_loss("vespo")
 @idle_at_zero_advantage
 def vespo(
     logprobs: Tensor,
@@ -162,7 +158,6 @@ def label_weights(
     return (slopes * samples_per_group)[first.cumsum(0) - 1]
 
 
-@policy_loss("real")
 @of_sequences
 @selects(label_weights)
 def real(logprobs: Tensor, old_logprobs: Tensor, *, tau: Above0 = 0.5) -> Reported:
@@ -176,7 +171,6 @@ def real(logprobs: Tensor, old_logprobs: Tensor, *, tau: Above0 = 0.5) -> Report
     return logprobs - old_logprobs, {"ppo_kl": (old_logprobs - logprobs).detach()}
 
 
-@policy_loss("dpo")
 @of_sequences
 def dpo(
     logprobs: Tensor,
@@ -213,7 +207,6 @@ def dpo(
     return loss[pair_index], reported
 
 
-@policy_loss("kto")
 @of_sequences
 def kto(
     logprobs: Tensor,
@@ -250,7 +243,6 @@ ClipMode = Literal["none", "one-side", "gspo-one-side", "two-side", "ring"]
 Weight = Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
 
 
-@policy_loss("rec")
 def rec(
     logprobs: Tensor,
     old_logprobs: Tensor,

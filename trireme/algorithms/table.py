@@ -5,23 +5,22 @@ An entry names its parts (recipes.py says how they come together); the YAML may 
 
 from __future__ import annotations
 
-from trireme.algorithms.recipes import algorithm
-from trireme.registry import ALGORITHMS
+from trireme.algorithms.recipes import recipe
 
-algorithm(
+sft = recipe(
     "sft",
     advantage=None,
     policy_loss="sft",
     schema="sft",
     use="Solved examples are at hand: the first stage.",
 )
-algorithm(
+cpt = recipe(
     "cpt",
     like="sft",
     schema="cpt",
     use="Plain text is at hand: the model takes in its domain.",
 )
-algorithm(
+dpo = recipe(
     "dpo",
     advantage=None,
     policy_loss="dpo",
@@ -29,7 +28,7 @@ algorithm(
     schema="dpo",
     use="Pairs of a better and a worse reply are at hand, and no reward.",
 )
-algorithm(
+kto = recipe(
     "kto",
     advantage=None,
     policy_loss="kto",
@@ -37,7 +36,7 @@ algorithm(
     schema="kto",
     use="Single replies with thumbs up or down are at hand, and no pairs.",
 )
-algorithm(
+grpo = recipe(
     "grpo",
     advantage="grpo",
     policy_loss="ppo",
@@ -45,25 +44,25 @@ algorithm(
     entropy="default",
     use="The default: a reward, and several rollouts a task.",
 )
-algorithm(
+ppo = recipe(
     "ppo",
     like="grpo",
     advantage="ppo",
     use="A critic tells which token was worth what: long replies, rewards on the way, one rollout.",
 )
-algorithm(
+reinforceplusplus = recipe(
     "reinforceplusplus",
     like="grpo",
     advantage="reinforceplusplus",
     use="One rollout a task and no critic: rewards are compared over the batch.",
 )
-algorithm(
+multi_step_grpo = recipe(
     "multi_step_grpo",
     like="grpo",
     advantage="step_wise_grpo",
     use="Episodes of many steps, one reward at the end.",
 )
-algorithm(
+gigpo = recipe(
     "gigpo",
     like="grpo",
     advantage="gigpo",
@@ -71,7 +70,7 @@ algorithm(
     options={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.2}},
     use="Episodes of many steps whose states come back, with rewards on the way.",
 )
-algorithm(
+dapo = recipe(
     "dapo",
     like="grpo",
     advantage="dapo",
@@ -79,7 +78,7 @@ algorithm(
     options={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.28}},
     use="Long runs on tasks that become easy: groups that teach nothing are sampled anew.",
 )
-algorithm(
+dr_grpo = recipe(
     "dr_grpo",
     like="grpo",
     kl="none",
@@ -87,39 +86,39 @@ algorithm(
     options={"advantage_fn": {"norm_by_std": False}},
     use="GRPO without its weights by length and by the group's spread.",
 )
-algorithm(
+gspo = recipe(
     "gspo",
     like="grpo",
     policy_loss="gspo",
     loss_agg_mode="seq-mean-token-mean",
     use="Mixtures of experts and long replies, where single tokens' ratios are noisy.",
 )
-algorithm(
+m2po = recipe(
     "m2po",
     like="grpo",
     policy_loss="m2po",
     kl="none",
     use="Very stale experiences: only the tokens that moved furthest are left out.",
 )
-algorithm(
+gdpo = recipe(
     "gdpo",
     like="grpo",
     advantage="gdpo",
     use="Several rewards of different scales, each compared by itself.",
 )
-algorithm(
+cispo = recipe(
     "cispo",
     like="grpo",
     policy_loss="cispo",
     use="Off-policy steps: clipped tokens still learn.",
 )
-algorithm(
+sapo = recipe(
     "sapo",
     like="grpo",
     policy_loss="sapo",
     use="A soft gate where a clip is harsh.",
 )
-algorithm(
+real = recipe(
     "real",
     like="grpo",
     policy_loss="real",
@@ -128,20 +127,20 @@ algorithm(
     group_size=8,
     use="Rewards that say right or wrong: a rollout's gradient is bounded, and none is idle.",
 )
-algorithm(
+fipo = recipe(
     "fipo",
     like="grpo",
     policy_loss="fipo",
     kl="none",
     use="Long reasoning: a token counts by how much of what follows it is being reinforced.",
 )
-algorithm(
+rloo = recipe(
     "rloo",
     like="grpo",
     advantage="rloo",
     use="Few rollouts a task: an unbiased baseline.",
 )
-algorithm(
+remax = recipe(
     "remax",
     like="grpo",
     advantage="remax",
@@ -150,14 +149,14 @@ algorithm(
     greedy_run=True,
     use="Two rollouts a task: the greedy one is the baseline.",
 )
-algorithm(
+opmd = recipe(
     "opmd",
     like="grpo",
     advantage="opmd",
     policy_loss="opmd",
     use="Stale experiences: no ratio, so no clip.",
 )
-algorithm(
+asymre = recipe(
     "asymre",
     like="opmd",
     advantage="asymre",
@@ -165,34 +164,34 @@ algorithm(
     entropy="none",
     use="Stale experiences: failures weigh less than successes.",
 )
-algorithm(
+topr = recipe(
     "topr",
     like="grpo",
     advantage="reinforce",
     policy_loss="topr",
     use="Stale experiences with rewards above and below 0.",
 )
-algorithm(
+sppo = recipe(
     "sppo",
     like="asymre",
     advantage="opmd",
     policy_loss="sppo",
     use="A linear surrogate inside a trust region.",
 )
-algorithm(
+rec = recipe(
     "rec",
     like="grpo",
     advantage="rec",
     policy_loss="rec",
     use="Research: clips, weights and regularizers in any combination.",
 )
-algorithm(
+raft = recipe(
     "raft",
     advantage="raft",
     policy_loss="sft",
     use="The simplest thing that learns from rewards: imitate your best replies.",
 )
-algorithm(
+mix = recipe(
     "mix",
     like="grpo",
     policy_loss="mix",
@@ -200,29 +199,28 @@ algorithm(
     sample="mix",
     use="A reward, and an expert's replies beside it.",
 )
-algorithm(
+mix_chord = recipe(
     "mix_chord",
     like="mix",
     policy_loss="mix_chord",
     use="mix, the expert's share falling as the run goes on.",
 )
-algorithm(
+on_policy_distill = recipe(
     "on_policy_distill",
     advantage="on_policy_distill",
     policy_loss="ppo",
     use="A larger model judges each token that the small one says.",
 )
-algorithm(
+rlsd = recipe(
     "rlsd",
     like="grpo",
     advantage="rlsd",
     kl="none",
     use="A reward says how good a rollout is, and a teacher which of its tokens made it so.",
 )
-algorithm(
+jsd = recipe(
     "jsd",
     like="on_policy_distill",
     advantage="jsd",
     use="The same with a divergence between the two directions.",
 )
-ALGORITHMS.register("grpo_verl")(ALGORITHMS.get("grpo"))

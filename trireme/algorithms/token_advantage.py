@@ -24,7 +24,6 @@ from trireme.algorithms.advantage import grpo
 from trireme.algorithms.part import Above0, AtLeast0
 from trireme.algorithms.policy_loss import MAX_LOG_RATIO
 from trireme.config.options import Share
-from trireme.registry import advantage
 
 Advantage = TypeVar("Advantage", bound=Callable)
 
@@ -38,7 +37,6 @@ def in_trainer(function: Advantage) -> Advantage:
     return function
 
 
-@advantage("ppo")
 @in_trainer
 def gae(
     token_rewards: Tensor,
@@ -66,7 +64,6 @@ def gae(
     return whiten(advantages), advantages + values
 
 
-@advantage("reinforceplusplus")
 @in_trainer
 def reinforceplusplus(
     token_rewards: Tensor, sample_ids: Tensor, *, gamma: Share = 1.0
@@ -82,7 +79,6 @@ def reinforceplusplus(
     return whiten(returns), returns
 
 
-@advantage("on_policy_distill")
 @in_trainer
 def on_policy_distill(
     teacher_logprobs: Tensor, old_logprobs: Tensor, *, kl_coef: AtLeast0 = 1.0
@@ -91,7 +87,6 @@ def on_policy_distill(
     return kl_coef * (teacher_logprobs - old_logprobs)
 
 
-@advantage("jsd")
 @in_trainer
 def jsd(
     teacher_logprobs: Tensor,
@@ -153,7 +148,6 @@ def starting_from(groups: Callable[..., Tensor]) -> Callable[[Advantage], Advant
     return mark
 
 
-@advantage("clipb")
 @in_trainer
 @starting_from(grpo)
 def clipb(advantages: Tensor, logprobs: Tensor, entropies: Tensor, *, mu: AtLeast0 = 2.5) -> Tensor:
@@ -172,7 +166,6 @@ def clipb(advantages: Tensor, logprobs: Tensor, entropies: Tensor, *, mu: AtLeas
     return advantages * ~clipped
 
 
-@advantage("clipv")
 @in_trainer
 @starting_from(grpo)
 def clipv(
@@ -202,7 +195,6 @@ def clipv(
     return out
 
 
-@advantage("rlsd")
 @in_trainer
 @starting_from(grpo)
 def rlsd(

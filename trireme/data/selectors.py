@@ -50,13 +50,11 @@ class Selection(Protocol):
         ...
 
 
-@SELECTORS.register("sequential")
 def sequential(rows: int, epoch: int, seed: int) -> Sequence[int]:
     """Row after row, the same in each epoch."""
     return range(rows)
 
 
-@SELECTORS.register("shuffle")
 def shuffle(rows: int, epoch: int, seed: int) -> Sequence[int]:
     """Each row once an epoch, in an order of its own for each epoch."""
     order = list(range(rows))
@@ -64,13 +62,11 @@ def shuffle(rows: int, epoch: int, seed: int) -> Sequence[int]:
     return order
 
 
-@SELECTORS.register("random")
 def uniform(rows: int, epoch: int, seed: int) -> Sequence[int]:
     """Rows drawn with replacement: some come twice in an epoch, some not at all."""
     return random.Random(f"random/{seed}/{epoch}").choices(range(rows), k=rows)
 
 
-@SELECTORS.register("offline_easy2hard")
 def offline_easy2hard(
     rows: int, epoch: int, seed: int, *, features: Sequence[Sequence[float]]
 ) -> Sequence[int]:
@@ -233,7 +229,6 @@ def selection(
     )
 
 
-@SELECTORS.register("difficulty_based")
 class DifficultyBased:
     """Draws rows by softmax(-|target_reward - expected pass rate| / tau); tau 0: the best ones.
 

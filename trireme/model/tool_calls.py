@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trireme.registry import Registry
+from trireme.registry import FORMATS
 from trireme.task import NO_JSON, object_or_text
 from trireme.text import all_joined, as_json, joined
 
@@ -69,18 +69,17 @@ class ToolFormat(NamedTuple):
     """Its replies are not plain text without calls either."""
 
 
-FORMATS = Registry("tool_call_parser", home=[__name__], by="tool_format")
+def tool_format(**options: Any) -> Callable[[Reader], Reader]:
+    """Decorate a reader with what else its format has: the other fields of ToolFormat."""
 
-
-def tool_format(*names: str, **options: Any) -> Callable[[Reader], Reader]:
-    """Decorator: a reader as the format of these names, the first of which is ours."""
-
-    def register(read: Reader) -> Reader:
-        for name in names:
-            FORMATS.register_module(name, ToolFormat(read, **options))
+    def mark(read: Reader) -> Reader:
+        setattr(read, _FORM, ToolFormat(read, **options))
         return read
 
-    return register
+    return mark
+
+
+_FORM = "tool_format"
 
 
 def format_of(name: str | None, template: str = "") -> ToolFormat:
@@ -89,20 +88,16 @@ def format_of(name: str | None, template: str = "") -> ToolFormat:
     Raises ValueError for an unknown name.
     """
     if name is None:
-        known = [FORMATS.get(one) for one in FORMATS.built_in()]
+        known = map(format_of, FORMATS.built_in())
         marked = (f for f in known if any(mark in template for mark in f.marks))
-        return next(marked, FORMATS.get("hermes"))
+        return next(marked, format_of("hermes"))
     named: Any = FORMATS.get(name)
-    if isinstance(named, ToolFormat):
-        return named
     if not inspect.isroutine(named):
         raise ValueError(f"tool_call_parser '{name}' is {named!r:.40}: expected a function")
-    return ToolFormat(named)
+    return getattr(named, _FORM, None) or ToolFormat(named)
 
 
 @tool_format(
-    "harmony",
-    "openai",
     marks=("<|channel|>",),
     begin=lambda name: (
         f"<|channel|>commentary to=functions.{name}"
@@ -135,8 +130,6 @@ _HARMONY = re.compile(
 
 
 @tool_format(
-    "deepseek_v3",
-    "deepseek_v31",
     marks=("<\uff5ctool▁calls▁begin\uff5c>",),
     begin=lambda name: (
         "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>"
@@ -167,7 +160,6 @@ _DEEPSEEK = re.compile(
 
 
 @tool_format(
-    "mistral",
     marks=("[TOOL_CALLS]",),
     begin=lambda name: f'[TOOL_CALLS][{{"name": "{name}' + ('", "arguments": ' if name else ""),
 )
@@ -191,7 +183,6 @@ def mistral(text: str, tools: Sequence[Any]) -> Read:
 
 
 @tool_format(
-    "glm45",
     marks=("<arg_key>",),
     begin=lambda name: f"{OPENING}{name}" + ("\n" if name else ""),
     openings=(OPENING,),
@@ -212,8 +203,6 @@ _GLM_PAIR = re.compile(
 
 
 @tool_format(
-    "qwen3_coder",
-    "qwen3_xml",
     marks=("<function=",),
     begin=lambda name: f"{OPENING}\n<function={name}" + (">\n" if name else ""),
     openings=(OPENING, "<function="),
@@ -237,7 +226,6 @@ def qwen3_coder(text: str, tools: Sequence[Any]) -> Read:
 
 
 @tool_format(
-    "llama3_json",
     marks=("<|python_tag|>", "<|start_header_id|>"),
     begin=lambda name: f'{{"name": "{name}' + ('", "parameters": ' if name else ""),
 )
@@ -285,7 +273,6 @@ _LLAMA_BEGUN = re.compile(
 
 
 @tool_format(
-    "hermes",
     marks=(OPENING,),
     begin=lambda name: f'{OPENING}\n{{"name": "{name}' + ('", "arguments": ' if name else ""),
     openings=(OPENING,),

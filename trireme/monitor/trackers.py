@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trireme.aio import OwnThread
 from trireme.files import in_turn, json_or, write_json
 from trireme.monitor.figures import usual_names
-from trireme.registry import TRACKERS, refuse_unknown_options, tracker
+from trireme.registry import TRACKERS, refuse_unknown_options
 from trireme.text import storable
 from trireme.usercode import refuse_signature
 
@@ -283,7 +283,6 @@ _PACKAGES = {
 }
 
 
-@tracker("wandb")
 class Wandb:
     """Weights & Biases; `mode: offline` keeps files for `wandb sync`."""
 
@@ -315,7 +314,6 @@ class Wandb:
         self._run.finish(exit_code=int(failed))
 
 
-@tracker("mlflow")
 class MLflow:
     """MLflow; without `tracking_uri` or MLFLOW_TRACKING_URI in files of the run's folder."""
 
@@ -357,7 +355,6 @@ class MLflow:
         self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
-@tracker("swanlab")
 class SwanLab:
     """SwanLab; `mode: local` or `offline` sends nothing."""
 
@@ -388,7 +385,6 @@ class SwanLab:
         self._run.finish(state="crashed" if failed else "success")
 
 
-@tracker("trackio")
 class Trackio:
     """Trackio: a local board, `trackio show`; `space_id` sends it to a Space."""
 
@@ -417,7 +413,6 @@ class Trackio:
 _FOLDER = {"eval": "explorer", "bench": "explorer"}
 
 
-@tracker("tensorboard")
 class TensorBoardMonitor:
     """Writes event files that `tensorboard --logdir` reads."""
 

@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt
 
 from trireme.experience import Experience
 from trireme.pipeline.operators import Operated
-from trireme.registry import did_you_mean, operator, task_operator
+from trireme.registry import did_you_mean
 from trireme.usercode import Refused
 
 VARIABLE = "TRIREME_DATA_JUICER_PYTHON"
@@ -125,7 +125,6 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
         return RuntimeError(f"the process of Data-Juicer ({self._python}) ended: {last}")
 
 
-@operator("data_juicer")
 class DataJuicerOperator(_DataJuicer):
     """Data-Juicer's operators on experiences, as rows with `prompt_text`, `response_text`, `text`
     (the reply) and `reward`. What they measure goes into `info`, for `reward_shaping_mapper`.
@@ -160,7 +159,6 @@ class DataJuicerOperator(_DataJuicer):
         return [kept[i] for i in sorted(kept)], {"dropped": float(len(rows) - len(kept))}
 
 
-@task_operator("data_juicer")
 class DataJuicerRows(_DataJuicer):
     """Data-Juicer's operators on a taskset's rows. What they measure becomes columns, for
     `data_selector.feature_keys`.

@@ -25,7 +25,7 @@ import torch
 from trireme.aio import call_user
 from trireme.config.options import checked_value, fitting_options
 from trireme.experience import Experience, group_by
-from trireme.registry import Registry, operator
+from trireme.registry import Registry
 from trireme.usercode import UserCode, fault_of, refuse_signature
 
 _BUILT_IN = "trireme.pipeline.operators"
@@ -183,20 +183,17 @@ def changes_reward(function: Any) -> Any:
     return function
 
 
-@operator("reward_filter")
 def reward_filter(experiences: list[Experience], *, threshold: float = 0.0) -> Operated:
     """Keeps experiences with a reward of at least `threshold`."""
     return _keep(experiences, [e for e in experiences if _reward(e) >= threshold])
 
 
-@operator("invalid_reward_filter")
 def invalid_reward_filter(experiences: list[Experience]) -> Operated:
     """Drops experiences without a reward, or whose reward is no finite number."""
     kept = [e for e in experiences if e.reward is not None and math.isfinite(e.reward)]
     return _keep(experiences, kept)
 
 
-@operator("reward_std_filter")
 def reward_std_filter(experiences: list[Experience], *, threshold: float = 0.0) -> Operated:
     """Drops groups that teach little: those with a population standard deviation of the rewards of
     at most `threshold`, and those of one experience.
@@ -209,7 +206,6 @@ def reward_std_filter(experiences: list[Experience], *, threshold: float = 0.0) 
     return _keep(experiences, [e for e in experiences if e.eid.tid in kept])
 
 
-@operator("dapo_dynamic_sampling")
 def dapo_dynamic_sampling(
     experiences: list[Experience], *, metric_key: str = "accuracy", correct_threshold: float = 0.0
 ) -> Operated:
@@ -231,7 +227,6 @@ def dapo_dynamic_sampling(
     return left, metrics | {"all_right": float(alike[True]), "all_wrong": float(alike[False])}
 
 
-@operator("mask_response_truncated")
 def mask_response_truncated(experiences: list[Experience]) -> Operated:
     """Leaves replies that the length cut out of the loss; their rewards still count in the group
     (overlong filtering, arXiv:2503.14476).
@@ -242,7 +237,6 @@ def mask_response_truncated(experiences: list[Experience]) -> Operated:
     return experiences, {"masked": float(len(cut))}
 
 
-@operator("reward_shaping_mapper")
 @changes_reward
 def reward_shaping_mapper(
     experiences: list[Experience], *, reward_shaping_configs: Sequence[Mapping[str, Any]]
@@ -260,7 +254,6 @@ def reward_shaping_mapper(
     return experiences, {"reward_mean": _mean(experiences)}
 
 
-@operator("pass_rate_calculator")
 def pass_rate_calculator(experiences: list[Experience]) -> Operated:
     """How often each task was solved: what a data selector that learns is told.
 
@@ -291,7 +284,6 @@ def pass_rates(experiences: Sequence[Experience]) -> PassRates:
     return out
 
 
-@operator("deduplication")
 def deduplication(experiences: list[Experience]) -> Operated:
     """Of the runs of a task whose steps have equal tokens and masks, keeps the first."""
     first: dict[tuple[str, bytes], str] = {}
@@ -303,7 +295,6 @@ def deduplication(experiences: list[Experience]) -> Operated:
     return _keep(experiences, [e for e in experiences if e.eid.rid in kept])
 
 
-@operator("length_penalty")
 @changes_reward
 def length_penalty(
     experiences: list[Experience],

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from trireme.config.options import fitting_options
-from trireme.registry import ORMS
 from trireme.rewards.asker import Asker
 from trireme.rewards.orm import ORM, Value
 
@@ -72,7 +71,6 @@ class Asking(ORM):
         self._asker.examine()
 
 
-@ORMS.register("judge")
 class ModelJudge(Asking):
     """A number from 0 to 1 for each dialogue. `prompt` may use {dialogue} and {reference}."""
 
@@ -93,7 +91,6 @@ class ModelJudge(Asking):
         return Value(float(match[0]), {"judge_success": 1.0})
 
 
-@ORMS.register("ruler")
 class RelativeJudge(Asking):
     """Scores from 0 to 1 for all rollouts of a task, by one question that compares them.
 
@@ -120,7 +117,6 @@ class RelativeJudge(Asking):
         return [Value(by_reply[reply], success) for reply in replies]
 
 
-@ORMS.register("rubric")
 class RubricJudge(Asking):
     """A rating by weighted criteria, from 0 to 1 (implicit aggregation of arXiv:2507.17746).
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from trireme.registry import reward
 from trireme.rewards.answers import boxed, final_answer, final_truth, plain, same, thinks
 from trireme.rewards.reward import RewardFn
 from trireme.task import Task
@@ -30,7 +29,6 @@ _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-@reward("format_reward")
 def format_reward(task: Task, answer: str, *, coefficient: float = 0.1) -> dict[str, float]:
     """+coefficient for <think> and <answer> blocks on lines of their own; else -coefficient."""
     return {"format_score": coefficient if has_think_answer(answer) else -coefficient}
@@ -51,13 +49,11 @@ def thinks_once(reply: str) -> bool:
     return text.startswith("<think>") and bool(text.rpartition("</think>")[2].strip())
 
 
-@reward("accuracy_reward")
 def accuracy_reward(task: Task, answer: str) -> dict[str, float]:
     """1 where the reply's result is the right one."""
     return {"accuracy": float(same(final_answer(answer), final_truth(task.truth)))}
 
 
-@reward("math_reward")
 def math_reward(task: Task, answer: str, *, format_score_coef: float = 0.1) -> dict[str, float]:
     """1 for the right result, and plus or minus a little for <think> and <answer> blocks."""
     shaped = has_think_answer(answer)
@@ -67,7 +63,6 @@ def math_reward(task: Task, answer: str, *, format_score_coef: float = 0.1) -> d
     }
 
 
-@reward("math_boxed_reward")
 def math_boxed_reward(
     task: Task, answer: str, *, with_think: bool = False, format_score_coef: float = 0.1
 ) -> dict[str, float]:
@@ -78,7 +73,6 @@ def math_boxed_reward(
     return {"accuracy": float(right), "format_score": -format_score_coef if missing else 0.0}
 
 
-@reward("math_dapo_reward")
 class MathDapo(RewardFn):
     """1 for the right result; with `enable_overlong_penalty` less where the reply is too long.
 
@@ -112,7 +106,6 @@ class MathDapo(RewardFn):
         return {**accuracy_reward(task, response), "format_score": -share * self.factor}
 
 
-@reward("countdown_reward")
 def countdown_reward(task: Task, answer: str, *, format_score: float = 0.1) -> dict[str, float]:
     """0 without an equation in <answer>, `format_score` for a wrong one, 1 for a right one."""
     target, numbers = _puzzle(task)
@@ -123,7 +116,6 @@ def countdown_reward(task: Task, answer: str, *, format_score: float = 0.1) -> d
     return {"score": 1.0 if right else format_score}
 
 
-@reward("tool_call_reward")
 def tool_call_reward(task: Task, answer: str) -> dict[str, float]:
     """1 where the last <tool_call> holds the row's calls (column `answer`), in any order, and one
     <think> block ends before the first; else 0 (Tool-N1, arXiv:2505.00024).

@@ -18,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trireme.registry import ORMS
 from trireme.rewards.answers import boxed_or_all, final_answer, final_truth, graded, same
 
 _FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
@@ -52,7 +51,6 @@ class Value(float):
         return made
 
 
-@ORMS.register("accuracy")
 class MathAccuracy(ORM):
     """1 where a completion's result is that of the solution, else 0; None without a solution."""
 
@@ -67,7 +65,6 @@ class MathAccuracy(ORM):
         ]
 
 
-@ORMS.register("format")
 class Format(ORM):
     """1 for <think>...</think><answer>...</answer> and nothing else."""
 
@@ -76,7 +73,6 @@ class Format(ORM):
         return [float(_FORMAT.fullmatch(text) is not None) for text in completions]
 
 
-@ORMS.register("react_format")
 class ReactFormat(ORM):
     """1 for <think>...</think>, then `Action:` and `Action Input:`."""
 
@@ -85,7 +81,6 @@ class ReactFormat(ORM):
         return [float(_REACT.fullmatch(text) is not None) for text in completions]
 
 
-@ORMS.register("math")
 class MathORM(ORM):
     """1 where the boxed result of a completion is that of the solution, else 0; of a text without
     \\boxed{} all counts, of one with `# Answer` what follows it. None without a solution.
@@ -107,7 +102,6 @@ def _result(text: str) -> str:
     return boxed_or_all(rest.partition("# Answer")[0] if marked else text)[1]
 
 
-@ORMS.register("toolbench")
 class ReactORM(ORM):
     """1 where a completion's last `Action:` and `Action Input:` are those of the solution, else 0.
 
@@ -144,7 +138,6 @@ def _call_of(text: str) -> tuple[str, Any]:
         return name, (argument,)  # no JSON is equal to it
 
 
-@ORMS.register("cosine")
 class Cosine(ORM):
     """A right answer is worth less the longer it is, a wrong one costs less (arXiv:2502.03373).
 
@@ -180,7 +173,6 @@ class Cosine(ORM):
         return short - (short - long) * (1 - math.cos(math.pi * share)) / 2
 
 
-@ORMS.register("repetition")
 class Repetition(ORM):
     """`max_penalty` times the share of repeated n-grams of words (arXiv:2502.03373)."""
 
@@ -200,7 +192,6 @@ class Repetition(ORM):
         return (1 - len(grams) / total) * self.max_penalty
 
 
-@ORMS.register("soft_overlong")
 class SoftOverlong(ORM):
     """0 up to `soft_max_length - soft_cache_length` tokens, -1 at `soft_max_length`, and on along
     that line (after DAPO, arXiv:2503.14476, which stops at -1).

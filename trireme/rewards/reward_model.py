@@ -18,7 +18,7 @@ from annotated_types import Ge
 
 from trireme.aio import OwnThread, call_user
 from trireme.config.lookup import located, model_config, model_facts
-from trireme.registry import ORMS, RM_PLUGINS
+from trireme.registry import RM_PLUGINS
 from trireme.rewards.orm import ORM, Value
 from trireme.rewards.reward import number
 from trireme.task import Task, with_objects
@@ -32,7 +32,6 @@ _UNLIMITED = 10**9
 Messages = Sequence[Mapping[str, Any]]
 
 
-@ORMS.register("reward_model")
 class RewardModel(ORM):
     """The score of each conversation. What is longer than `max_length` loses its beginning, and
     has the metric `reward_model_cut` 1.

@@ -37,7 +37,6 @@ from functools import partial
 from typing import Any
 
 from trireme.aio import in_thread
-from trireme.registry import reward
 from trireme.task import Task
 
 _log = logging.getLogger(__name__)
@@ -437,7 +436,6 @@ def _value(text: str) -> Any:
         return None
 
 
-@reward("unit_tests")
 async def unit_tests(
     task: Task, answer: str, *, tests: list[Any], function: str = "f"
 ) -> dict[str, float]:
@@ -457,7 +455,6 @@ async def unit_tests(
     return {"accuracy": float(results == wanted), "note/not_run": float(refused)}
 
 
-@reward("same_rows")
 async def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[str, float]:
     """1 where the query gives what the right one (`task.truth`) gives, in all databases.
 

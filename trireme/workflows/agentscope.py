@@ -26,7 +26,7 @@ from trireme.envs.env import extra
 from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
 from trireme.model.conversation import with_metrics
-from trireme.registry import Registry, signature_of, workflow
+from trireme.registry import Registry, signature_of
 from trireme.rewards.grouped import is_grouped
 from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task
@@ -63,8 +63,6 @@ def chat_model(model: Any) -> Any:
     return made
 
 
-@workflow("agentscope_workflow_adapter")
-@workflow("agentscope_workflow_adapter_v1")
 class AgentScopeWorkflow(Workflow):
     """An `async` function `(task, model)` as AgentScope's tuner takes it.
 
@@ -127,9 +125,6 @@ class Settings:
     """Most turns."""
 
 
-@workflow("agentscope_react_workflow")
-@workflow("agentscope_react_math_workflow")
-@workflow("as_react_workflow")
 class AgentScopeReActWorkflow(Workflow):
     """AgentScope's ReActAgent on a mathematical question, with tools.
 
@@ -188,7 +183,6 @@ class OldSettings(Settings):
     max_iters: Annotated[int, Ge(1)] = 5
 
 
-@workflow("agentscopev0_react_math_workflow")
 class AgentScopeOldReActWorkflow(AgentScopeReActWorkflow):
     """The same under the name that it has with AgentScope 0.1: on AgentScope 1, in 5 turns."""
 
@@ -214,7 +208,6 @@ class SearchSettings:
         return "tavily-mcp", "TAVILY_API_KEY"
 
 
-@workflow("agentscope_v1_react_search_workflow")
 class AgentScopeSearchWorkflow(Workflow):
     """AgentScope's ReActAgent on a question that the web answers, with the tools of an MCP server.
 

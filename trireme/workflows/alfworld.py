@@ -12,7 +12,6 @@ from typing import Any
 from trireme.envs.env import Seen, after_step
 from trireme.envs.pool import BlockingEnv, EnvPool, shared_pool
 from trireme.experience import Experience
-from trireme.registry import workflow
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 from trireme.workflows.step_wise import RewardPropagationWorkflow
@@ -57,7 +56,6 @@ def create_environment(game_file: str, workers: int = 2, timeout_s: float = 120)
     return _pool(workers, timeout_s).lend_blocking(key=game_file, game_file=game_file)
 
 
-@workflow("alfworld_workflow")
 class AlfworldWorkflow(EpisodeWorkflow):
     """One conversation, one experience. A task that is not done in time has reward -0.1."""
 
@@ -87,7 +85,6 @@ class AlfworldWorkflow(EpisodeWorkflow):
         return self._shown(str(seen.observation), seen.info)
 
 
-@workflow("step_wise_alfworld_workflow")
 class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
     """Every step an experience; all of an episode have the reward of its end."""
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from trireme.experience import Experience
 from trireme.model.openai_client import Address
-from trireme.registry import did_you_mean, workflow
+from trireme.registry import did_you_mean
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task, as_text
@@ -74,7 +74,6 @@ class Settings(Limits):
     """`run`: temperature and the like are the run's; `program`: what the program asks for."""
 
 
-@workflow("command_workflow")
 class CommandWorkflow(Workflow):
     """A program that asks the model over HTTP, one process for every rollout.
 

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from trireme.envs.mailbox import Mailbox
 from trireme.experience import Experience
 from trireme.model.chat_tokens import conversation_of
-from trireme.registry import workflow
 from trireme.rewards.asker import Asker
 from trireme.task import Task
 from trireme.text import as_json
@@ -79,7 +78,6 @@ class EmailTools(ToolCallScheduler):
         return super().check_finished(infer_request, result, current_turn)
 
 
-@workflow("email_search_workflow")
 class EmailSearchWorkflow(Workflow):
     """1 and more for a right answer, 0 for none, -1 for a wrong one, with parts for the way there.
 

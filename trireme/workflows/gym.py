@@ -18,7 +18,6 @@ from trireme.envs.generated import problems
 from trireme.envs.gyms import ArenaGame, TextGym
 from trireme.envs.household import Household, Layout
 from trireme.envs.sudoku import Sudoku, make_puzzle
-from trireme.registry import workflow
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 from trireme.workflows.single_turn import THINK_ANSWER, SimpleWorkflow
@@ -27,7 +26,6 @@ _log = logging.getLogger(__name__)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-@workflow("gym_workflow")
 class GymWorkflow(EpisodeWorkflow):
     """The action is what stands in <action>, or else the whole reply.
 
@@ -68,7 +66,6 @@ class GymWorkflow(EpisodeWorkflow):
         return total
 
 
-@workflow("frozen_lake_workflow")
 class FrozenLakeWorkflow(GymWorkflow):
     """The action is what stands in <action>, or else the whole reply: left, down, right, up.
 
@@ -110,7 +107,6 @@ class FrozenLakeWorkflow(GymWorkflow):
         return TextGym("FrozenLake-v1", seed=seed, actions=actions, env_args=lake)
 
 
-@workflow("household_workflow")
 class HouseholdWorkflow(EpisodeWorkflow):
     """`format.prompt_key` names the column with the layout's number.
 
@@ -127,7 +123,6 @@ class HouseholdWorkflow(EpisodeWorkflow):
         return Household(Layout.numbered(int(self.task_desc)))
 
 
-@workflow("sudoku_workflow")
 class SudokuWorkflow(GymWorkflow):
     """The action is what stands in <action>, or else the whole reply.
 
@@ -140,7 +135,6 @@ class SudokuWorkflow(GymWorkflow):
         return Sudoku(make_puzzle(int(self.task_desc), **options))
 
 
-@workflow("textarena_workflow")
 class TextArenaWorkflow(GymWorkflow):
     """The action is what stands in <action>, or else the whole reply.
 
@@ -162,7 +156,6 @@ class TextArenaWorkflow(GymWorkflow):
         return ArenaGame(args["env_id"], seed=int(self.task_desc), env_args=args.get("env_args"))
 
 
-@workflow("reasoning_gym_workflow")
 class ReasoningGymWorkflow(SimpleWorkflow):
     """The answer is what stands in the last <answer>; without one there is none.
 

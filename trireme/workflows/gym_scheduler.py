@@ -16,7 +16,7 @@ from typing import Any
 
 from trireme.aio import OwnThread
 from trireme.envs.env import OpenEnv, extra
-from trireme.registry import CONTEXT_MANAGERS, ENVS, MULTI_TURNS
+from trireme.registry import CONTEXT_MANAGERS, ENVS
 from trireme.text import as_json
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
@@ -63,7 +63,6 @@ class ContextManager:
         )
 
 
-@MULTI_TURNS.register("gym_scheduler")
 class GymScheduler(MultiTurnScheduler):
     """Plays an environment until it is done.
 
@@ -193,7 +192,6 @@ class OpenEnvSession:
 _FENCED = re.compile(r"\A```[^\n]*\n(.*)\n[ \t]*```\Z", re.DOTALL)
 
 
-@MULTI_TURNS.register("openenv_scheduler")
 class OpenEnvScheduler(MultiTurnScheduler):
     """Plays an episode on the server of OpenEnv that the row's `env_config` names.
 

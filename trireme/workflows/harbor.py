@@ -25,7 +25,6 @@ from pydantic import Field
 from trireme.data.task_folders import TOML, TaskFolder, absolute_path, read_task
 from trireme.experience import Experience
 from trireme.model.chat_tokens import conversation_of
-from trireme.registry import workflow
 from trireme.rewards.sandbox import wall
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
@@ -154,7 +153,6 @@ class Trial:
         return await asyncio.to_thread(self.box.reward)
 
 
-@workflow("harbor_workflow")
 class HarborWorkflow(Workflow):
     """A task folder: a program or the model with a shell, then the task's own tests."""
 

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trireme.registry import workflow
 from trireme.rewards.sandbox import LONGEST, run, same_rows
 from trireme.task import Task
 from trireme.workflows.command import options_of
@@ -91,7 +90,6 @@ class Database:
         return middle_out("\n".join(lines)), 0.0, False, {"valid": True}
 
 
-@workflow("intercode_sql_workflow")
 class InterCodeSqlWorkflow(EpisodeWorkflow):
     """1 where the last query before `submit` gives the rows of the right one, else 0."""
 

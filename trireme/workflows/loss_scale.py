@@ -17,14 +17,12 @@ from typing import Any
 from trireme.config.options import accepted
 from trireme.model.conversation import Decode, token_starts
 from trireme.model.recorder import Call
-from trireme.registry import Registry, did_you_mean
+from trireme.registry import SCALES, did_you_mean
 
 Pieces = Sequence[tuple[str, float]]
 Scale = Callable[[str], Pieces]
 _Split = Callable[[str, bool], Pieces]
 """The same, also told whether the reply is that of the last turn."""
-
-SCALES = Registry("loss scale", home=[__name__], by="SCALES.register_module")
 
 LAST_ROUND = "last_round"
 _TURNS = ("default", "all", LAST_ROUND)
@@ -165,23 +163,17 @@ def _turn(call: Call) -> int:
     return len(call.messages or ())
 
 
-react = SCALES.register_module(
-    "react",
-    by_keywords(
-        {
-            "Action:": (2.0, 2.0),
-            "Action Input:": (2.0, 2.0),
-            "Thought:": (1.0, 1.0),
-            "Final Answer:": (1.0, 1.0),
-            "Observation:": (2.0, 0.0),
-        }
-    ),
+react = by_keywords(
+    {
+        "Action:": (2.0, 2.0),
+        "Action Input:": (2.0, 2.0),
+        "Thought:": (1.0, 1.0),
+        "Final Answer:": (1.0, 1.0),
+        "Observation:": (2.0, 0.0),
+    }
 )
-hermes = SCALES.register_module(
-    "hermes",
-    by_patterns((r"<tool_response>.*?</tool_response>", 0.0), (r"<tool_call>.*?</tool_call>", 2.0)),
+hermes = by_patterns(
+    (r"<tool_response>.*?</tool_response>", 0.0), (r"<tool_call>.*?</tool_call>", 2.0)
 )
-ignore_think = SCALES.register_module("ignore_think", by_patterns((r"<think>.*?</think>\s*", 0.0)))
-ignore_empty_think = SCALES.register_module(
-    "ignore_empty_think", by_patterns((r"<think>\s*</think>\s*", 0.0))
-)
+ignore_think = by_patterns((r"<think>.*?</think>\s*", 0.0))
+ignore_empty_think = by_patterns((r"<think>\s*</think>\s*", 0.0))

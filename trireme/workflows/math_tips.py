@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from trireme.registry import MULTI_TURNS
 from trireme.rewards.answers import final_answer, final_truth, same
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
@@ -36,7 +35,6 @@ def is_right(text: str, request: RolloutInferRequest) -> bool:
     return same(final_answer(text), final_truth(solution))
 
 
-@MULTI_TURNS.register("math_tip_trick")
 class MathTips(MultiTurnScheduler):
     """Cuts the reply back to its thinking part, puts the doubt there, and lets it go on; once.
 
@@ -67,7 +65,6 @@ class MathTips(MultiTurnScheduler):
         return infer_request
 
 
-@MULTI_TURNS.register("math_tip_trick_multi_turn")
 class MathTipsMultiTurn(MultiTurnScheduler):
     """Says in a new turn that the answer is wrong; once. `tips_prompt` is what it says."""
 
@@ -94,7 +91,6 @@ class MathTipsMultiTurn(MultiTurnScheduler):
         return infer_request
 
 
-@MULTI_TURNS.register("thinking_tips_scheduler")
 class ThinkingTips(MathTipsMultiTurn):
     """The same for models that see no earlier thinking: each turn is a sample of its own, all with
     one reward. Earlier replies go into the history without their thinking.

@@ -19,7 +19,6 @@ import torch
 
 from trireme.experience import Experience
 from trireme.model.model import Model
-from trireme.registry import workflow
 from trireme.workflows.alfworld import AlfworldWorkflow
 from trireme.workflows.episode import EpisodeWorkflow
 from trireme.workflows.gym import HouseholdWorkflow
@@ -33,7 +32,6 @@ Play = Callable[[str], Awaitable[list[Experience]]]
 """An episode with this text before its first observation."""
 
 
-@workflow("RAFT_alfworld_workflow")
 class RaftAlfworldWorkflow(AlfworldWorkflow):
     """`alfworld_workflow`, of which only episodes that do the task are trained."""
 
@@ -43,7 +41,6 @@ class RaftAlfworldWorkflow(AlfworldWorkflow):
         return successes(await super()._play(env, call, told))
 
 
-@workflow("RAFT_reflect_alfworld_workflow")
 class RaftReflectAlfworldWorkflow(AlfworldWorkflow):
     """`RAFT_alfworld_workflow`, where an episode that fails is tried again after a reflection."""
 
@@ -53,7 +50,6 @@ class RaftReflectAlfworldWorkflow(AlfworldWorkflow):
         return await with_reflection(self, partial(super()._play, env, call))
 
 
-@workflow("RAFT_household_workflow")
 class RaftHouseholdWorkflow(HouseholdWorkflow):
     """`household_workflow`, of which only episodes that do the task are trained."""
 
@@ -61,7 +57,6 @@ class RaftHouseholdWorkflow(HouseholdWorkflow):
         return successes(await super()._play(env, call, told))
 
 
-@workflow("RAFT_reflect_household_workflow")
 class RaftReflectHouseholdWorkflow(HouseholdWorkflow):
     """`RAFT_household_workflow`, where an episode that fails is tried again after a reflection."""
 

@@ -20,7 +20,7 @@ from trireme.model.chat_tokens import conversation_of
 from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
 from trireme.model.recorder import Call
-from trireme.registry import MULTI_TURNS, workflow
+from trireme.registry import MULTI_TURNS
 from trireme.rewards.grouped import Judges, judge_of, reward_group
 from trireme.task import Task
 from trireme.workflows import loss_scale
@@ -77,7 +77,7 @@ class ScheduledWorkflow:
         await reward_group(self._judges.of(task), task, experiences, models)
 
 
-multi_turn_scheduler = workflow("multi_turn_scheduler")(ScheduledWorkflow())
+multi_turn_scheduler = ScheduledWorkflow()
 
 
 @runtime_checkable

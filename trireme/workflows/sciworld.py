@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trireme.envs.env import Seen
 from trireme.envs.pool import shared_pool
-from trireme.registry import workflow
 from trireme.task import Task, as_text
 from trireme.workflows.command import options_of
 from trireme.workflows.episode import EpisodeWorkflow
@@ -68,7 +67,6 @@ class Settings(BaseModel):
         return given
 
 
-@workflow("sciworld_workflow")
 class SciWorldWorkflow(EpisodeWorkflow):
     """The reward is the best score of the episode, 0 to 1."""
 

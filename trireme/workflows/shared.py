@@ -16,14 +16,12 @@ from trireme.engines.engine import what_is_wrong
 from trireme.envs.env import Seen, extra
 from trireme.envs.generated import VERIFIERS, environment
 from trireme.experience import Experience
-from trireme.registry import workflow
 from trireme.task import Task
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow
 from trireme.workflows.episode import EpisodeWorkflow
 
 
-@workflow("verifiers_workflow")
 class VerifiersWorkflow(Workflow):
     """The rows are those of the environment: `path: verifiers:NAME?OPTIONS`.
 
@@ -115,7 +113,6 @@ class Remote:
         return str(observation[field])
 
 
-@workflow("openenv_workflow")
 class OpenEnvWorkflow(EpisodeWorkflow):
     """An environment behind a server of OpenEnv; a reply is the action.
 

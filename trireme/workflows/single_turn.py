@@ -15,7 +15,7 @@ from trireme.aio import also_blocking
 from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
 from trireme.model.chat_tokens import conversation_of
-from trireme.registry import REWARDS, workflow
+from trireme.registry import REWARDS
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.judge import comparison, read_scores
 from trireme.rewards.math import expected_calls
@@ -51,8 +51,6 @@ and </tool_call>, as in
 Arguments have the types that the tool names."""
 
 
-@workflow("simple_workflow")
-@workflow("async_simple_workflow")
 class SimpleWorkflow(Workflow):
     """One prompt, one reply, judged by the task's reward."""
 
@@ -156,8 +154,6 @@ class SimpleWorkflow(Workflow):
             await reward_group(judge, task, experiences, models)
 
 
-@workflow("math_workflow")
-@workflow("async_math_workflow")
 class MathWorkflow(SimpleWorkflow):
     """A mathematical question, reasoned in <think> and answered in <answer>."""
 
@@ -170,8 +166,6 @@ class MathWorkflow(SimpleWorkflow):
         super().reset(task)
 
 
-@workflow("math_boxed_workflow")
-@workflow("async_math_boxed_workflow")
 class MathBoxedWorkflow(SimpleWorkflow):
     """A mathematical question, answered in \\boxed{}.
 
@@ -215,8 +209,6 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return await self.model.generate_async(prompt)
 
 
-@workflow("math_eval_workflow")
-@workflow("async_math_eval_workflow")
 class MathEvalWorkflow(MathBoxedWorkflow):
     """A mathematical question for evaluation alone: sampled at temperature 0.6 and top_p 0.8, it
     gives the metric `accuracy` and no reward.
@@ -236,16 +228,12 @@ class MathEvalWorkflow(MathBoxedWorkflow):
         return experiences
 
 
-@workflow("math_rm_workflow")
-@workflow("async_math_rm_workflow")
 class MathRmWorkflow(MathWorkflow):
     """A mathematical question whose replies a model judges, one by one."""
 
     default_reward = "judge"
 
 
-@workflow("math_ruler_workflow")
-@workflow("async_math_ruler_workflow")
 class MathRulerWorkflow(MathWorkflow):
     """A mathematical question whose replies a model compares; the metric `gold_reward` is what
     `math_reward` would have given.
@@ -267,15 +255,12 @@ class MathRulerWorkflow(MathWorkflow):
         return experiences
 
 
-@workflow("rubric_judge_workflow")
-@workflow("rubric_judge_openai_workflow")
 class RubricJudgeWorkflow(SimpleWorkflow):
     """One prompt, one reply, rated by a model that is given the row's criteria."""
 
     default_reward = "rubric"
 
 
-@workflow("math_trainable_ruler_workflow")
 class MathTrainableRulerWorkflow(MathWorkflow):
     """A mathematical question whose right answer is known now and then (`workflow_args`:
     `truth_share`, 0.2 of the tasks of an explore step).
@@ -345,7 +330,6 @@ def agreement(scores: Sequence[float] | None, rewards: Sequence[float]) -> float
     return 1 - statistics.fmean(abs(score - min(max(reward, 0.0), 1.0)) for score, reward in pairs)
 
 
-@workflow("on_policy_distill_workflow")
 class OnPolicyDistillWorkflow(SimpleWorkflow):
     """One prompt, one reply, judged token by token: by a teacher, the first of
     `explorer.auxiliary_models`, from which on_policy_distill and jsd learn. A reward, where there
@@ -374,13 +358,10 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         return not task.is_eval
 
 
-@workflow("on_policy_distill_math_workflow")
 class OnPolicyDistillMathWorkflow(OnPolicyDistillWorkflow, MathWorkflow):
     """The same for mathematical questions, whose accuracy is measured."""
 
 
-@workflow("tool_call_workflow")
-@workflow("toolcall_workflow")
 class ToolCallWorkflow(SimpleWorkflow):
     """A conversation with tools, whose next reply is to hold the right calls, and no more.
 

@@ -31,7 +31,7 @@ from trireme.model.tool_calls import (
     call_of_json,
     read_tool_calls,
 )
-from trireme.registry import MULTI_TURNS, Registry
+from trireme.registry import TOOLS
 from trireme.rewards.sandbox import transcript, transcript_within
 from trireme.task import object_or_text
 from trireme.text import joined
@@ -43,7 +43,6 @@ from trireme.workflows.scheduler import (
 
 logger = logging.getLogger(__name__)
 
-TOOLS = Registry("tool", home=[__name__], by="TOOLS.register")
 _KEYS = ("command", "args", "env", "cwd", "url")
 
 
@@ -121,7 +120,6 @@ _ONE: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
 _LONGEST, _LARGEST_POWER = 200, 1000
 
 
-@TOOLS.register("calculator")
 def calculator(expression: str) -> str:
     """Calculates an arithmetic expression.
 
@@ -133,7 +131,6 @@ def calculator(expression: str) -> str:
     return str(_value(ast.parse(expression.strip(), mode="eval").body))
 
 
-@TOOLS.register("python")
 def python(code: str) -> str:
     """Runs a Python program; gives what it prints, and the value of its last expression.
 
@@ -270,7 +267,6 @@ def read_calls(choice: RolloutResponseChoice) -> Asked:
     return Asked()
 
 
-@MULTI_TURNS.register("tool_call_scheduler")
 class ToolCallScheduler(MultiTurnScheduler):
     """Runs tools until a reply asks for none.
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from trireme.envs.env import Seen
 from trireme.envs.webshop.env import OriginalEnv, WebShopEnv, open_shop
-from trireme.registry import workflow
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow
 
@@ -72,7 +71,6 @@ class _Checked:
         )
 
 
-@workflow("webshop_workflow")
 class WebShopWorkflow(EpisodeWorkflow):
     """The reward is the shop's, 0 to 1, at the purchase; -0.1 where nothing was bought."""
 
