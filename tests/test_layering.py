@@ -20,7 +20,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("workflows", "sync", "pipeline"),
     ("model",),
     ("engines", "buffer", "checkpoint", "monitor"),
-    ("data", "rewards", "envs"),
+    ("rewards", "envs"),
+    ("data",),
     ("algorithms",),
     ("batch",),
     (

@@ -348,6 +348,12 @@ task_operator = TASK_OPERATORS.register
 
 SELECTORS = Registry("data_selector", kind="data_selector")
 """Orders of a taskset's rows: see data/selectors.py."""
+SOURCES = Registry("source of rows", kind="source")
+"""Places of rows other than data files: see RowSource in data/rows.py."""
+STORES = Registry("store", kind="store")
+"""What carries experiences from the explorer to the trainer: see buffer/store.py."""
+READERS = Registry("reader of checkpoints", kind="reader")
+"""Weights of other trainers' checkpoints: see checkpoint/reader.py."""
 
 TRACKERS = Registry("monitor.monitor_type", kind="tracker")
 

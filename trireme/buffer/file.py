@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from trireme.buffer.buffer import Closed, Demand
+from trireme.buffer.store import StoreParts
+from trireme.config import Problem
+from trireme.config.schema_rollout import ExperienceBufferConfig
+from trireme.data.kinds import FORMATS
+from trireme.data.rows import load_rows
 from trireme.data.selectors import RowOrder
 from trireme.experience import EID, Experience
 from trireme.log import get_logger
@@ -35,6 +40,46 @@ class RowFormat(Protocol):
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
         """Row `index`; None where it cannot be trained on (too long)."""
         ...
+
+
+class FileStore:
+    """See Store."""
+
+    between_processes = False
+    keeps_steps = False
+
+    def place(self, path: str, name: str) -> str:
+        """The data set, which lies outside of the job's folder."""
+        return path
+
+    def examine(
+        self, config: ExperienceBufferConfig, key: str, path: str, seed: int
+    ) -> Iterable[Problem]:
+        """Nothing: the data set is checked by reading it."""
+        return ()
+
+    def make(self, parts: StoreParts) -> FileBuffer:
+        """See Store."""
+        plan, config = parts.plan, parts.config
+        rows = load_rows(
+            config.path or "",
+            config.subset_name,
+            config.split,
+            progress=config.enable_progress_bar,
+            on_error=config.on_error,
+        )
+        form = FORMATS[parts.schema](
+            rows,
+            parts.tokenizer,
+            max_model_len=plan.max_model_len,
+            format_args=config.format.model_dump(),
+            end_ids=parts.end_ids,
+            chat_template=parts.chat_template,
+            enable_thinking=plan.config.model.enable_thinking,
+            on_error=config.on_error,
+        )
+        epochs = None if plan.train_steps or parts.endless else plan.config.buffer.total_epochs
+        return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
 
 
 class FileBuffer:

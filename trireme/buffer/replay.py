@@ -12,53 +12,51 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
-
-from annotated_types import Ge
+from typing import Any
 
 from trireme.buffer.buffer import Closed, InMemory
+from trireme.buffer.priority import Priority, linear_decay, make_priority, priority_problems
+from trireme.buffer.store import StoreParts
+from trireme.config import Problem
+from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
 from trireme.serialize import decode, encode
 
-Priority = Callable[[int, int, str], tuple[float, bool]]
-"""`(version, use_count, group's id)` -> the priority, and whether the group may come back after
-this use. A function of these alone: a resume asks again.
-"""
-
-AtLeast0 = Annotated[float, Ge(0)]
-
 logger = get_logger("queue_experience_buffer")
 
 
-def linear_decay(*, decay: AtLeast0 = 2.0) -> Priority:
-    """version - decay * use_count: the newest first, each use costs as much as `decay` versions."""
-    return lambda version, used, _: (version - decay * used, True)
+class ReplayStore:
+    """See Store."""
 
+    between_processes = False
+    keeps_steps = False
 
-def decay_limit_randomization(
-    *,
-    decay: AtLeast0 = 2.0,
-    use_count_limit: Annotated[int, Ge(0)] = 3,
-    sigma: AtLeast0 = 0.0,
-    seed: int = 0,
-) -> Priority:
-    """`linear_decay` plus N(0, sigma); no more than `use_count_limit` uses (0: any number)."""
+    def place(self, path: str, name: str) -> str:
+        """Where its copy for people lies."""
+        return path or "experience_buffer.jsonl"
 
-    def priority(version: int, used: int, group: str) -> tuple[float, bool]:
-        noise = random.Random(f"{seed}/{group}/{used}").gauss(0.0, sigma) if sigma else 0.0
-        return version - decay * used + noise, use_count_limit <= 0 or used < use_count_limit
+    def examine(
+        self, config: ExperienceBufferConfig, key: str, path: str, seed: int
+    ) -> Iterable[Problem]:
+        """See Store."""
+        if not config.replay_buffer.enable:
+            yield Problem(f"{key}.storage_type", "is replay: expected replay_buffer.enable true")
+        yield from priority_problems(config.replay_buffer, key, seed)
 
-    return priority
-
-
-PRIORITIES: Mapping[str, Callable[..., Priority]] = {
-    "linear_decay": linear_decay,
-    "decay_limit_randomization": decay_limit_randomization,
-}
+    def make(self, parts: StoreParts) -> ReplayBuffer:
+        """See Store."""
+        config, replay = parts.config, parts.config.replay_buffer
+        return ReplayBuffer(
+            config.name,
+            priority=make_priority(replay, parts.plan.seed),
+            reuse_cooldown_time=replay.reuse_cooldown_time,
+            capacity=config.capacity,
+            max_read_timeout=config.max_read_timeout,
+            record=parts.copy(),
+        )
 
 
 @dataclass

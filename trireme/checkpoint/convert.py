@@ -1,9 +1,9 @@
 """Convert: makes checkpoints into folders that `from_pretrained` loads.
 
-Three kinds are known, told by their files: this trainer's `model.safetensors`, FSDP shards, and
-Megatron's distributed checkpoints. Whether a folder holds a whole model already is read from the
-headers of its safetensors files; no weights are loaded for it. Nothing that is complete is touched,
-and what is written is written whole.
+A checkpoint's files tell which form it has: this trainer's `model.safetensors`, or one that a
+reader knows (reader.py). Whether a folder holds a whole model already is read from the headers of
+its safetensors files; no weights are loaded for it. Nothing that is complete is touched, and what
+is written is written whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from trireme.checkpoint.dcp import METADATA
 from trireme.checkpoint.export import (
     DEFAULT_SHARD_BYTES,
     OwnFile,
@@ -28,10 +27,9 @@ from trireme.checkpoint.export import (
     sizes_of,
     write_model,
 )
-from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
 from trireme.checkpoint.layout import STEP_NAME, WEIGHTS
 from trireme.checkpoint.manifest import Damaged, list_anew, listed, prove
-from trireme.checkpoint.megatron_to_hf import MegatronWeights, find_megatron
+from trireme.checkpoint.reader import Weights, readers, weights_in
 from trireme.checkpoint.save import copy_model_files
 from trireme.config.lookup import INDEX, model_shapes, read_shapes, weight_files
 from trireme.files import naming, whole_file
@@ -171,20 +169,21 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
     for folder in (path.resolve(), *path.resolve().parents):
         if _is_step(folder):
             return [Checkpoint(folder, folder / "actor")]
+    marks = [reader.mark for reader in readers() if reader.mark]
     for folder in (path.resolve(), *path.resolve().parents):
-        if (folder / METADATA).is_file():
+        if any((folder / mark).is_file() for mark in marks):
             return [Checkpoint(folder, folder)]
     try:
         steps = [p for p in path.rglob("global_step_*") if _is_step(p)]
-        metadata = [p for p in path.rglob(METADATA) if p.is_file()]
+        marked = [p for mark in marks for p in path.rglob(mark) if p.is_file()]
     except OSError as error:
         raise ValueError(
             f"--checkpoint-dir '{path}' cannot be searched: {error.filename}: {error.strerror}"
         ) from error
     checkpoints = [Checkpoint(p, p / "actor") for p in steps]
-    checkpoints += [  # Megatron's own folders, iter_0000120
+    checkpoints += [  # another trainer's own folders, such as iter_0000120
         Checkpoint(p.parent, p.parent)
-        for p in metadata
+        for p in marked
         if not any(step in p.parents for step in steps)
     ]
     if not checkpoints:
@@ -205,13 +204,12 @@ def convert_checkpoint(
 def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None) -> Converted:
     hf, base = checkpoint.hf, options.base_model_dir
     weights_file = checkpoint.actor / WEIGHTS
-    shards = find_shards(checkpoint.actor)
-    own = weights_file.exists() and not shards  # beside shards it is a copy for explorers
-    megatron = None if own or shards else find_megatron(checkpoint.actor)
-    to_export = own or bool(shards) or megatron is not None
+    others = weights_in(checkpoint.actor, beside_own=weights_file.exists())
+    own = weights_file.exists() and others is None
+    to_export = own or others is not None
     if not to_export and not weight_files(hf):
         return Converted(checkpoint.root, "failed", _no_weights(checkpoint.actor))
-    prove(weights_file, *shards, *weight_files(hf))
+    prove(weights_file, *(others.files if others is not None else ()), *weight_files(hf))
     lacks_config = not (hf / "config.json").exists()
     if lacks_config and base is None:
         text = f"{hf} has no config.json: give its model as --base-model-dir"
@@ -228,7 +226,7 @@ def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None
         text = f"{problem}, and there are no weights in {checkpoint.actor.name} to export"
         return Converted(checkpoint.root, "failed", text)
     before = _weights_listed(checkpoint)
-    source = _source(checkpoint, shards, megatron, expected)
+    source = _source(checkpoint, others, expected)
     names = _names(source, expected, hf)
     dtype, shard_bytes = OUTPUT_DTYPES[options.dtype or "auto"], options.shard_bytes
     if before:  # an export of ours that was deleted: in its order and dtype it is what is listed
@@ -291,15 +289,11 @@ def _left_alone(hf: Path, dtype: str | None, to_export: bool) -> str:
     )
 
 
-def _source(
-    checkpoint: Checkpoint, shards: list[Path], megatron: Path | None, expected: Expected | None
-) -> Source:
-    if shards:
-        return FsdpShards(shards, expected)
-    if megatron is not None:
-        config = json.loads((checkpoint.hf / "config.json").read_text(encoding="utf-8"))
-        return MegatronWeights(megatron, config, expected or {})
-    return OwnFile(checkpoint.actor / WEIGHTS)
+def _source(checkpoint: Checkpoint, others: Weights | None, expected: Expected | None) -> Source:
+    if others is None:
+        return OwnFile(checkpoint.actor / WEIGHTS)
+    config = json.loads((checkpoint.hf / "config.json").read_text(encoding="utf-8"))
+    return others.reader.open(others.files, config, expected)
 
 
 def _names(source: Source, expected: Expected | None, hf: Path) -> list[str]:
@@ -347,7 +341,6 @@ def _copy_base(base: Path, hf: Path) -> None:
 def _no_weights(actor: Path) -> str:
     if not actor.is_dir():
         return "there is no actor folder"
-    return (
-        f"there is no {WEIGHTS}, no model_world_size_W_rank_R.pt and no distributed checkpoint "
-        f"({METADATA}) in {actor}"
-    )
+    *first, last = [WEIGHTS, *(reader.form for reader in readers())]
+    forms = f"{', no '.join(first)} and no {last}" if first else last
+    return f"there is no {forms} in {actor}"

@@ -12,9 +12,10 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,24 @@ def find_shards(actor: Path) -> list[Path]:
     if missing:
         raise ValueError(f"{actor}/model_world_size_{world}_rank_{missing[0]}.pt is missing")
     return [worlds[world][rank] for rank in range(world)]
+
+
+class FsdpReader:
+    """See Reader."""
+
+    form = "model_world_size_W_rank_R.pt"
+    mark = None
+    beside_own = True
+
+    def find(self, folder: Path) -> list[Path]:
+        """See find_shards."""
+        return find_shards(folder)
+
+    def open(
+        self, files: Sequence[Path], config: Mapping[str, Any], expected: Mapping[str, Shape] | None
+    ) -> FsdpShards:
+        """See Reader."""
+        return FsdpShards(list(files), expected)
 
 
 class FsdpShards:

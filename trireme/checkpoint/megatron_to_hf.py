@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,25 @@ def find_megatron(actor: Path) -> Path | None:
                     f"{METADATA}: expected a whole checkpoint in the format 'torch_dist'"
                 )
     return None
+
+
+class MegatronReader:
+    """See Reader."""
+
+    form = f"distributed checkpoint ({METADATA})"
+    mark = METADATA
+    beside_own = False
+
+    def find(self, folder: Path) -> list[Path]:
+        """The metadata of the last iteration."""
+        found = find_megatron(folder)
+        return [] if found is None else [found / METADATA]
+
+    def open(
+        self, files: Sequence[Path], config: Mapping[str, Any], expected: Mapping[str, Shape] | None
+    ) -> MegatronWeights:
+        """See Reader."""
+        return MegatronWeights(files[0].parent, config, expected or {})
 
 
 class MegatronWeights:

@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from trireme.config.check import note_idle
 from trireme.config.lookup import Api, api_of, gpu_bytes, num_gpus
@@ -22,6 +21,7 @@ from trireme.config.placement import (
 )
 from trireme.config.schema import Config
 from trireme.config.stages import StageConfig, check_fates, lengths_of, steps_of
+from trireme.config.store import store_of
 from trireme.config.sync import (
     SyncMethod,
     SyncStyle,
@@ -33,9 +33,7 @@ from trireme.config.sync import (
     takes_lock_step,
 )
 
-BufferType = Literal["queue", "sql", "file"]
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_KEY = "buffer.trainer_input.experience_buffer"
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Plan:
     engine in bfloat16 would multiply in float32 with them."""
     deterministic: bool
     """Equal seeds give byte-equal weights."""
-    buffer_type: BufferType
+    buffer_type: str
     buffer_path: str
     """A store's URL, a queue's copy (URL or .jsonl), or a data set's path."""
     listen_address: str
@@ -179,6 +177,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     shares = lock_step and not on_ray and not config.model.lora_configs and dtype == "float32"
     check_beat(stage, steps, style, inexact)
     job_dir = root / stage.name if stage.name else root
+    _check_explorer(stage)
     buffer_type, buffer_path = store_of(stage, job_dir)
     _note_engine(stage, on_ray or hosts > 0)
     note_idle(stage, steps)
@@ -305,45 +304,6 @@ def _listen_address(stage: StageConfig) -> str:
     return _LOOPBACK[0]
 
 
-def store_of(stage: StageConfig, job_dir: Path) -> tuple[BufferType, str]:
-    """Kind and place of the trainer's store."""
-    config = stage.config
-    _check_explorer(stage)
-    buffer = config.buffer.trainer_input.experience_buffer
-    path = buffer.path or ""
-    is_url = "://" in path
-    if stage.reads_file:
-        if not path:
-            learner = config.algorithm.algorithm_type
-            stage.problem(f"{_KEY}.path", f"is not given: expected the data that {learner} learns")
-        return ("sql", _placed(path, job_dir)) if is_url else ("file", path)
-    kind = buffer.storage_type or "queue"
-    if config.mode in ("explore", "train", "serve") and kind != "sql":
-        stage.notes.append(
-            f"{_KEY}.storage_type ({kind}): explorer and trainer are two processes, so experiences "
-            f"go through SQLite in the job's folder"
-        )
-        kind = "sql"
-        path = path if is_url else ""
-    elif kind == "file":
-        stage.notes.append(
-            f"{_KEY}.storage_type (file): experiences go through a queue in memory, and a copy of "
-            f"each goes to the file"
-        )
-        kind = "queue"
-    if kind == "sql" and is_url and not path.startswith(("sqlite://", "postgresql")):
-        stage.problem(
-            f"{_KEY}.path",
-            f"is of the kind {path.partition('://')[0]}: expected sqlite:///<file> or "
-            "postgresql://<user>@<host>/<database>",
-        )
-    if not path:
-        path = f"sqlite:///{buffer.name}.db" if kind == "sql" else "experience_buffer.jsonl"
-    elif kind == "sql" and not is_url:
-        path = f"sqlite:///{path}"
-    return kind, _placed(path, job_dir)
-
-
 def _check_explorer(stage: StageConfig) -> None:
     """The name of one of several explorers is in ids and names of files."""
     name = stage.config.explorer.name
@@ -354,11 +314,3 @@ def _check_explorer(stage: StageConfig) -> None:
             f"is {name!r}: expected letters, digits, '_', '-' or '.', and neither trainer nor "
             "stage, since files are named after it",
         )
-
-
-def _placed(path: str, job_dir: Path) -> str:
-    """A relative file or `sqlite:///file` in the job's buffer folder; all else as it is."""
-    _, separator, rest = path.rpartition("sqlite:///")
-    if "://" in path and (not separator or rest.startswith("/")):
-        return path
-    return f"{separator}{job_dir / 'buffer' / rest}"

@@ -380,8 +380,9 @@ class ExperienceBufferConfig(Section):
 
     name: str = "experience_buffer"
     """Name of the store, and of its file where `path` is not given."""
-    storage_type: Literal["queue", "sql", "file"] | None = None
-    """Not given: queue; for sft, dpo, kto and cpt with a `path`: file."""
+    storage_type: str | None = None
+    """queue, sql, file, or the name of another store. Not given: queue; for sft, dpo, kto and cpt
+    with a `path`: file."""
     path: str | None = None
     """Data set (file), store (sql), or where a copy of each experience goes (queue)."""
     split: str = "train"

@@ -14,6 +14,7 @@ from typing import Literal
 from trireme.config.placement import KEY, Places, further_sizes
 from trireme.config.schema import SynchronizerConfig
 from trireme.config.stages import StageConfig, Steps
+from trireme.config.store import is_between_processes, keeps_steps
 
 SyncMethod = Literal["memory", "checkpoint", "nccl"]
 SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
@@ -115,7 +116,7 @@ def _against_turns(stage: StageConfig, train_batch_size: int) -> list[str]:
             f"{train_batch_size}",
         ),
         (
-            not replay.enable or store.storage_type != "sql",
+            not replay.enable or not is_between_processes(store),
             "a replay_buffer that is not in a database (storage_type sql)",
         ),
         (
@@ -160,7 +161,7 @@ def _check_whole_steps(stage: StageConfig) -> None:
             f"explore step left; leave it out",
         )
     buffer = config.buffer.trainer_input.experience_buffer
-    if config.mode != "both" or stage.reads_file or buffer.storage_type == "sql":
+    if config.mode != "both" or stage.reads_file or not keeps_steps(buffer):
         stage.problem(key, "is explore_step: expected mode both and a queue as store")
     elif buffer.replay_buffer.enable:
         stage.problem(key, "is explore_step: a replay buffer mixes explore steps")

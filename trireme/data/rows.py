@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from decimal import Decimal
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import quote
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 from trireme.config.lookup import located
@@ -26,9 +26,8 @@ from trireme.data.files import (
     load_tables,
     quiet_datasets,
 )
-from trireme.data.task_folders import COLUMNS, TOML, task_files, task_rows
-from trireme.log import get_logger, hide_passwords
-from trireme.registry import did_you_mean
+from trireme.log import get_logger
+from trireme.registry import SOURCES, did_you_mean
 from trireme.text import as_json, has_half, storable
 
 logger = get_logger("data")
@@ -36,8 +35,6 @@ SAVED = "state.json"
 """In a folder of `save_to_disk`."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """As JSON has it; whether another half follows is seen when it is read."""
-ROW = "raw_task"
-"""The column that holds a whole row as JSON, in tables that Trinity-RFT writes."""
 OnError = Literal["fail", "skip"]
 """What becomes of a malformed row: it ends the run before it begins, or is left out and counted."""
 
@@ -178,6 +175,58 @@ _IN_USE: WeakValueDictionary[tuple[Any, ...], Rows] = WeakValueDictionary()
 """Rows by what was asked for and by the state of the files that they were read from."""
 
 
+@dataclass(frozen=True)
+class DataSet:
+    """A split of a data set, as a YAML names it."""
+
+    path: str
+    subset: str | None = None
+    split: str = "train"
+    """With a slice, `train[:100]`, where there is one."""
+    on_error: OnError = "fail"
+    otherwise: str | None = None
+    """The subset where none is named, if there is one of that name."""
+
+    @property
+    def split_name(self) -> str:
+        """The split without its slice. Raises NoRows where it cannot be one."""
+        try:
+            return _matched(self.split)["name"]
+        except ValueError as error:
+            raise NoRows(self.path, str(error)) from error
+
+
+class RowSource(Protocol):
+    """A place that rows come from other than data files, such as a database. Its class stands in
+    SOURCES and is called without arguments.
+    """
+
+    reproducible: bool
+    """Whether the path alone decides what the rows are, so that a job keeps no hash of them."""
+
+    def takes(self, data: DataSet) -> bool:
+        """Whether the rows of this data set come from here. Raises nothing."""
+        ...
+
+    def files(self, data: DataSet) -> list[Path]:
+        """The files that the rows are read from, anew when one has changed; none: they are not in
+        files, and read each time.
+        """
+        ...
+
+    def read(self, data: DataSet) -> Rows:
+        """The rows of the whole split. Raises NoRows where there are none, and ValueError or
+        ImportError where they cannot be made.
+        """
+        ...
+
+
+def source_of(data: DataSet) -> RowSource | None:
+    """The source of a data set; None: it is of data files, here or on the hub."""
+    sources: Iterator[RowSource] = (SOURCES.get(name)() for name in SOURCES)
+    return next((source for source in sources if source.takes(data)), None)
+
+
 def load_rows(
     path: str | Path,
     subset_name: str | None = None,
@@ -188,65 +237,70 @@ def load_rows(
     otherwise: str | None = None,
 ) -> Rows:
     """The rows of a split: `path` is a file, a folder, one of `save_to_disk`, an id on the hub, or
-    a database, whose table `subset_name` names, or `otherwise` where there is one of that name.
+    what a RowSource takes, as a database is, whose table `subset_name` names, or `otherwise` where
+    there is one of that name.
 
     `split` may end in a slice, `train[:100]` or `train[10%:]`. `progress` shows the library's bars.
     With `on_error` skip a line that is no row is left out and counted.
     Raises NoRows: nothing there, no such subset or split, a broken row, no rows at all.
     """
-    name = str(path)
+    data = DataSet(str(path), subset_name, split, on_error, otherwise)
+    source = source_of(data)
+    if source is not None:
+        files = source.files(data)
+        read = partial(_chosen, data, partial(source.read, data))
+        return _in_use(data, files, read) if files else read()
     try:
-        if is_database(name):
-            return _of_table(name, subset_name, split, otherwise)
-        files = split_files(name, subset_name, split)
-        states = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files or ()]
-        key = (name, subset_name, split, on_error, *states)
-        rows = _IN_USE.get(key)
-        if rows is None:
-            rows = _IN_USE[key] = _read(name, files, subset_name, split, progress, on_error)
+        files = split_files(data)
+        read = partial(_chosen, data, partial(_read, data, files, progress))
+        return _in_use(data, files, read)
+    except NoRows:
+        raise
     except ValueError as error:
-        raise NoRows(name, str(error)) from error
+        raise NoRows(data.path, str(error)) from error
+
+
+def _in_use(data: DataSet, files: Sequence[Path] | None, read: Callable[[], Rows]) -> Rows:
+    """The rows that are in use already if their files are still the same; else what is read."""
+    states = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files or ()]
+    key = (data.path, data.subset, data.split, data.on_error, *states)
+    rows = _IN_USE.get(key)
+    if rows is None:
+        rows = _IN_USE[key] = read()
     return rows
 
 
-def _of_table(url: str, table: str | None, split: str, otherwise: str | None) -> Rows:
-    """The rows of a database's table; it has one split, `train`, of which a slice may be asked."""
-    matched = _matched(split)
-    if matched["name"] != "train":
-        raise ValueError(f"has no split '{matched['name']}': a table has train alone")
-    name, rows = table_rows(url, table, otherwise)
-    columns = dict.fromkeys(column for row in rows for column in row)
-    read = Rows(f"dataset '{hide_passwords(url)}' (table '{name}')", rows, columns)
+def _chosen(data: DataSet, read: Callable[[], Rows]) -> Rows:
+    """The rows that are read, or the slice of them that the split names."""
+    rows, matched = read(), _matched(data.split)
     if matched["first"] or matched["last"]:
-        read = read.part(chosen_rows(matched, len(read)))
-    if not len(read):
-        raise ValueError(f"has no rows in the table '{name}': expected at least one")
-    return read
+        rows = rows.part(chosen_rows(matched, len(rows)))
+    if len(rows) == 0:
+        raise NoRows(data.path, f"has no rows in split '{data.split}': expected at least one")
+    return rows
 
 
-def is_remote(path: str) -> bool:
+def is_remote(data: DataSet) -> bool:
     """Whether a data set is on the hub and not on this machine."""
     try:
-        return located(path, "datasets") is None
+        return source_of(data) is None and located(data.path, "datasets") is None
     except ValueError:  # it is nowhere
         return False
 
 
-def split_files(path: str, subset: str | None, split: str) -> list[Path] | None:
+def split_files(data: DataSet) -> list[Path] | None:
     """The files that hold a split; None where the data set is on the hub and not here.
 
     Raises ValueError, continuing the sentence `dataset 'x' …`, where there are none.
     """
-    matched = _matched(split)
-    location = located(path, "datasets")
+    matched = _matched(data.split)
+    location = located(data.path, "datasets")
     if location is None or not location.is_dir():
         return None if location is None else [location]
     for saved in (location / matched["name"], location):
         if (saved / SAVED).is_file():
             return [saved / SAVED]
-    if tasks := task_files(location, matched["name"]):
-        return tasks
-    return data_files(location, subset, matched["name"])
+    return data_files(location, data.subset, matched["name"])
 
 
 def _matched(split: str) -> re.Match[str]:
@@ -256,26 +310,12 @@ def _matched(split: str) -> re.Match[str]:
     return matched
 
 
-def _read(
-    path: str,
-    files: Sequence[Path] | None,
-    subset: str | None,
-    split: str,
-    progress: bool,
-    on_error: OnError,
-) -> Rows:
-    matched = _matched(split)
-    name = matched["name"]
-    source = f"dataset '{path}' (split '{name}')"
+def _read(data: DataSet, files: Sequence[Path] | None, progress: bool) -> Rows:
+    name = _matched(data.split)["name"]
+    source = f"dataset '{data.path}' (split '{name}')"
     if files is None:
-        rows = _from_hub(source, path, subset, name, progress)
-    else:
-        rows = _local(source, files, progress, on_error)
-    if matched["first"] or matched["last"]:
-        rows = rows.part(chosen_rows(matched, len(rows)))
-    if len(rows) == 0:
-        raise ValueError(f"has no rows in split '{split}': expected at least one")
-    return rows
+        return _from_hub(source, data.path, data.subset, name, progress)
+    return _local(source, files, progress, data.on_error)
 
 
 def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError) -> Rows:
@@ -285,10 +325,6 @@ def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError
         data = quiet_datasets(progress).load_from_disk(str(folder))
         places = FilePlaces([str(folder / name) for name in _saved_files(folder)])
         return Rows(source, data, data.column_names, places=places)
-    if files[0].name == TOML:
-        tasks = list(task_rows(files))
-        places = [place for place, _ in tasks]
-        return Rows(source, [row for _, row in tasks], COLUMNS, places=places)
     parts: list[Rows] = []
     tables = [file for file in files if file.suffix in BUILDERS]
     for suffix in sorted({file.suffix for file in tables}):
@@ -365,12 +401,14 @@ def _object(entry: str, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"has a line that is no row: {where}: expected an object, got {row!r:.60}")
     if _HALF.search(entry):
-        _refuse_halves(row, where)
+        refuse_halves(row, where)
     return row
 
 
-def _refuse_halves(row: dict[str, Any], where: str) -> None:
-    """No tokenizer, file or database takes half a character, and what was meant is not known."""
+def refuse_halves(row: dict[str, Any], where: str) -> None:
+    """Raise ValueError for half a character, naming its column and `where` the row is: no
+    tokenizer, file or database takes it, and what was meant is not known.
+    """
     for column, value in row.items():
         if has_half({column: value}):
             raise ValueError(
@@ -390,84 +428,3 @@ def _from_hub(source: str, path: str, subset: str | None, split: str, progress: 
             f"is neither a file or folder here nor a data set that the hub gives us: {reason}"
         ) from error
     return Rows(source, data, data.column_names)
-
-
-def is_database(path: str) -> bool:
-    """Whether a data set's path is the address of a database."""
-    return "://" in path
-
-
-def table_rows(
-    url: str, table: str | None, otherwise: str | None = None
-) -> tuple[str, list[dict[str, Any]]]:
-    """A table's name and its rows, in the order of its key; `otherwise` is a name that it may have.
-
-    Without a key the rows of SQLite come as they were inserted, others in the order of all columns.
-
-    Raises ValueError, continuing the sentence `dataset 'x' …`, where there is no such table.
-    """
-    from sqlalchemy import MetaData, Table, Text, cast, create_engine, inspect, select, text
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
-
-    known_as = hide_passwords(url)
-    try:
-        address = make_url(url)
-        if address.get_backend_name() == "sqlite":  # which would make an empty one
-            file = url.partition(":///")[2]
-            if not Path(file).is_file():  # a name may itself have what a URL reads as more
-                file = address.database or ""
-            address = address.set(
-                database=f"file:{quote(file)}", query={"mode": "ro", "uri": "true"}
-            )
-        elif address.drivername == "postgresql":
-            address = address.set(drivername="postgresql+psycopg")
-        engine = create_engine(address)
-    except (ArgumentError, SQLAlchemyError, ModuleNotFoundError) as error:
-        raise ValueError(
-            f"is no database that can be read here ({known_as}): expected sqlite:///<file> or "
-            f"postgresql://<user>@<host>/<database>: {error}"
-        ) from error
-    try:
-        names = inspect(engine).get_table_names()
-        if table is None:
-            table = otherwise if otherwise in names else names[0] if len(names) == 1 else None
-        if table not in names:
-            has = ", ".join(names) or "none"
-            asked = f"no table '{table}'" if table else "several tables, and subset_name names none"
-            raise ValueError(f"has {asked}. Its tables: {has}")
-        described = Table(table, MetaData(), autoload_with=engine)
-        with engine.connect() as connection:
-            order: list[Any] = list(described.primary_key.columns)
-            if not order and address.get_backend_name() == "sqlite":
-                order = [text("rowid")]
-            elif not order:  # as text, since JSON has no order
-                order = [cast(column, Text) for column in described.columns]
-            found = connection.execute(select(described).order_by(*order))
-            rows = [{k: _number(v) for k, v in row._mapping.items()} for row in found]
-    except SQLAlchemyError as error:
-        reason = hide_passwords(str(getattr(error, "orig", None) or error))
-        raise ValueError(f"cannot be read: {reason}") from error
-    finally:
-        engine.dispose()
-    return table, [_row(row, n) for n, row in enumerate(rows)]
-
-
-def _number(value: Any) -> Any:
-    """A NUMERIC as other data sets have it: 72.000 is 72, 0.50 is 0.5."""
-    if not isinstance(value, Decimal):
-        return value
-    return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
-
-
-def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """The columns, or what the column `raw_task` holds."""
-    whole = row.get(ROW)
-    if whole is None:
-        _refuse_halves(row, f"row {number}")
-        return row
-    made = json.loads(whole) if isinstance(whole, str | bytes) else whole
-    if not isinstance(made, dict):
-        raise ValueError(f"has a {ROW} that is no row: {made!r:.60}")
-    _refuse_halves(made, f"row {number}")
-    return made

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trireme.config.lookup import located
+from trireme.data.rows import DataSet, NoRows, Rows
 from trireme.files import LARGEST, Unreadable, read_text
 
 TOML = "task.toml"
@@ -56,6 +58,34 @@ class TaskFolder:
         """The folders of the root that it has."""
         named = (path.split("/")[1] for path in (self.workdir, *(to for _, to in self.copies)))
         return list(dict.fromkeys([*OWN[:3], "root", *filter(None, named)]))
+
+
+class TaskFolders:
+    """The tasks of a folder as rows. See RowSource."""
+
+    reproducible = True
+
+    def takes(self, data: DataSet) -> bool:
+        """Whether the path is a folder of task folders."""
+        return bool(self.files(data))
+
+    def files(self, data: DataSet) -> list[Path]:
+        """See task_files."""
+        try:
+            location = located(data.path, "datasets")
+            return task_files(location, data.split_name) if location is not None else []
+        except ValueError:  # there is no such path or split
+            return []
+
+    def read(self, data: DataSet) -> Rows:
+        """See RowSource."""
+        try:
+            tasks = list(task_rows(self.files(data)))
+        except ValueError as error:
+            raise NoRows(data.path, str(error)) from error
+        source = f"dataset '{data.path}' (split '{data.split_name}')"
+        rows, places = [row for _, row in tasks], [place for place, _ in tasks]
+        return Rows(source, rows, COLUMNS, places=places)
 
 
 def task_files(location: Path, split: str) -> list[Path]:

@@ -12,10 +12,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trireme.data.rows import DataSet, NoRows, Rows
 from trireme.envs.env import extra
 from trireme.registry import did_you_mean
 
@@ -157,3 +159,25 @@ def environment(path: str) -> Environment:
 def made_rows(path: str) -> Problems | Environment:
     """The rows of a path that is `generated`."""
     return environment(path) if path.startswith(VERIFIERS) else problems(path)
+
+
+class GeneratedRows:
+    """See RowSource."""
+
+    reproducible = True
+
+    def takes(self, data: DataSet) -> bool:
+        """Whether the path names a generator."""
+        return generated(data.path) is not None
+
+    def files(self, data: DataSet) -> list[Path]:
+        """None: the rows are made."""
+        return []
+
+    def read(self, data: DataSet) -> Rows:
+        """See RowSource. There is no split but `train`, and no slice of it."""
+        if data.split != "train":
+            reason = f"has no split '{data.split}': give another seed in place of a split"
+            raise NoRows(data.path, reason)
+        made: Any = made_rows(data.path)
+        return Rows(f"dataset '{data.path}'", made, COLUMNS)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from trireme.algorithms.recipes import PARTS, Recipe, get_recipe, row_of
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan, Problem
 from trireme.config.check import (
     check_algorithm,
@@ -41,13 +42,12 @@ from trireme.config.stages import StageConfig, UsedTaskset, shared, stages_of, u
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, is_remote, load_rows
 from trireme.data.tasksets import Mixture, Taskset
-from trireme.envs.generated import generated
 from trireme.launch.data import (
     OPERATORS_KEY,
+    data_set,
     examine_taskset,
+    make_buffer,
     make_eval_tasksets,
-    make_file_buffer,
-    make_priority,
     make_taskset,
     make_text,
     make_training_taskset,
@@ -220,10 +220,6 @@ def make_parts(stage: StageConfig, *, names_are_known: bool = True) -> Parts:
         _read_data(parts, f"buffer.trainer_input.auxiliary_buffers.{name}", data, "sft")
     if names_are_known:
         _make_operators(parts)
-    store = stage.config.buffer.trainer_input.experience_buffer
-    if store.replay_buffer.enable and not stage.reads_file:
-        key = "buffer.trainer_input.experience_buffer.replay_buffer"
-        parts.tried(lambda: make_priority(store.replay_buffer, stage.config.seed), key)
     check_api(stage)
     model = check_model(stage)
     if model is not None:
@@ -310,7 +306,7 @@ def _read(parts: Parts, key: str, data: TasksetConfig | ExperienceBufferConfig) 
     path = data.path
     if not path:
         return None
-    if is_remote(path) and generated(path) is None:
+    if is_remote(data_set(data)):
         note = f"{key}.path ({path}): not on this machine, will be downloaded"
         parts.stage.file_notes.append(note)
         return None
@@ -472,12 +468,8 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
     for taskset in tasksets:
         parts.tried(partial(examine_taskset, taskset, plan, **needs))
     if data and plan.buffer_type == "file":
-        rows = plan.config.buffer.trainer_input.experience_buffer
-        parts.tried(
-            lambda: make_file_buffer(
-                plan, rows, make_text(plan, plan.model_path), (), schema=recipe.schema
-            )
-        )
+        folder, read = JobFolder(plan.job_dir), partial(make_text, plan, plan.model_path)
+        parts.tried(lambda: make_buffer(plan, folder, read(), schema=recipe.schema))
     if parts.stage.problems or plan.mode == "serve" or plan.api:
         return
     if located(plan.model_path, "models") is None:

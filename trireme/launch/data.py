@@ -7,7 +7,6 @@ decided here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,34 +15,28 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trireme.buffer.buffer import Buffer
-from trireme.buffer.file import FileBuffer
+from trireme.buffer.store import StoreParts, copy_limits
 from trireme.buffer.trained import TrainedTokens
 from trireme.checkpoint.layout import EVALUATED, JobFolder
 from trireme.config import Plan
-from trireme.config.options import accepted, fitting_options
 from trireme.config.schema import Config
-from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
+from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import UsedTaskset, used_tasksets
-from trireme.data.kinds import FORMATS
-from trireme.data.rows import NoRows, Rows, is_database, load_rows
+from trireme.config.store import store_named
+from trireme.data.rows import DataSet, NoRows, Rows, load_rows
 from trireme.data.tasksets import Mixture, Taskset, check_task
 from trireme.engines.api import byte_tokenizer
 from trireme.envs.env import refuse_missing
-from trireme.envs.generated import COLUMNS, generated, made_rows
 from trireme.files import read_text
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pipeline.operators import Operator, make_operator
 from trireme.pipeline.pipeline import prepared, task_operators
-from trireme.registry import OPERATORS
+from trireme.registry import OPERATORS, SOURCES
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.workflows.workflow import resolve
 
 if TYPE_CHECKING:
-    from trireme.buffer.claims import Reuse
     from trireme.buffer.record import Record
-    from trireme.buffer.replay import Priority
-
-# The stores of experiences are imported where one is made: `check` does without SQLAlchemy.
 
 OPERATORS_KEY = "data_processor.experience_pipeline.operators"
 
@@ -159,27 +152,24 @@ def _is_known(workflow: Any) -> bool:
 
 
 def rows_of(config: TasksetConfig) -> Rows:
-    """Rows of a data set that is read, or of one that is made by its name."""
-    if generated(config.path) is not None:
-        if config.split != "train":
-            reason = f"has no split '{config.split}': give another seed in place of a split"
-            raise NoRows(config.path, reason)
-        made: Any = made_rows(config.path)
-        return Rows(f"dataset '{config.path}'", made, COLUMNS)
-    if config.storage_type == "sql" and not is_database(config.path):
+    """Rows of a taskset's data set; with `on_error` skip those that can be tasks."""
+    data = data_set(config)
+    if config.storage_type == "sql" and not SOURCES.get("sql")().takes(data):
         raise NoRows(config.path, "is no database: expected sqlite:///<file> or postgresql://...")
     rows = load_rows(
-        config.path,
-        config.subset_name,
-        config.split,
-        on_error=config.on_error,
-        otherwise=config.name or None,
+        data.path, data.subset, data.split, on_error=data.on_error, otherwise=data.otherwise
     )
     if config.on_error == "fail":
         return rows  # the taskset looks at a whole column at once
     prompt = config.format.prompt_key
     selector = config.task_selector or config.data_selector
     return rows.checked(lambda row: check_task(row, prompt, selector.feature_keys), "skip")
+
+
+def data_set(config: TasksetConfig | ExperienceBufferConfig) -> DataSet:
+    """The data set that a section names; a taskset's name may be that of a database's table."""
+    name = (config.name or None) if isinstance(config, TasksetConfig) else None
+    return DataSet(config.path or "", config.subset_name, config.split, config.on_error, name)
 
 
 def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
@@ -231,112 +221,29 @@ def make_buffer(
     folder: JobFolder,
     text: Text,
     *,
+    config: ExperienceBufferConfig | None = None,
     schema: str = "sft",
     end_ids: Collection[int] = (),
-) -> tuple[Buffer, Record | None]:
-    """The store between explorer and trainer or the data set that is read, and a queue's copy.
+) -> Buffer:
+    """The store between explorer and trainer, or the data set that is read.
 
+    With `config` one of the data sets that are mixed into the trainer's batches, again and again.
     `schema` is what a data set's rows are, and `end_ids` are where the model's generation stops:
     what supervised replies have to end with.
     """
-    config = plan.config.buffer.trainer_input.experience_buffer
-    if plan.buffer_type == "file":
-        return make_file_buffer(plan, config, text, end_ids, schema=schema), None
-    from trireme.buffer.queue import QueueBuffer
-    from trireme.buffer.record import record_for
-    from trireme.buffer.replay import ReplayBuffer
-    from trireme.buffer.sql import SqlBuffer
-    from trireme.buffer.table import resolve_url
-
-    if plan.buffer_type == "sql":
-        roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
-        role = roles.get(plan.mode, "both")
-        names = {"explore": plan.config.explorer.name, "train": plan.config.trainer.name}
-        store = SqlBuffer(
-            config.name,
-            resolve_url(plan.buffer_path, folder.buffer),
-            role=role,
-            party=names.get(role),
-            capacity=config.capacity,
-            max_read_timeout=config.max_read_timeout,
-            lease_time=config.lease_time,
-            reuse=_reuse(config.replay_buffer),
-            retries=config.max_retry_times,
-            retry_seconds=config.max_retry_interval,
-            on_error=config.on_error,
-        )
-        return store, None
-    record = record_for(config.path, folder.buffer, **_copy_limits(plan))
-    replay = config.replay_buffer
-    if replay.enable:
-        buffer = ReplayBuffer(
-            config.name,
-            priority=make_priority(replay, plan.seed),
-            reuse_cooldown_time=replay.reuse_cooldown_time,
-            capacity=config.capacity,
-            max_read_timeout=config.max_read_timeout,
-            record=record,
-        )
-        return buffer, record
-    queue = QueueBuffer(
-        config.name,
-        capacity=config.capacity,
-        max_read_timeout=config.max_read_timeout,
-        record=record,
-    )
-    return queue, record
-
-
-def make_priority(replay: ReplayBufferConfig, seed: int) -> Priority:
-    """The priority of a replay. Raises ValueError for an option that it does not have."""
-    from trireme.buffer.replay import PRIORITIES
-
-    make = PRIORITIES[replay.priority_fn]
-    whose = f"priority_fn '{replay.priority_fn}'"
-    options = fitting_options(whose, make, replay.priority_fn_args, given=("seed",))
-    return make(**options, **accepted(make, {"seed": seed}))
-
-
-def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
-    from trireme.buffer.claims import Reuse
-
-    if not replay.enable:
-        return None
-    limit = 3 if replay.priority_fn == "decay_limit_randomization" else 0
-    args = {"use_count_limit": limit, **replay.priority_fn_args}
-    return Reuse(cooldown=replay.reuse_cooldown_time, **args)
-
-
-def make_file_buffer(
-    plan: Plan,
-    config: ExperienceBufferConfig,
-    text: Text,
-    end_ids: Collection[int],
-    *,
-    schema: str = "sft",
-    endless: bool = False,
-) -> FileBuffer:
-    """A data set as a store; `endless`: again and again, for who mixes it into something else."""
-    model = plan.config.model
-    rows = load_rows(
-        config.path or "",
-        config.subset_name,
-        config.split,
-        progress=config.enable_progress_bar,
-        on_error=config.on_error,
-    )
-    form = FORMATS[schema](
-        rows,
+    main = plan.config.buffer.trainer_input.experience_buffer
+    parts = StoreParts(
+        plan,
+        config or main,
+        folder.buffer,
         text.tokenizer,
-        max_model_len=plan.max_model_len,
-        format_args=config.format.model_dump(),
+        text.template,
+        schema=schema,
         end_ids=end_ids,
-        chat_template=text.template,
-        enable_thinking=model.enable_thinking,
-        on_error=config.on_error,
+        endless=config is not None,
     )
-    epochs = None if plan.train_steps or endless else plan.config.buffer.total_epochs
-    return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
+    kind = plan.buffer_type if config is None else "file"
+    return store_named(kind, parts.config).make(parts)
 
 
 def make_operators(plan: Plan) -> list[Operator]:
@@ -357,8 +264,8 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
 
     path = pipeline.input_save_path or "sqlite:///explorer_output.db"
     if path.endswith((".jsonl", ".json")):
-        return record_for(path, folder.buffer, **_copy_limits(plan))
-    return Record(database=resolve_url(path, folder.buffer), **_copy_limits(plan))
+        return record_for(path, folder.buffer, **copy_limits(plan))
+    return Record(database=resolve_url(path, folder.buffer), **copy_limits(plan))
 
 
 FAILED_BYTES = 20e6
@@ -372,7 +279,7 @@ def make_shown_record(plan: Plan, folder: JobFolder, name: str, most: float) -> 
     """
     if not plan.config.data_processor.experience_pipeline.save_input:
         return None
-    limits = _copy_limits(plan)
+    limits = copy_limits(plan)
     from trireme.buffer.record import Record
 
     lines = folder.buffer / name
@@ -387,11 +294,4 @@ def make_trained_tokens(plan: Plan, folder: JobFolder) -> TrainedTokens | None:
     """What train steps make of their tokens, where the YAML wants copies."""
     if not plan.config.data_processor.experience_pipeline.save_input:
         return None
-    return TrainedTokens(folder.buffer, _copy_limits(plan)["limit"])
-
-
-def _copy_limits(plan: Plan) -> dict[str, Any]:
-    """How much of a copy stays."""
-    pipeline = plan.config.data_processor.experience_pipeline
-    limit = pipeline.copy_limit_mb * 1e6 or math.inf
-    return {"limit": limit, "sampled": pipeline.copy_policy == "sampled"}
+    return TrainedTokens(folder.buffer, copy_limits(plan)["limit"])

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.algorithms.recipes import Recipe, get_recipe
-from trireme.buffer.buffer import Buffer
+from trireme.buffer.buffer import Buffer, InMemory
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import Loaded, load_checkpoint
@@ -131,11 +131,11 @@ class Stage:
     def buffer(self) -> Buffer:
         """The store between the two sides, where the checkpoint left it."""
         ends = data.end_ids_of(self.model_path, self.text) if self.reads_file else ()
-        buffer, record = data.make_buffer(
+        buffer = data.make_buffer(
             self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
         )
-        if record is not None:
-            self.keep(record)
+        if isinstance(buffer, InMemory) and buffer.record is not None:
+            self.keep(buffer.record)
         if self.resumed is not None:
             buffer.load_state(self.resumed.run_state["buffer"])
         return buffer

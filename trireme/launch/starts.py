@@ -34,9 +34,7 @@ from trireme.config import Plan
 from trireme.config.hidden import HIDDEN, hidden_words, without_secrets
 from trireme.config.lookup import adapter_files, located, plugin_files
 from trireme.config.schema import LoraConfig
-from trireme.config.schema_rollout import TasksetConfig
-from trireme.data.rows import SAVED, OnError, is_database, load_rows, split_files
-from trireme.envs.generated import generated, made_rows
+from trireme.data.rows import SAVED, DataSet, load_rows, source_of, split_files
 from trireme.files import (
     Unreadable,
     in_turn,
@@ -46,6 +44,7 @@ from trireme.files import (
     write_json,
     write_text,
 )
+from trireme.launch.data import data_set
 from trireme.log import get_logger, hide_passwords
 
 logger = get_logger("launcher")
@@ -88,7 +87,7 @@ def this_start(
         "code": {"trireme": commit(Path(__file__).parent), "folder": commit(Path.cwd())},
         "plugins": {str(path): fingerprint([path]) for path in plugin_files(plan.config.plugins)},
         "model": model_facts(model_path),
-        "data": {key: data_facts(**where) for key, where in data_of(plan)},
+        "data": {key: data_facts(data) for key, data in data_of(plan)},
         "config": resolved(plan, model_path),
     }
 
@@ -221,7 +220,7 @@ def commit(folder: Path) -> str | None:
     return f"{head}{'+' if changed else ''}" if head else None
 
 
-def data_of(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def data_of(plan: Plan) -> Iterator[tuple[str, DataSet]]:
     """Key and place of every data set that a stage reads."""
     read, trained = plan.config.buffer.explorer_input, plan.config.buffer.trainer_input
     sets = [("taskset", read.taskset)] if read.taskset else []
@@ -234,34 +233,30 @@ def data_of(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         datasets.append((f"buffer.trainer_input.auxiliary_buffers.{name}", one))
     for key, one in datasets:
         if one.path:
-            named = {"path": one.path, "subset": one.subset_name, "split": one.split}
-            table = (one.name or None) if isinstance(one, TasksetConfig) else None
-            yield key, {**named, "on_error": one.on_error, "otherwise": table}
+            yield key, data_set(one)
 
 
-def data_facts(
-    path: str, subset: str | None, split: str, on_error: OnError, otherwise: str | None = None
-) -> dict[str, Any]:
-    """Path, rows and fingerprint of a data set; nulls where it is on the hub and not here.
-
-    `otherwise` is a name that a database's table may have.
-    """
-    if is_database(path):
-        table = load_rows(path, subset, split, on_error=on_error, otherwise=otherwise)
-        digest = hashlib.sha256()
-        for row in table:
-            digest.update(json.dumps(row, default=str).encode())
-        facts = {"rows": len(table), "sha256": digest.hexdigest()}
-        return {"path": hide_passwords(path), **facts}
-    if generated(path) is not None:
-        return {"path": path, "rows": len(made_rows(path)), "sha256": None}
-    files = split_files(path, subset, split)
+def data_facts(data: DataSet) -> dict[str, Any]:
+    """Path, rows and fingerprint of a data set; nulls where it is on the hub and not here."""
+    source = source_of(data)
+    files = split_files(data) if source is None else source.files(data)
+    facts: dict[str, Any] = {"path": hide_passwords(data.path), "rows": None, "sha256": None}
     if files is None:
-        return {"path": path, "rows": None, "sha256": None}
-    rows = len(load_rows(path, subset, split, on_error=on_error))  # the run holds them
-    if files[0].name == SAVED:
+        return facts
+    rows = load_rows(  # the run holds them
+        data.path, data.subset, data.split, on_error=data.on_error, otherwise=data.otherwise
+    )
+    facts["rows"] = len(rows)
+    if files and files[0].name == SAVED:
         files = _files(files[0].parent)
-    return {"path": path, "rows": rows, "sha256": fingerprint(files)}
+    if files:
+        facts["sha256"] = fingerprint(files)
+    elif source is not None and not source.reproducible:
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(json.dumps(row, default=str).encode())
+        facts["sha256"] = digest.hexdigest()
+    return facts
 
 
 def model_facts(path: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from trireme.checkpoint.save import Saving
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience
-from trireme.launch.data import end_ids_of, make_file_buffer
+from trireme.launch.data import end_ids_of, make_buffer
 from trireme.launch.models import Models, make_pairs
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
@@ -244,7 +244,9 @@ class TrainerSide:
         buffers: dict[str, Buffer] = {}
         for name, config in stage.plan.config.buffer.trainer_input.auxiliary_buffers.items():
             ends = end_ids_of(stage.model_path, stage.text)
-            buffers[name] = make_file_buffer(stage.plan, config, stage.text, ends, endless=True)
+            buffers[name] = make_buffer(
+                stage.plan, stage.folder, stage.text, config=config, end_ids=ends
+            )
             if saved is not None:
                 buffers[name].load_state(saved.run_state["auxiliary"][name])
         return buffers

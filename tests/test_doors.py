@@ -1,0 +1,220 @@
+"""Doors: a package of others brings a store, a source of rows and a reader of checkpoints, as ours
+enter: by names in a manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.config.made import config_of, values
+from trireme import extensions
+from trireme.checkpoint.convert import Checkpoint, Options, convert_checkpoint
+from trireme.checkpoint.layout import JobFolder
+from trireme.config.schema_rollout import TasksetConfig
+from trireme.data.rows import DataSet, NoRows, load_rows
+from trireme.experience import EID, Experience
+from trireme.launch.check import draft, make_plans
+from trireme.launch.data import make_buffer, rows_of
+from trireme.launch.starts import data_facts
+
+MANIFEST = """
+about = "What a made-up package brings."
+[store]
+shelf = "things:Shelf"
+[source]
+count = "things:Count"
+[reader]
+plain = "things:Plain"
+"""
+
+THINGS = '''
+import torch
+from trireme.buffer.buffer import InMemory
+from trireme.checkpoint.export import Spec
+from trireme.config import Problem
+from trireme.data.rows import NoRows, Rows
+
+
+class ShelfBuffer(InMemory):
+    """The newest first."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.lying = []
+
+    async def put(self, experiences):
+        self.lying += experiences
+
+    async def take(self, n):
+        return [self.lying.pop() for _ in range(n)]
+
+    def __len__(self):
+        return len(self.lying)
+
+
+class Shelf:
+    between_processes = False
+    keeps_steps = False
+
+    def place(self, path, name):
+        return path or f"{name}.shelf"
+
+    def examine(self, config, key, path, seed):
+        if path.endswith(".db"):
+            yield Problem(f"{key}.path", f"is {path}: expected no database")
+
+    def make(self, parts):
+        return ShelfBuffer(parts.config.name, capacity=parts.config.capacity)
+
+
+class Count:
+    reproducible = True
+
+    def takes(self, data):
+        return data.path.startswith("count:")
+
+    def files(self, data):
+        return []
+
+    def read(self, data):
+        last = int(data.path.removeprefix("count:"))
+        if last < 0:
+            raise NoRows(data.path, "counts down: expected a number from 0")
+        rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(last)]
+        return Rows(f"dataset '{data.path}'", rows, ("prompt", "answer"))
+
+
+class Plain:
+    form = "weights.plain"
+    mark = None
+    beside_own = False
+
+    def find(self, folder):
+        return list(folder.glob(self.form))
+
+    def open(self, files, config, expected):
+        return PlainWeights(torch.load(files[0], weights_only=True))
+
+
+class PlainWeights:
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def fill(self, name, out):
+        out.copy_(self.tensors[name])
+'''
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """What pip leaves of a package with one entry point."""
+    site = tmp_path / "site"
+    (site / "made_up").mkdir(parents=True)
+    (site / "made_up" / "__init__.py").write_text("")
+    (site / "made_up" / "ext.toml").write_text(MANIFEST)
+    (site / "made_up" / "things.py").write_text(THINGS)
+    info = site / "made_up-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[trireme.ext]\nmade_up = made_up\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 0)
+    cached = (extensions.extensions, extensions.names_of)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+    for module in ("made_up", "made_up.things"):
+        sys.modules.pop(module, None)
+
+
+KEY = "buffer.trainer_input.experience_buffer"
+
+
+def test_a_store_is_named_by_storage_type_checked_and_made(package: None, tmp_path: Path) -> None:
+    config = config_of(tmp_path, values(tmp_path, 32), f"{KEY}.storage_type=shelf")
+    (plan,) = make_plans(config)
+    assert plan.buffer_type == "shelf"
+    assert plan.buffer_path == str(plan.job_dir / "buffer" / "experience_buffer.shelf")
+    text = SimpleNamespace(tokenizer=None, template=None)
+    buffer = make_buffer(plan, JobFolder(plan.job_dir), text)
+
+    async def run() -> list[str]:
+        await buffer.put([Experience(tokens=torch.tensor([1, 2]), prompt_length=1, eid=EID(1, n))
+                          for n in range(3)])  # fmt: skip
+        return [e.eid.tid for e in await buffer.take(2)]
+
+    assert type(buffer).__module__ == "made_up.things"
+    assert asyncio.run(run()) == ["1/2", "1/1"] and len(buffer) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("storage_type=shelf", "path=a.db"), f"{KEY}.path is a.db: expected no database"),
+        (
+            ("storage_type=shelff",),
+            f"{KEY}.storage_type cannot be used: unknown store 'shelff'; did you mean 'shelf'? "
+            "Known: file, queue, replay, shelf, sql",
+        ),
+        (
+            ("storage_type=replay",),
+            f"{KEY}.storage_type is replay: expected replay_buffer.enable true",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_store_is_said_before_the_run(
+    package: None, tmp_path: Path, overrides: tuple[str, ...], problem: str
+) -> None:
+    keys = [f"{KEY}.{one}" for one in overrides]
+    problems = draft(config_of(tmp_path, values(tmp_path, 32), *keys)).problems
+    assert [str(one) for one in problems] == [problem]
+
+
+def test_a_store_of_one_process_is_none_for_commands_of_their_own(
+    package: None, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, values(tmp_path, 32), f"{KEY}.storage_type=shelf", "mode=explore")
+    (plan,) = make_plans(config)
+    assert plan.buffer_type == "sql"
+    assert any(f"{KEY}.storage_type (shelf): explorer and trainer are two" in n for n in plan.notes)
+
+
+def test_a_source_gives_the_rows_of_the_paths_that_it_takes(package: None) -> None:
+    assert [row["answer"] for row in load_rows("count:5", split="train[1:3]")] == ["2", "3"]
+    assert len(rows_of(TasksetConfig(path="count:4"))) == 4
+    assert data_facts(DataSet("count:4")) == {"path": "count:4", "rows": 4, "sha256": None}
+    with pytest.raises(NoRows, match="'count:-1' counts down: expected a number from 0"):
+        load_rows("count:-1")
+    with pytest.raises(NoRows, match="'count:0' has no rows in split 'train'"):
+        load_rows("count:0")
+
+
+def test_a_reader_gives_the_weights_of_the_folders_that_have_its_files(
+    package: None, tmp_path: Path, tiny_dir: Path
+) -> None:
+    step = tmp_path / "global_step_3"
+    actor = step / "actor"
+    actor.mkdir(parents=True)
+    before = convert_checkpoint(Checkpoint(step, actor))
+    assert before.status == "failed" and before.text.endswith(
+        "there is no model.safetensors, no model_world_size_W_rank_R.pt, no distributed checkpoint "
+        f"(.metadata) and no weights.plain in {actor}"
+    )
+    tensors = load_file(tiny_dir / "model.safetensors")
+    torch.save(tensors, actor / "weights.plain")
+    done = convert_checkpoint(Checkpoint(step, actor), Options(tiny_dir, dtype="float32"))
+    assert done.status == "exported", done.text
+    exported = load_file(actor / "huggingface" / "model.safetensors")
+    assert exported.keys() == tensors.keys()
+    assert all(torch.equal(exported[name], tensor.float()) for name, tensor in tensors.items())

@@ -1,0 +1,77 @@
+"""SQL store: how the SQL buffer of a plan is checked and made; sql.py is the buffer.
+
+Apart from it, since a configuration is checked without SQLAlchemy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from trireme.buffer.priority import priority_problems
+from trireme.buffer.store import StoreParts
+from trireme.config import Problem
+from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig
+
+if TYPE_CHECKING:
+    from trireme.buffer.claims import Reuse
+    from trireme.buffer.sql import SqlBuffer
+
+
+class SqlStore:
+    """See Store."""
+
+    between_processes = True
+    keeps_steps = False
+
+    def place(self, path: str, name: str) -> str:
+        """The database's URL; a path alone is that of a SQLite file."""
+        if "://" in path:
+            return path
+        return f"sqlite:///{path or f'{name}.db'}"
+
+    def examine(
+        self, config: ExperienceBufferConfig, key: str, path: str, seed: int
+    ) -> Iterable[Problem]:
+        """See Store."""
+        if "://" in path and not path.startswith(("sqlite://", "postgresql")):
+            yield Problem(
+                f"{key}.path",
+                f"is of the kind {path.partition('://')[0]}: expected sqlite:///<file> or "
+                "postgresql://<user>@<host>/<database>",
+            )
+        if config.replay_buffer.enable:
+            yield from priority_problems(config.replay_buffer, key, seed)
+
+    def make(self, parts: StoreParts) -> SqlBuffer:
+        """See Store."""
+        from trireme.buffer.sql import SqlBuffer
+        from trireme.buffer.table import resolve_url
+
+        plan, config = parts.plan, parts.config
+        roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
+        role = roles.get(plan.mode, "both")
+        names = {"explore": plan.config.explorer.name, "train": plan.config.trainer.name}
+        return SqlBuffer(
+            config.name,
+            resolve_url(plan.buffer_path, parts.folder),
+            role=role,
+            party=names.get(role),
+            capacity=config.capacity,
+            max_read_timeout=config.max_read_timeout,
+            lease_time=config.lease_time,
+            reuse=_reuse(config.replay_buffer),
+            retries=config.max_retry_times,
+            retry_seconds=config.max_retry_interval,
+            on_error=config.on_error,
+        )
+
+
+def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
+    from trireme.buffer.claims import Reuse
+
+    if not replay.enable:
+        return None
+    limit = 3 if replay.priority_fn == "decay_limit_randomization" else 0
+    args = {"use_count_limit": limit, **replay.priority_fn_args}
+    return Reuse(cooldown=replay.reuse_cooldown_time, **args)

@@ -1,0 +1,119 @@
+"""Database: the rows of a database's table as a data set."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from trireme.data.rows import DataSet, NoRows, Rows, refuse_halves
+from trireme.log import hide_passwords
+
+ROW = "raw_task"
+"""The column that holds a whole row as JSON, in tables that Trinity-RFT writes."""
+
+
+class DatabaseTable:
+    """See RowSource."""
+
+    reproducible = False
+
+    def takes(self, data: DataSet) -> bool:
+        """Whether the path is the address of a database."""
+        return "://" in data.path
+
+    def files(self, data: DataSet) -> list[Path]:
+        """None: another program may change a table at any time."""
+        return []
+
+    def read(self, data: DataSet) -> Rows:
+        """See RowSource. A table has one split, `train`."""
+        if data.split_name != "train":
+            reason = f"has no split '{data.split_name}': a table has train alone"
+            raise NoRows(data.path, reason)
+        try:
+            name, rows = table_rows(data.path, data.subset, data.otherwise)
+        except ValueError as error:
+            raise NoRows(data.path, str(error)) from error
+        if not rows:
+            raise NoRows(data.path, f"has no rows in the table '{name}': expected at least one")
+        columns = dict.fromkeys(column for row in rows for column in row)
+        return Rows(f"dataset '{hide_passwords(data.path)}' (table '{name}')", rows, columns)
+
+
+def table_rows(
+    url: str, table: str | None, otherwise: str | None = None
+) -> tuple[str, list[dict[str, Any]]]:
+    """A table's name and its rows, in the order of its key; `otherwise` is a name that it may have.
+
+    Without a key the rows of SQLite come as they were inserted, others in the order of all columns.
+
+    Raises ValueError, continuing the sentence `dataset 'x' …`, where there is no such table.
+    """
+    from sqlalchemy import MetaData, Table, Text, cast, create_engine, inspect, select, text
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+    known_as = hide_passwords(url)
+    try:
+        address = make_url(url)
+        if address.get_backend_name() == "sqlite":  # which would make an empty one
+            file = url.partition(":///")[2]
+            if not Path(file).is_file():  # a name may itself have what a URL reads as more
+                file = address.database or ""
+            address = address.set(
+                database=f"file:{quote(file)}", query={"mode": "ro", "uri": "true"}
+            )
+        elif address.drivername == "postgresql":
+            address = address.set(drivername="postgresql+psycopg")
+        engine = create_engine(address)
+    except (ArgumentError, SQLAlchemyError, ModuleNotFoundError) as error:
+        raise ValueError(
+            f"is no database that can be read here ({known_as}): expected sqlite:///<file> or "
+            f"postgresql://<user>@<host>/<database>: {error}"
+        ) from error
+    try:
+        names = inspect(engine).get_table_names()
+        if table is None:
+            table = otherwise if otherwise in names else names[0] if len(names) == 1 else None
+        if table not in names:
+            has = ", ".join(names) or "none"
+            asked = f"no table '{table}'" if table else "several tables, and subset_name names none"
+            raise ValueError(f"has {asked}. Its tables: {has}")
+        described = Table(table, MetaData(), autoload_with=engine)
+        with engine.connect() as connection:
+            order: list[Any] = list(described.primary_key.columns)
+            if not order and address.get_backend_name() == "sqlite":
+                order = [text("rowid")]
+            elif not order:  # as text, since JSON has no order
+                order = [cast(column, Text) for column in described.columns]
+            found = connection.execute(select(described).order_by(*order))
+            rows = [{k: _number(v) for k, v in row._mapping.items()} for row in found]
+    except SQLAlchemyError as error:
+        reason = hide_passwords(str(getattr(error, "orig", None) or error))
+        raise ValueError(f"cannot be read: {reason}") from error
+    finally:
+        engine.dispose()
+    return table, [_row(row, n) for n, row in enumerate(rows)]
+
+
+def _number(value: Any) -> Any:
+    """A NUMERIC as other data sets have it: 72.000 is 72, 0.50 is 0.5."""
+    if not isinstance(value, Decimal):
+        return value
+    return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+
+
+def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """The columns, or what the column `raw_task` holds."""
+    whole = row.get(ROW)
+    if whole is None:
+        refuse_halves(row, f"row {number}")
+        return row
+    made = json.loads(whole) if isinstance(whole, str | bytes) else whole
+    if not isinstance(made, dict):
+        raise ValueError(f"has a {ROW} that is no row: {made!r:.60}")
+    refuse_halves(made, f"row {number}")
+    return made
