@@ -18,9 +18,11 @@ from typing import Any, get_origin
 from pydantic.fields import FieldInfo
 
 from trireme.config import verl
+from trireme.config.engine_kind import kind_named, kind_names
 from trireme.config.options import kind_text, range_text, without_none
 from trireme.config.schema import Config
 from trireme.config.section import Mapped, Moved, NoEffect, Refused, Section, fate_of, section_in
+from trireme.registry import ENGINES
 
 DOCS = Path(__file__).parents[1] / "docs"
 VERL = DOCS / "migrate" / "verl.md"
@@ -176,29 +178,31 @@ def _cells(section: type[Section], name: str, item: FieldInfo) -> tuple[str, ...
         f"{value} {range_text(item.metadata)}".strip(),
         shown,
         sentences(section)[name],
-        _here(item),
+        _here(name, item),
     )
 
 
 _WITHOUT = {
     "": "",
     "ray": "without Ray",
-    "vllm": "without vLLM",
     "auxiliary": "but for auxiliary models",
 }
 
 
-def _here(item: FieldInfo) -> str:
+def _here(name: str, item: FieldInfo) -> str:
     """What this version does with a key."""
     fate = fate_of(item)
     if fate is None:
         return ""
+    ours = [kind for kind in kind_names() if kind in ENGINES.built_in()]
+    takers = [kind for kind in ours if name in kind_named(kind).keys]
+    without = _WITHOUT | {"engine": f"without {' or '.join(takers)}"}
     if isinstance(fate, Refused) and fate.values:
         return "refused: " + ", ".join(sorted(fate.values))
     if isinstance(fate, Moved):
-        return f"read as `{fate.to.removeprefix('.')}` {_WITHOUT[fate.on]}".strip()
+        return f"read as `{fate.to.removeprefix('.')}` {without[fate.on]}".strip()
     word = {Refused: "refused", Mapped: "mapped", NoEffect: "no effect"}[type(fate)]
-    return f"{word} {_WITHOUT[fate.on]}".strip()
+    return f"{word} {without[fate.on]}".strip()
 
 
 def _yaml(value: Any) -> str:

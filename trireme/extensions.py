@@ -55,6 +55,7 @@ KINDS = (
     "tool_call_parser",
     "tool",
     "loss_scale",
+    "engine",
 )
 """The kinds of names: a manifest's tables."""
 _FIELDS = ("about", "needs", "uses")

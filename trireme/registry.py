@@ -366,3 +366,9 @@ TOOLS = Registry("tool", kind="tool")
 """Functions that a model may call: see workflows/tool_calls.py."""
 SCALES = Registry("loss scale", kind="loss_scale")
 """Weights of a reply's pieces in the loss: see workflows/loss_scale.py."""
+
+ENGINES = Registry("explorer.rollout_model.engine_type", kind="engine")
+"""Kinds of engines: see config/engine_kind.py."""
+
+engine = ENGINES.register
+"""Decorator: an EngineKind class by this name."""

@@ -12,8 +12,9 @@ import pytest
 
 from scripts import memory_page
 from tests.config.made import SEEDS, config_of, values
-from trireme.config import ConfigError, Plan, load_config, placement
+from trireme.config import ConfigError, Plan, load_config
 from trireme.config.plan import gpu_bytes
+from trireme.engines.vllm import kind as vllm_kind
 from trireme.launch.check import draft, make_plans
 
 ENGINES = "explorer.rollout_model.engine_num"
@@ -345,12 +346,12 @@ def test_torch_engines_are_no_more_than_there_are_gpus_beside_the_trainers(tmp_p
 
 
 ARGUMENTS = ("max_num_seqs", "block_size", "seed", "weight_transfer_config")
-FOUND = placement.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS)
+FOUND = vllm_kind.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS)
 
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "find_vllm", lambda asked: FOUND)
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND)
 
 
 def plan(tmp_path: Path, *overrides: str, **facts: Any) -> Plan:
@@ -390,7 +391,7 @@ def test_vllm_generates_where_it_is_found_and_check_says_which(tmp_path: Path) -
 def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(placement.VARIABLE, raising=False)
+    monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
     found = plan(tmp_path, VLLM)
     assert (found.engine_kind, found.engine_hosts) == ("torch", 0)
     assert any("generates in its place, since no Python with vLLM was" in n for n in found.notes)
@@ -413,7 +414,7 @@ def test_sglang_is_vllm_where_a_gpu_and_vllm_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
-    monkeypatch.setattr(placement, "find_vllm", lambda asked: FOUND if has_vllm else None)
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND if has_vllm else None)
     found = plan(tmp_path, f"{key('engine_type')}=sglang", head_dim=64)
     assert found.engine_kind == kind
     said = [note for note in found.notes if note.startswith(f"{key('engine_type')} (sglang): ")]
@@ -423,11 +424,11 @@ def test_sglang_is_vllm_where_a_gpu_and_vllm_are(
 def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(placement.VARIABLE, raising=False)
+    monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
     (said,) = problems(tmp_path, VLLM)
     assert said.startswith(f"{key('engine_type')} is vllm, and no Python with vLLM was found")
-    assert "pip install vllm" in said and placement.VARIABLE in said
+    assert "pip install vllm" in said and vllm_kind.VARIABLE in said
 
 
 def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
@@ -460,8 +461,8 @@ def test_a_vllm_whose_weight_transfer_is_another_is_refused(
     tmp_path: Path, version: str, old: bool, monkeypatch: Any
 ) -> None:
     """Older ones may have the argument already, and other calls behind it."""
-    found = placement.Vllm(FOUND.python, version, ARGUMENTS)
-    monkeypatch.setattr(placement, "find_vllm", lambda asked: found)
+    found = vllm_kind.Vllm(FOUND.python, version, ARGUMENTS)
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: found)
     said = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=64)
     assert [f"vLLM {version} of {FOUND.python} is too old" in each for each in said] == [True] * old
 

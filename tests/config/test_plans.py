@@ -8,7 +8,8 @@ import pytest
 from tests.config.made import SEEDS, config_of, values
 from trireme.config import ConfigError, load_config
 from trireme.config.check import UNASKED_SAVE_INTERVAL
-from trireme.config.placement import EngineChoice, adapter_rank_of
+from trireme.config.engine_kind import EngineChoice, adapter_rank_of
+from trireme.engines.vllm.kind import largest_adapter
 from trireme.launch.check import draft, make_plans
 
 
@@ -350,7 +351,8 @@ def test_vllm_gets_merged_weights_of_a_model_that_it_has_no_adapters_for(
     model = plan.config.model.model_copy(update={"model_path": str(tmp_path)})
     config = plan.config.model_copy(update={"model": model})
     stage: Any = SimpleNamespace(config=config, remote=False, reads_file=False)
-    assert adapter_rank_of(stage, EngineChoice("vllm"), "memory") == rank
+    vllm = EngineChoice("vllm", largest_adapter=largest_adapter(config))
+    assert adapter_rank_of(stage, vllm, "memory") == rank
     assert adapter_rank_of(stage, EngineChoice("torch"), "memory") == 8
 
 

@@ -169,7 +169,7 @@ def _lengths(plan: Plan) -> str:
 def _engines(plan: Plan) -> str:
     if plan.launcher == "ray" or plan.engine_hosts:
         return f"{plan.num_engines} {plan.engine_kind} engine{'s' * (plan.num_engines > 1)}"
-    return "the embedded torch engine"
+    return f"the embedded {plan.engine_kind} engine"
 
 
 def _places(plan: Plan) -> str:

@@ -1,6 +1,6 @@
 """`trireme rollout`: an engine behind HTTP, for trainers and agents in other processes.
 
-With `--engine vllm` the server is a child process, of the environment that vLLM has.
+An engine with an environment of its own is a child process of that environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.config import ConfigError
-from trireme.config.placement import VARIABLE, find_vllm
+from trireme.config.engine_kind import EngineKind, kind_named, kind_names
 from trireme.engines.make import EngineSpec
 from trireme.launch.engine_host import EngineHost
 from trireme.text import say
@@ -46,7 +46,7 @@ class RolloutOptions:
     use_async_engine: bool = True
     enable_thinking: bool | None = None
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's further ones."""
+    """Further ones of its kind."""
     multi_turn_scheduler: str | None = None
     gym_env: str | None = None
     max_turns: int | None = None
@@ -70,11 +70,12 @@ def rollout(options: RolloutOptions) -> int:
         _examine(options)
         plugins = [str(path) for path in options.external_plugins]
         load_plugins(plugins)
+        kind = _examine_engine(options)
         with _listen(options.host, options.port) as listener:
-            if options.engine == "torch":
+            if not kind.own_python:
                 return asyncio.run(_serve(options, listener))
         spec, _ = _spec(options)
-        return asyncio.run(serve_vllm(options, spec, plugin_files(plugins)))
+        return asyncio.run(serve_child(options, kind, spec, plugin_files(plugins)))
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         complain(str(error))
         return 2 if isinstance(error, ConfigError | ValueError) else 1
@@ -119,21 +120,29 @@ def _examine(options: RolloutOptions) -> None:
             f"--host {options.host} is open to other machines: give a key by TRIREME_API_KEY or "
             "--api-key-file, or serve on 127.0.0.1"
         )
-    if options.engine not in ("torch", "vllm"):
-        raise ValueError(f"--engine {options.engine} is not known: expected torch or vllm")
-    for name in PARALLEL:
-        if (size := getattr(options, name)) != 1 and options.engine == "torch":
-            raise ValueError(
-                f"--{name} {size}: the torch engine runs on one device, expected 1 (several "
-                "servers: start several commands, and name them all in base_urls; or --engine vllm)"
-            )
-    if options.engine_options and options.engine == "torch":
-        names = ", ".join(f"--vllm_{name}" for name in options.engine_options)
-        say(f"note: without effect on the torch engine: {names}", file=sys.stderr)
     if options.dtype not in (*DTYPES, "auto"):
         raise ValueError(f"--dtype {options.dtype}: expected auto, {', '.join(DTYPES)}")
     if not (Path(options.model) / "config.json").exists() and Path(options.model).exists():
         raise ValueError(f"--model {options.model} has no config.json: expected a model's folder")
+
+
+def _examine_engine(options: RolloutOptions) -> EngineKind:
+    """The kind of the engine, which may be a plug-in's. Raises ValueError for what it lacks."""
+    if options.engine not in (known := kind_names()):
+        expected = " or ".join(known)
+        raise ValueError(f"--engine {options.engine} is not known: expected {expected}")
+    kind = kind_named(options.engine)
+    for name in PARALLEL:
+        if (size := getattr(options, name)) != 1 and name not in kind.keys:
+            others = "".join(f"; or --engine {n}" for n in known if name in kind_named(n).keys)
+            raise ValueError(
+                f"--{name} {size}: the {kind.name} engine runs on one device, expected 1 (several "
+                f"servers: start several commands, and name them all in base_urls{others})"
+            )
+    if options.engine_options and not kind.keys:
+        names = ", ".join(f"--vllm_{name}" for name in options.engine_options)
+        say(f"note: without effect on the {kind.name} engine: {names}", file=sys.stderr)
+    return kind
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -216,7 +225,7 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
         scheduler=scheduler,
         use_async_engine=options.use_async_engine,
         enable_thinking=options.enable_thinking,
-        kind="vllm" if options.engine == "vllm" else "torch",
+        kind=options.engine,
         options={name: getattr(options, name) for name in PARALLEL} | dict(options.engine_options),
         tool_call_parser=options.tool_call_parser,
     )
@@ -245,24 +254,24 @@ def _refuse_env(env: str, name: str) -> None:
     )
 
 
-async def serve_vllm(options: RolloutOptions, spec: EngineSpec, plugins: Sequence[Path]) -> int:
+async def serve_child(
+    options: RolloutOptions, kind: EngineKind, spec: EngineSpec, plugins: Sequence[Path]
+) -> int:
     """Serve until a signal comes; the exit code. Raises RuntimeError where the child has ended."""
     try:
-        vllm = find_vllm(options.engine_python)
+        found = kind.interpreter(options.engine_python)
     except ValueError as error:
-        raise ValueError(f"--engine-python {options.engine_python}: {error}") from error
-    if vllm is None:
-        raise ValueError(
-            f"--engine vllm: no Python here has vLLM: name one by --engine-python, or {VARIABLE}"
-        )
+        given = options.engine_python
+        flag = f"--engine {options.engine}" if given is None else f"--engine-python {given}"
+        raise ValueError(f"{flag}: {error}") from error
     handle, log = tempfile.mkstemp(prefix="trireme-rollout-", suffix=".log")
     os.close(handle)
-    say(f"vLLM {vllm.version} of {vllm.python}; its log is {log}", file=sys.stderr)
+    say(f"{found.about}; its log is {log}", file=sys.stderr)
     host = EngineHost(
         spec,
-        name="the vllm engine",
+        name=f"the {options.engine} engine",
         log_file=Path(log),
-        python=vllm.python,
+        python=found.python,
         host=options.host,
         port=options.port,
         key=options.api_key,

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from trireme.config.engine_kind import EMBEDDED
 from trireme.config.lookup import (
     ModelFacts,
     api_of,
@@ -28,6 +29,7 @@ from trireme.config.memory import experts_of
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import StageConfig, Steps, used_tasksets
+from trireme.registry import ENGINES
 
 
 def check_algorithm(stage: StageConfig) -> None:
@@ -272,7 +274,7 @@ def check_auxiliary_models(stage: StageConfig) -> None:
                 f"({model.reasoning_parser}): an OpenAI API splits its replies itself, leave it out"
             )
             stage.problem(f"{key}.reasoning_parser", text)
-        if model.engine_type in ("sglang", "vllm"):
+        if model.engine_type in ENGINES and model.engine_type != EMBEDDED:
             text = "the embedded torch engine generates in its place"
             stage.notes.append(f"{key}.engine_type ({model.engine_type}): {text}")
         if not model.model_path:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trireme.config.engine_kind import EngineChoice, adapter_rank_of
 from trireme.config.lookup import located, model_config, model_shapes
-from trireme.config.placement import COLOCATED_SHARE, EngineChoice, Places, adapter_rank_of
+from trireme.config.placement import Places
 from trireme.config.schema import OptimizerConfig
 from trireme.config.stages import StageConfig
 
@@ -29,6 +30,10 @@ _OF_STEPS = (
 )  # fmt: skip
 """What a trainer holds while it computes alone."""
 _CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and what its libraries keep
+LEAST_SHARE = 0.25
+"""The share of a GPU's memory that an engine which takes turns with the trainer gets at least, or
+where that GPU is not known.
+"""
 MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
 """The embedded engine's: rollouts that decode at once, their tokens, and those that it keeps of
 finished ones.
@@ -258,7 +263,7 @@ def engine_share(shape: ModelShape, use: Use, free: int) -> float:
     resting = sum(size for name, size in parts.items() if name not in _OF_STEPS)
     resting -= parts["moments"] * use.parks
     steps = int((free - resting) * 20 / free) - 1
-    return max(min(steps / 20, 0.85), COLOCATED_SHARE)
+    return max(min(steps / 20, 0.85), LEAST_SHARE)
 
 
 def _chunk(shape: ModelShape, use: Use) -> int:

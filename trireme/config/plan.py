@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.config.check import note_idle
+from trireme.config.engine_kind import adapter_rank_of, choose_engine, kind_named
 from trireme.config.lookup import Api, api_of, gpu_bytes, num_gpus
 from trireme.config.memory import plan_memory
-from trireme.config.placement import (
-    EngineKind,
-    Launcher,
-    adapter_rank_of,
-    choose_engine,
-    gpus_of,
-    note_places,
-    places_of,
-)
+from trireme.config.placement import Launcher, gpus_of, note_places, places_of
 from trireme.config.schema import Config
 from trireme.config.stages import StageConfig, check_fates, lengths_of, steps_of
 from trireme.config.store import store_of
@@ -116,9 +109,10 @@ class Plan:
     """Places of one engine."""
     auxiliary_places: int
     """Of the models that the explorer's process holds beside the engines."""
-    engine_kind: EngineKind
-    engine_python: str
-    """The interpreter of engine processes."""
+    engine_kind: str
+    """What generates, by its name in ENGINES."""
+    engine_python: str | None
+    """The interpreter of engine processes; None: that of whoever starts them."""
     engine_hosts: int
     """Engine processes that the local launcher starts; 0: the engine is embedded, or remote."""
     takes_turns: bool
@@ -165,7 +159,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     elsewhere = counted is not None or (on_ray and named)
     engine = choose_engine(stage, gpus, on_ray=on_ray)
     hosts = 0 if on_ray else engine.hosts
-    check_fates(stage, on_ray=on_ray, on_vllm=engine.kind == "vllm")
+    check_fates(stage, on_ray=on_ray, engine_keys=kind_named(engine.kind).keys)
     note_places(stage, places, gpus)
     lengths, steps = lengths_of(stage), steps_of(stage)
     style, method = style_of(stage, steps.own_batch), method_of(stage, on_ray, hosts)
@@ -189,7 +183,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         length=lengths.max_model_len,
         device=device,
         half=dtype == "bfloat16",
-        hosts=hosts or (places.num_engines if places.paired and engine.kind == "vllm" else 0),
+        hosts=hosts or (places.num_engines if places.paired and engine.sleeps else 0),
         takes_turns=takes_turns,
         shared=shares,
         free=gpu_bytes() if gpus and not elsewhere else None,

@@ -3,10 +3,11 @@
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from trireme.config.options import Share
 from trireme.config.section import Count, Mapped, Moved, NoEffect, Refused, Section
+from trireme.registry import is_path
 
 
 def _of_model(name: str) -> Moved:
@@ -140,6 +141,11 @@ class TasksetConfig(Section):
     """Seconds between them."""
 
 
+def _small(name: Any) -> Any:
+    """The name of a kind in small letters; a dotted path as it is."""
+    return name.lower() if isinstance(name, str) and not is_path(name) else name
+
+
 class RolloutModelConfig(Section):
     """The engine that generates."""
 
@@ -148,7 +154,8 @@ class RolloutModelConfig(Section):
     model_path: Annotated[str | None, _of_model("model_path")] = None
     """Only auxiliary models name their own; the rollout model is `model.model_path`."""
     engine_type: Annotated[
-        Literal["torch", "vllm", "sglang", "remote", "external", "tinker"] | None,
+        str | None,
+        BeforeValidator(_small),
         Refused(
             values={
                 "external": "is for explorer.auxiliary_models alone, since an OpenAI API takes "
@@ -158,7 +165,8 @@ class RolloutModelConfig(Section):
             on="auxiliary",
         ),
     ] = None
-    """Not given: the best that is there; without vLLM or a GPU: torch, embedded."""
+    """torch, vllm, sglang, an engine of a plug-in, or remote. Not given: the best that is there;
+    without vLLM or a GPU: torch, embedded."""
     engine_python: str | None = None
     """Python of an environment that has vLLM; not given: this one, or TRIREME_VLLM_PYTHON's."""
     enable_lora: bool = True
@@ -166,26 +174,26 @@ class RolloutModelConfig(Section):
     engine_num: Count = 1
     """Engines, each a process of its own; an embedded one is one, and only runners multiply."""
     tensor_parallel_size: Annotated[
-        Count, Mapped("one engine generates, on one device", on="vllm")
+        Count, Mapped("one engine generates, on one device", on="engine")
     ] = 1
     """GPUs that share one engine."""
-    data_parallel_size: Annotated[Count, Mapped("one engine generates", on="vllm")] = 1
+    data_parallel_size: Annotated[Count, Mapped("one engine generates", on="engine")] = 1
     """Copies inside one engine."""
-    pipeline_parallel_size: Annotated[Count, Mapped("one engine generates", on="vllm")] = 1
+    pipeline_parallel_size: Annotated[Count, Mapped("one engine generates", on="engine")] = 1
     """Pipeline stages of one engine."""
-    enable_expert_parallel: Annotated[bool, Mapped("one engine generates", on="vllm")] = False
+    enable_expert_parallel: Annotated[bool, Mapped("one engine generates", on="engine")] = False
     """Spread experts over GPUs."""
     nnodes: Annotated[
         Count, Refused("is not supported: an engine's GPUs are of one machine, expected 1")
     ] = 1
     """Machines that share one engine."""
-    enforce_eager: Annotated[bool, NoEffect(on="vllm")] = False
+    enforce_eager: Annotated[bool, NoEffect(on="engine")] = False
     """Run without CUDA graphs."""
-    enable_prefix_caching: Annotated[bool, NoEffect(on="vllm")] = True
+    enable_prefix_caching: Annotated[bool, NoEffect(on="engine")] = True
     """Reuse the keys and values of shared prefixes."""
-    enable_chunked_prefill: Annotated[bool, NoEffect(on="vllm")] = True
+    enable_chunked_prefill: Annotated[bool, NoEffect(on="engine")] = True
     """Split long prefills into chunks."""
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1), NoEffect(on="vllm")] = 0.9
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1), NoEffect(on="engine")] = 0.9
     """Share of a GPU's memory that the engine takes."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     """Number format on a GPU; a CPU computes in float32."""
@@ -256,7 +264,7 @@ class RolloutModelConfig(Section):
     """Bytes of a bucket of weights on their way to the engine."""
     use_v1: Annotated[bool, NoEffect()] = True
     """Version of vLLM's core."""
-    extra_engine_args: Annotated[dict[str, Any], NoEffect(on="vllm")] = {}
+    extra_engine_args: Annotated[dict[str, Any], NoEffect(on="engine")] = {}
     """Further options of the engine."""
     base_port: Annotated[int | None, Ge(1), Le(65535), NoEffect()] = None
     """First port of engine servers."""

@@ -32,8 +32,8 @@ class Fate:
 
     text: str = "is not supported yet"
     """The sentence that says so, after the key."""
-    on: Literal["", "ray", "vllm", "auxiliary"] = ""
-    """Where the key works: in a run on Ray, for vLLM, for an auxiliary model."""
+    on: Literal["", "ray", "engine", "auxiliary"] = ""
+    """Where the key works: in a run on Ray, for engines that take it, for an auxiliary model."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -277,10 +277,13 @@ def moved_keys(config: Config) -> Iterator[tuple[str, str, Any]]:
             yield key, fate.target(key, root and f"{root}]."), value
 
 
-def check_fates(stage: StageConfig, *, on_ray: bool = False, on_vllm: bool = False) -> None:
+def check_fates(
+    stage: StageConfig, *, on_ray: bool = False, engine_keys: Collection[str] = ()
+) -> None:
     """Notes what is mapped or without effect, and as a problem what is refused.
 
-    Sections that the mode does not use are left aside.
+    `engine_keys`: what the engine gets of the rollout model's keys. Sections that the mode does not
+    use are left aside.
     """
     idle = _idle(stage)
     moved: list[str] = []
@@ -297,7 +300,9 @@ def check_fates(stage: StageConfig, *, on_ray: bool = False, on_vllm: bool = Fal
             if refused := fate.values.get(value) if fate.values else fate.text:
                 idle += (key,)
                 stage.problem(key, f"({_short(key, value)}) {refused}")
-        elif (on_ray and fate.on == "ray") or (on_vllm and fate.on == "vllm"):
+        elif (on_ray and fate.on == "ray") or (
+            fate.on == "engine" and key.rpartition(".")[2] in engine_keys
+        ):
             continue
         elif isinstance(fate, Moved) and key.startswith("explorer.auxiliary_models["):
             stage.problem(key, f"({_short(key, value)}) is not supported for an auxiliary model")

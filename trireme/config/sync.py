@@ -11,7 +11,8 @@ import math
 import os
 from typing import Literal
 
-from trireme.config.placement import KEY, Places, further_sizes
+from trireme.config.engine_kind import KEY, sizes_of
+from trireme.config.placement import Places
 from trireme.config.schema import SynchronizerConfig
 from trireme.config.stages import StageConfig, Steps
 from trireme.config.store import is_between_processes, keeps_steps
@@ -241,11 +242,7 @@ def check_colocated(
         stage.problem(
             f"{KEY}.engine_num", f"is {model.engine_num}: expected {each} in mode colocate"
         )
-    further = further_sizes(model) if model.engine_type != "torch" else {}
-    sizes = {
-        f"{KEY}.tensor_parallel_size": model.tensor_parallel_size,
-        **{f"{KEY}.{name}": size for name, size in further.items()},
-    }
+    sizes = {f"{KEY}.{name}": size for name, size in sizes_of(model).items()}
     if not places.paired:
         window = "trainer.ulysses_sequence_parallel_size"
         sizes[window] = trainer.ulysses_sequence_parallel_size

@@ -1,6 +1,6 @@
 """Make: makes one engine from its specification, for a run, a judge, a server or a chat.
 
-Loads torch's engine or vLLM only when one is made: a specification can be written without them.
+The engine behind a kind is loaded when one is made: a specification can be written without it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from trireme.config.engine_kind import EMBEDDED, kind_named
 from trireme.engines.engine import Engine
 
 if TYPE_CHECKING:
     from trireme.engines.device import Device, RolloutBarrier
     from trireme.engines.torch.engine import TorchEngine
-
-EngineKind = Literal["torch", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,14 @@ class EngineSpec:
 
     model: str
     max_model_len: int
-    kind: EngineKind = "torch"
+    kind: str = EMBEDDED
+    """Its name in ENGINES."""
     dtype: str = "float32"
     device: str = "cpu"
-    """The embedded engine's; vLLM finds its own."""
+    """The embedded engine's; others find their own."""
     seed: int = 42
     options: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's: keys of the YAML's `rollout_model`."""
+    """What the kind adds: see EngineKind."""
     chat_template: str | None = None
     enable_thinking: bool | None = None
     tool_call_parser: str | None = None
@@ -45,20 +45,17 @@ class EngineSpec:
         return json.dumps(asdict(self))
 
 
-async def make_engine(spec: EngineSpec, tokenizer: Any, device: Device) -> Engine:
-    """The engine of the specification's kind, with its model loaded."""
-    if spec.kind == "torch":
-        return make_torch_engine(spec, tokenizer, device)
-    from trireme.engines.vllm.engine import VllmEngine
-
-    return await VllmEngine.start(
-        spec.model,
-        tokenizer=tokenizer,
-        max_model_len=spec.max_model_len,
-        dtype=spec.dtype,
-        seed=spec.seed,
-        options=spec.options,
-    )
+async def make_engine(
+    spec: EngineSpec,
+    tokenizer: Any,
+    device: Device,
+    *,
+    barrier: RolloutBarrier | None = None,
+    share_with: Any = None,
+) -> Engine:
+    """The engine of the specification's kind, with its model loaded; see EngineKind."""
+    kind = kind_named(spec.kind)
+    return await kind.make(spec, tokenizer, device, barrier=barrier, share_with=share_with)
 
 
 def make_torch_engine(

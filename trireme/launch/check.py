@@ -33,6 +33,7 @@ from trireme.config.check import (
     check_tasksets,
     job_folder,
 )
+from trireme.config.engine_kind import check_engine_types
 from trireme.config.load import read_config
 from trireme.config.lookup import ModelFacts, located, near_model, num_gpus
 from trireme.config.plan import derive
@@ -209,6 +210,7 @@ def make_parts(stage: StageConfig, *, names_are_known: bool = True) -> Parts:
     """
     parts = Parts(stage)
     if names_are_known:
+        check_engine_types(stage)
         _make_recipe(parts)
     check_algorithm(stage)
     if stage.config.mode not in ("train", "serve") or stage.evaluates:

@@ -30,10 +30,10 @@ import httpx
 from trireme.aio import running
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
-from trireme.config.placement import size_of
+from trireme.config.engine_kind import size_of
 from trireme.engines.make import EngineSpec
 from trireme.files import for_appending
-from trireme.launch.engines import engine_spec, make_remote_engine
+from trireme.launch.engines import engine_plugins, engine_spec, make_remote_engine
 from trireme.log import get_logger
 
 if TYPE_CHECKING:
@@ -50,10 +50,11 @@ def engine_hosts(plan: Plan, model_path: str) -> list[EngineHost]:
             engine_spec(plan, model_path),
             name=f"{plan.engine_kind} engine {index + 1} of {plan.engine_hosts}",
             log_file=log_folder / f"engine_{index}.log",
-            python=plan.engine_python,
+            python=plan.engine_python or sys.executable,
             port=0 if first_port is None else first_port + index,
             key=key,
             environment=_devices(plan, index),
+            plugins=engine_plugins(plan),
         )
         for index in range(plan.engine_hosts)
     ]

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from trireme.aio import running_loop
 from trireme.config import Plan
-from trireme.config.lookup import Api, located, model_config
-from trireme.config.placement import COLOCATED_SHARE, PASSED, VLLM_RANKS
+from trireme.config.engine_kind import kind_named
+from trireme.config.lookup import Api, located, model_config, plugin_files
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.api import ApiEngine
 from trireme.engines.engine import Engine, Sampling
@@ -96,15 +96,6 @@ def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
     """The engine of the trained model, in this process or one of its own."""
     config = plan.config
     rollout = config.explorer.rollout_model
-    options: dict[str, Any] = {}
-    if plan.engine_kind == "vllm":
-        options = {name: getattr(rollout, name) for name in PASSED}
-        options["extra_engine_args"] = dict(options["extra_engine_args"])
-        if plan.adapter_rank:
-            options["max_lora_rank"] = min(r for r in VLLM_RANKS if r >= plan.adapter_rank)
-    if plan.takes_turns and plan.engine_kind == "vllm":
-        options["enable_sleep_mode"] = True
-        options["gpu_memory_utilization"] = plan.engine_share or COLOCATED_SHARE
     return EngineSpec(
         model_path,
         plan.max_model_len,
@@ -112,11 +103,18 @@ def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
         dtype=plan.dtype,
         device=plan.device,
         seed=plan.seed if rollout.seed is None else rollout.seed,
-        options=options,
+        options=kind_named(plan.engine_kind).options(plan),
         chat_template=chat_template_of(plan),
         enable_thinking=config.model.enable_thinking,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def engine_plugins(plan: Plan) -> list[str]:
+    """Files that a process of the plan's engine loads first; none for a kind of Trireme's own."""
+    if type(kind_named(plan.engine_kind)).__module__.startswith("trireme."):
+        return []
+    return [str(file.resolve()) for file in plugin_files(plan.config.plugins)]
 
 
 def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> RemoteEngine:

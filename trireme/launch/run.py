@@ -226,7 +226,7 @@ async def _run_here(
         if stage.trains:
             models, both = load_models(stage), plan.mode == "both"
             if both or (stage.recipe.from_data and stage.eval_tasksets):
-                engine = remote or stage.embedded_engine(models.backend)  # it may read its tensors
+                engine = remote or await stage.embedded_engine(models.backend)
                 held.push_async_callback(engine.close)
             side = trainer = TrainerSide(stage, models, engine)
             stop.gently, stop.waits_for = side.trainer.stop, lambda: side.trainer.doing
@@ -237,7 +237,7 @@ async def _run_here(
                 side.explorer_state = explorer.explorer.state if both else None
         else:
             asked = make_api_engine(plan, plan.api, stage.text) if plan.api else remote
-            engine = asked or stage.embedded_engine()
+            engine = asked or await stage.embedded_engine()
             held.push_async_callback(engine.close)
             held.enter_context(stage.exploring())
             explorer = await lone_explorer(stage, engine)

@@ -46,7 +46,7 @@ GRACE = 0.8
 async def run_serve(stage: Stage, remote: RemoteEngine | None, stop: Stop) -> StageResult:
     """Serve until a signal or the trainer's end. Raises the first cause of a failure."""
     with _alone(stage):
-        return await _run(stage, remote or stage.embedded_engine(), stop)
+        return await _run(stage, remote or await stage.embedded_engine(), stop)
 
 
 async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:

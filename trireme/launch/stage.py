@@ -26,7 +26,7 @@ from trireme.config import ConfigError, Plan, Problem
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Engine
-from trireme.engines.make import make_torch_engine
+from trireme.engines.make import make_engine
 from trireme.experience import Experience
 from trireme.explorer.explorer import explorer_state
 from trireme.launch import data
@@ -146,11 +146,11 @@ class Stage:
         """
         return (self.plan.share_tensors or self.recipe.from_data) and backend.adapter is None
 
-    def embedded_engine(self, backend: Backend | None = None) -> Engine:
+    async def embedded_engine(self, backend: Backend | None = None) -> Engine:
         """The engine of this process, over the trainer's tensors where nothing trains meanwhile."""
         share = backend.module if backend is not None and self.shares_tensors(backend) else None
         spec, tokenizer = engine_spec(self.plan, self.model_path), self.text.tokenizer
-        return make_torch_engine(
+        return await make_engine(
             spec, tokenizer, self.device, barrier=self.barrier, share_with=share
         )
 

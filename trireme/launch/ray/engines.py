@@ -18,11 +18,13 @@ from ray.exceptions import RayError
 from trireme.aio import GRACE_S, first_failure, running
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.config.engine_kind import kind_of
 from trireme.engines.servers import Servers
 from trireme.launch.engine_host import EngineHost
-from trireme.launch.engines import engine_spec
+from trireme.launch.engines import engine_plugins, engine_spec
 from trireme.launch.ray.cluster import JOIN_S
 from trireme.launch.ray.remote import Watched, Worker, remote, watch
+from trireme.workflows.plugins import load_plugins
 
 
 class EngineWorker(Worker):
@@ -34,14 +36,17 @@ class EngineWorker(Worker):
 
     async def open(self, plan: Plan, model_path: str, index: int) -> str:
         """Its address, once it serves. Raises what is wrong with it, or TimeoutError."""
+        if kind_of(plan.engine_kind) is None:
+            load_plugins(plan.config.plugins)
         host = EngineHost(
             engine_spec(plan, model_path),
             name=f"engine_{index}",
             log_file=JobFolder(plan.job_dir, plan.explorer_name).log / f"engine_{index}.log",
-            python=plan.engine_python if plan.engine_kind == "vllm" else sys.executable,
+            python=plan.engine_python or sys.executable,
             host=ray.util.get_node_ip_address(),
             key=plan.engine_key,
             threads=None if plan.device == "cuda" else plan.engine_size,
+            plugins=engine_plugins(plan),
         )
         host.start()
         self._host = host  # now: a heartbeat may ask at any moment

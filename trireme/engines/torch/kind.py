@@ -1,0 +1,62 @@
+"""The embedded engine as a kind: in the run's own process, or several in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trireme.config.engine_kind import EMBEDDED, KEY, EngineChoice, EngineRequest, Interpreter
+
+if TYPE_CHECKING:
+    from trireme.config.plan import Plan
+    from trireme.engines.device import Device, RolloutBarrier
+    from trireme.engines.make import EngineSpec
+    from trireme.engines.torch.engine import TorchEngine
+
+
+class TorchKind:
+    """See EngineKind. Where it is asked for by its name it may be several."""
+
+    name = EMBEDDED
+    keys = ()
+    sizes = ("tensor_parallel_size",)
+    own_python = False
+
+    def examine(self, request: EngineRequest) -> EngineChoice:
+        """See EngineKind."""
+        config, gpus, on_ray, _ = request
+        model = config.explorer.rollout_model
+        if model.engine_type != EMBEDDED or model.engine_num == 1 or on_ray:
+            return EngineChoice()
+        trainers = int(config.mode == "both")
+        if gpus and model.engine_num > gpus - trainers:
+            beside = " beside the trainer's" * trainers
+            note = (
+                f"{KEY}.engine_num ({model.engine_num}): one embedded engine generates, since each "
+                f"of several takes a GPU{beside}, and this machine has {gpus}"
+            )
+            return EngineChoice(notes=(note,))
+        note = f"{KEY}.engine_num ({model.engine_num}): one process an engine"
+        return EngineChoice(hosts=model.engine_num, notes=(note,))
+
+    def interpreter(self, asked: str | None) -> Interpreter:
+        """See EngineKind: this one."""
+        return Interpreter(sys.executable, "the embedded engine")
+
+    def options(self, plan: Plan) -> dict[str, Any]:
+        """See EngineKind: none."""
+        return {}
+
+    async def make(
+        self,
+        spec: EngineSpec,
+        tokenizer: Any,
+        device: Device,
+        *,
+        barrier: RolloutBarrier | None = None,
+        share_with: Any = None,
+    ) -> TorchEngine:
+        """See EngineKind."""
+        from trireme.engines.make import make_torch_engine
+
+        return make_torch_engine(spec, tokenizer, device, barrier=barrier, share_with=share_with)

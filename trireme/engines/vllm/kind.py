@@ -1,0 +1,297 @@
+"""vLLM as a kind of engine: where it is found, what it cannot do, and what it is started with.
+
+It lives in an environment of its own: `explorer.rollout_model.engine_python` names its Python, else
+this interpreter where it has vLLM, else TRIREME_VLLM_PYTHON. Where none has it the embedded engine
+generates. vLLM is not loaded to find out: its files are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from trireme.config import Problem
+from trireme.config.engine_kind import (
+    KEY,
+    SIZES,
+    EngineChoice,
+    EngineRequest,
+    Interpreter,
+    size_of,
+)
+from trireme.config.lookup import model_config
+from trireme.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from trireme.config.plan import Plan
+    from trireme.config.schema import Config
+    from trireme.engines.device import Device, RolloutBarrier
+    from trireme.engines.make import EngineSpec
+    from trireme.engines.vllm.engine import VllmEngine
+
+VARIABLE = "TRIREME_VLLM_PYTHON"
+OLDEST = (0, 32)
+"""Version of vLLM by whose weight transfer Trireme has been run."""
+PROBE_S = 60
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM can make room for, of a LoRA adapter."""
+_WITHOUT_LORA = {"gpt2"}
+"""Models that vLLM holds no adapter beside."""
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's attention on a CPU has kernels for."""
+_PROBE = """
+import ast, importlib.util, json, pathlib, re
+from importlib import metadata
+spec = importlib.util.find_spec("vllm")
+if spec is None or spec.origin is None:
+    raise SystemExit("no vllm")
+home = pathlib.Path(spec.origin).parent
+tree = ast.parse((home / "engine/arg_utils.py").read_text())
+kinds = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("EngineArgs")]
+names = [f.target.id for n in kinds for f in n.body if isinstance(f, ast.AnnAssign)]
+names = [n for n in names if not n.startswith("_")]
+dists = metadata.packages_distributions().get("vllm", ["vllm"])
+print(json.dumps({"version": metadata.version(dists[0]), "arguments": names, "dist": dists[0]}))
+"""
+_OURS = {
+    "model": "model.model_path",
+    "tokenizer": "model.model_path",
+    "max_model_len": "model.max_model_len",
+    "dtype": f"{KEY}.dtype",
+    "seed": f"{KEY}.seed",
+    "logprobs_mode": "Trireme alone, since log-probabilities are recorded in one way",
+    "speculative_config": "nothing: speculated tokens have no log-probabilities of their own",
+    "skip_tokenizer_init": "Trireme alone, since prompts and replies are ids",
+    "weight_transfer_config": "Trireme alone, since its trainer sends the weights",
+}
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """An interpreter that has vLLM."""
+
+    python: str
+    version: str
+    arguments: tuple[str, ...]
+    """The arguments of its engine."""
+
+
+class VllmKind:
+    """See EngineKind."""
+
+    name = "vllm"
+    asked = "vllm"
+    """The value of `engine_type` that notes name."""
+    keys = (
+        *SIZES,
+        "enable_expert_parallel",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "gpu_memory_utilization",
+        "extra_engine_args",
+    )
+    sizes = SIZES
+    own_python = True
+
+    def examine(self, request: EngineRequest) -> EngineChoice:
+        """See EngineKind."""
+        config, gpus, on_ray, colocated = request
+        model = config.explorer.rollout_model
+        try:
+            vllm = find_vllm(model.engine_python)
+        except ValueError as error:
+            return _wrong("engine_python", f"is {model.engine_python!r}: {error}")
+        if vllm is None and gpus and not on_ray and self.asked == self.name:
+            return _wrong(
+                "engine_type",
+                f"is vllm, and no Python with vLLM was found: install it in an environment of its "
+                f"own (python -m venv vllm && vllm/bin/pip install vllm) and give "
+                f"{KEY}.engine_python or {VARIABLE}, or set engine_type torch",
+            )
+        if vllm is None:
+            why = f"no Python with vLLM was named ({KEY}.engine_python, or {VARIABLE})"
+            return self.embedded(why)
+        if (why := _against(request)) is not None:
+            return self.embedded(why)
+        prefix = f"{KEY}.engine_type ({self.asked})"
+        in_place = "" if self.asked == self.name else " generates in its place"
+        notes = [f"{prefix}: vLLM {vllm.version} of {vllm.python}{in_place}"]
+        if colocated:
+            rests = "it only pauses while the trainer works: on a CPU vLLM has no sleep mode"
+            if gpus:
+                rests = "it sleeps while the trainer works"
+            notes.append(f"{prefix}: {rests}")
+        if not gpus:
+            notes.append(
+                f"{prefix}: on a CPU it runs eagerly, prefills in one go and keeps 1 GiB of keys "
+                f"and values (extra_engine_args.kv_cache_memory_bytes), whatever enforce_eager, "
+                f"enable_chunked_prefill and gpu_memory_utilization say"
+            )
+        return EngineChoice(
+            self.name,
+            vllm.python,
+            model.engine_num,
+            sleeps=True,
+            largest_adapter=largest_adapter(config),
+            notes=notes,
+            problems=[*_check_arguments(config, vllm), *_check_heads(config, gpus)],
+        )
+
+    def embedded(self, why: str) -> EngineChoice:
+        """The embedded engine in place of vLLM, with the reason."""
+        instead = "the embedded torch engine generates in its place"
+        return EngineChoice(notes=(f"{KEY}.engine_type ({self.asked}): {instead}, since {why}",))
+
+    def interpreter(self, asked: str | None) -> Interpreter:
+        """See EngineKind."""
+        if (vllm := find_vllm(asked)) is None:
+            raise ValueError(f"no Python here has vLLM: name one by --engine-python, or {VARIABLE}")
+        return Interpreter(vllm.python, f"vLLM {vllm.version} of {vllm.python}")
+
+    def options(self, plan: Plan) -> dict[str, Any]:
+        """See EngineKind."""
+        from trireme.config.memory import LEAST_SHARE  # the environment of vLLM lacks its packages
+
+        model = plan.config.explorer.rollout_model
+        options = {name: getattr(model, name) for name in self.keys}
+        options["extra_engine_args"] = dict(options["extra_engine_args"])
+        if plan.adapter_rank:
+            options["max_lora_rank"] = min(r for r in RANKS if r >= plan.adapter_rank)
+        if plan.takes_turns:
+            options["enable_sleep_mode"] = True
+            options["gpu_memory_utilization"] = plan.engine_share or LEAST_SHARE
+        return options
+
+    async def make(
+        self,
+        spec: EngineSpec,
+        tokenizer: Any,
+        device: Device,
+        *,
+        barrier: RolloutBarrier | None = None,
+        share_with: Any = None,
+    ) -> VllmEngine:
+        """See EngineKind; it shares nothing with a trainer."""
+        from trireme.engines.vllm.engine import VllmEngine
+
+        return await VllmEngine.start(
+            spec.model,
+            tokenizer=tokenizer,
+            max_model_len=spec.max_model_len,
+            dtype=spec.dtype,
+            seed=spec.seed,
+            options=spec.options,
+        )
+
+
+class SglangKind(VllmKind):
+    """vLLM where SGLang is asked for, on a machine with a GPU."""
+
+    asked = "sglang"
+
+    def examine(self, request: EngineRequest) -> EngineChoice:
+        """See EngineKind."""
+        if not request.gpus:
+            return self.embedded("this machine has no GPU")
+        return super().examine(request)
+
+
+def _wrong(key: str, text: str) -> EngineChoice:
+    return EngineChoice(problems=(Problem(f"{KEY}.{key}", text),))
+
+
+def _against(request: EngineRequest) -> str | None:
+    """Why vLLM, which is there, cannot generate for this stage."""
+    config, gpus, on_ray, colocated = request
+    model, sync = config.explorer.rollout_model, config.synchronizer
+    wanted = model.engine_num * size_of(model)
+    if colocated:
+        if (sync.sync_style, sync.sync_interval, sync.sync_offset) != ("fixed", 1, 0):
+            return (
+                "in mode colocate it takes turns with the trainer, which needs sync_style fixed, "
+                "sync_interval 1 and sync_offset 0"
+            )
+    elif gpus and not on_ray and config.mode == "both" and wanted >= gpus:
+        return f"it takes {wanted} GPUs beside the trainer's, of {gpus}"
+    return None
+
+
+def find_vllm(asked: str | None) -> Vllm | None:
+    """The first interpreter that has vLLM. Raises ValueError where the one asked for has not."""
+    if asked is not None:
+        return _probe(os.path.expanduser(asked))
+    named = os.environ.get(VARIABLE)
+    for python in (sys.executable, named) if named else (sys.executable,):
+        try:
+            return _probe(python)
+        except ValueError:
+            continue
+    return None
+
+
+@lru_cache(maxsize=8)
+def _probe(python: str) -> Vllm:
+    """Raises ValueError where it is no Python, or has no vLLM."""
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"it cannot be run: {error}") from error
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
+        raise ValueError(f"expected a Python that has vLLM: {last[0]}")
+    facts = json.loads(done.stdout)
+    return Vllm(python, facts["version"], tuple(facts["arguments"]))
+
+
+def largest_adapter(config: Config) -> int:
+    """Largest rank of an adapter that vLLM holds beside this model's weights; 0: it holds none."""
+    model_type = model_config(config.model.model_path).get("model_type")
+    holds = config.explorer.rollout_model.enable_lora and model_type not in _WITHOUT_LORA
+    return RANKS[-1] if holds else 0
+
+
+def _check_arguments(config: Config, vllm: Vllm) -> Iterator[Problem]:
+    if tuple(map(int, re.findall(r"\d+", vllm.version)[:2])) < OLDEST:
+        yield Problem(
+            f"{KEY}.engine_type",
+            f"is vllm, and vLLM {vllm.version} of {vllm.python} is too old: expected "
+            f"{OLDEST[0]}.{OLDEST[1]} or later, for its weight transfer",
+        )
+    for name in config.explorer.rollout_model.extra_engine_args:
+        key = f"{KEY}.extra_engine_args.{name}"
+        if name in _OURS:
+            yield Problem(key, f"is not set here: what sets it is {_OURS[name]}")
+        elif name not in vllm.arguments:
+            hint = did_you_mean(name, vllm.arguments, ": did you mean {}?")
+            yield Problem(key, f"is no argument of vLLM {vllm.version}'s engine{hint}")
+
+
+def _check_heads(config: Config, gpus: int) -> Iterator[Problem]:
+    """Find what vLLM cannot do of the model's shape, by config.json."""
+    facts = model_config(config.model.model_path)
+    heads = facts.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return
+    size = config.explorer.rollout_model.tensor_parallel_size
+    if heads % size:
+        yield Problem(
+            f"{KEY}.tensor_parallel_size",
+            f"is {size}: expected a divisor of the model's {heads} attention heads",
+        )
+    width = facts.get("head_dim") or facts.get("hidden_size", 0) // heads
+    if not gpus and width not in _CPU_HEADS:
+        yield Problem(
+            f"{KEY}.engine_type",
+            f"is vllm, which has no attention on a CPU for heads of {width}: expected "
+            f"{', '.join(map(str, _CPU_HEADS))}, or engine_type torch",
+        )
