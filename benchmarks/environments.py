@@ -20,8 +20,8 @@ from pathlib import Path
 from trireme.envs.alfworld.make_games import make_games
 from trireme.envs.household import Household, Layout, clumsy_action
 from trireme.envs.pool import EnvPool
-from trireme.envs.webshop.env import Shop, WebShopEnv, open_shop
-from trireme.envs.webshop.make_catalogue import make_catalogue
+from trireme.ext.webshop.env import Shop, WebShopEnv, open_shop
+from trireme.ext.webshop.make_catalogue import make_catalogue
 
 ORIGINAL, TARGET = 68.0, 100.0
 PARALLEL = (1, 8, 32)

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trireme.envs.webshop.catalogue import Product
-from trireme.envs.webshop.search import Search
+from trireme.ext.webshop.catalogue import Product
+from trireme.ext.webshop.search import Search
 
 WORDS, VOCABULARY, HEAD = 70, 400_000, 60
 MOST_SECONDS, MOST_GIGABYTES, MOST_MILLISECONDS = 180.0, 4.0, 30.0

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import pkgutil
 import re
+import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from trireme import extensions
 from trireme.extensions import Extension, kernel, names_of
-from trireme.registry import Registry
+from trireme.registry import WORKFLOWS, Registry
+
+NAMES = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "extension_names.py"))
 
 
 @pytest.fixture
@@ -67,6 +74,7 @@ def test_a_package_of_others_gives_names_and_is_imported_when_one_is_looked_up(f
         ("reward = 3", 'expected lines `name = "module:attribute"` in [reward]'),
         ("needs = 'torch'", "needs is 'torch': expected a list of names"),
         ("uses = [1]", "uses is [1]: expected a list of names"),
+        ("formerly = 1", 'expected lines `"older.module" = "module"` in [formerly]'),
         ("[reward", "cannot be read: "),
         ("\udce4", "cannot be read: "),
     ],
@@ -125,3 +133,94 @@ def test_of_two_extensions_of_one_name_the_first_counts_and_a_line_says_so(
 def test_an_unknown_kind_of_name_is_refused() -> None:
     with pytest.raises(ValueError, match="'workflows' is no kind of name: expected one of algo"):
         names_of("workflows")
+
+
+def test_a_module_is_found_by_its_former_name_and_is_the_same_one() -> None:
+    from trireme.envs.webshop import search  # pyright: ignore[reportMissingImports]
+    from trireme.ext.webshop import search as moved
+    from trireme.workflows.webshop import (  # pyright: ignore[reportMissingImports]
+        WebShopWorkflow,
+    )
+
+    assert search is moved and moved.__spec__.name == "trireme.ext.webshop.search"
+    assert WORKFLOWS.get("webshop_workflow") is WebShopWorkflow
+    code = "import trireme.workflows.no_such_module"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "No module named 'trireme.workflows.no_such_module'" in done.stderr
+
+
+def test_a_program_is_run_by_its_former_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trireme.envs.webshop.make_catalogue", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "Make a catalogue" in done.stdout, done.stderr
+
+
+def test_a_name_of_an_extension_that_is_not_here_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = {n: e for n, e in extensions.extensions().items() if n != "webshop"}
+    monkeypatch.setattr(extensions, "extensions", lambda: left)
+    names_of.cache_clear()
+    try:
+        with pytest.raises(
+            ValueError, match=r"^workflow 'webshop_workflow' needs the extension 'w"
+        ):
+            Registry("workflow", kind="workflow").get("webshop_workflow")
+    finally:
+        names_of.cache_clear()
+
+
+def test_the_list_of_the_extensions_names_is_up_to_date() -> None:
+    written = NAMES["FILE"].read_text(encoding="utf-8")
+    assert written == NAMES["document"](), "run: python scripts/extension_names.py"
+
+
+ROOT = Path(__file__).parents[1]
+OURS = {name: e for name, e in extensions.extensions().items() if e.package.startswith("trireme.")}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_a_manifest_names_is_there(name: str) -> None:
+    extension = OURS[name]
+    assert extension.about.endswith("."), "a sentence"
+    for file in extension.files:
+        assert (ROOT / file).exists(), file
+    for new in extension.formerly.values():
+        assert find_spec(new) is not None, new
+    for kind, names in extension.names.items():
+        for one, place in names.items():
+            assert pkgutil.resolve_name(place) is not None, (kind, one)
+
+
+def imported(file: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, also late and for types alone."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_the_kernel_imports_no_extension() -> None:
+    former = tuple(old for e in OURS.values() for old in e.formerly)
+    for file in (ROOT / "trireme").rglob("*.py"):
+        if "ext" in file.relative_to(ROOT / "trireme").parts[:-1]:
+            continue
+        for line, module in imported(file):
+            within = f"{module}."
+            assert not within.startswith("trireme.ext."), f"{file}:{line} imports {module}"
+            assert not within.startswith(tuple(f"{old}." for old in former)), f"{file}:{line}"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_an_extension_imports_the_kernel_and_what_its_manifest_names(name: str) -> None:
+    allowed = tuple(f"trireme.ext.{one}." for one in (name, *OURS[name].uses))
+    for file in (ROOT / "trireme" / "ext" / name).rglob("*.py"):
+        for line, module in imported(file):
+            if f"{module}.".startswith("trireme.ext."):
+                assert f"{module}.".startswith(allowed), (
+                    f"{file}:{line} imports {module}: its extension is not in `uses` of ext.toml"
+                )

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent / "trireme"
 # From top to bottom. Parts of one layer do not import each other, except in that of the words.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
+    ("ext",),
     ("cli",),
     ("view",),
     ("launch", "demo"),

@@ -117,7 +117,7 @@ def test_only_the_file_that_gives_a_name_is_imported() -> None:
         "assert 'torch' not in sys.modules and SELECTORS.get('shuffle')\n"
         "assert 'trireme.data.selectors' in sys.modules and 'torch' not in sys.modules\n"
         "assert WORKFLOWS.get('math_workflow')\n"
-        "assert 'trireme.workflows.webshop' not in sys.modules\n"
+        "assert 'trireme.ext.webshop.workflow' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

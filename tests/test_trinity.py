@@ -55,7 +55,7 @@ from trireme.registry import Registry
         ("trinity.common.config:load_config", "trireme.config:load_config"),
         (
             "trinity.common.workflows:WebShopWorkflow",
-            "trireme.workflows.webshop:WebShopWorkflow",
+            "trireme.ext.webshop.workflow:WebShopWorkflow",
         ),
         (
             "trinity.common.workflows.envs.alfworld.alfworld_workflow:parse_action",
@@ -67,7 +67,7 @@ from trireme.registry import Registry
         ),
         (
             "trinity.common.workflows.envs.webshop.webshop_workflow:format_observation",
-            "trireme.workflows.webshop:format_observation",
+            "trireme.ext.webshop.workflow:format_observation",
         ),
         ("trinity.utils.registry:Registry", "trireme.registry:Registry"),
         ("trinity.utils.log:get_logger", "trireme.log:get_logger"),

@@ -44,7 +44,7 @@ _ALFWORLD = {  # of files of this folder
 _RAFT = "trireme.workflows.raft"
 _AGENTSCOPE = "trireme.workflows.agentscope"
 _REACT = {"AgentScopeReActWorkflow": _AGENTSCOPE}
-_WEBSHOP = {"WebShopWorkflow": "trireme.workflows.webshop"}
+_WEBSHOP = {"WebShopWorkflow": "trireme.ext.webshop.workflow"}
 
 _CLASSES = "trireme.algorithms.classes"
 _LOSS = {"PolicyLossFn": _CLASSES, "POLICY_LOSS_FN": "trireme.registry:POLICY_LOSSES"}
@@ -244,8 +244,8 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.workflows.envs.webshop": _WEBSHOP,
     "trinity.common.workflows.envs.webshop.webshop_workflow": {
         **_WEBSHOP,
-        "WebShop_SYSTEM_PROMPT": "trireme.workflows.webshop:SYSTEM_PROMPT",
-        "format_observation": "trireme.workflows.webshop",
+        "WebShop_SYSTEM_PROMPT": "trireme.ext.webshop.workflow:SYSTEM_PROMPT",
+        "format_observation": "trireme.ext.webshop.workflow",
         "parse_action": "trireme.workflows.episode",
     },
     "trinity.common.workflows.eval_workflow": _named(_SINGLE, MathEvalWorkflow="MathEvalWorkflow"),

@@ -5,26 +5,35 @@ An extension is a folder with an `ext.toml`:
     about = "A shop to search and buy in (arXiv:2207.01206)."
     needs = ["rapidfuzz"]        # packages to be installed
     uses = ["environments"]      # other extensions
+    files = ["tests/ext/shop"]  # what else is its own, from the repository's root
+
+    [formerly]                   # modules by an older name, which still works: their name here
+    "trireme.workflows.webshop" = "workflow"
 
     [workflow]                   # a kind of name: names, each with its `module:attribute`
     webshop_workflow = "workflow:WebShopWorkflow"
 
 Ours lie in `trireme/ext/<name>/`. A package of others names its own in the entry points of the
 group `trireme.ext` (`shop = "my_package"`: the folder of that package). The kernel's names stand in
-`builtin.toml`, which has the same form.
+`builtin.toml`, which has the same form. `extensions.toml` says which extension a name needs that is
+not here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import CodeType, MappingProxyType, ModuleType
+from typing import Any, cast
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +67,8 @@ KINDS = (
     "engine",
 )
 """The kinds of names: a manifest's tables."""
-_FIELDS = ("about", "needs", "uses")
+_LISTS = ("needs", "uses", "files")
+_FIELDS = ("about", *_LISTS, "formerly")
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,10 @@ class Extension:
     """Packages to be installed."""
     uses: tuple[str, ...] = ()
     """Other extensions."""
+    files: tuple[str, ...] = ()
+    """What else is deleted with it: tests, examples, pages."""
+    formerly: Mapping[str, str] = field(default_factory=dict)
+    """Older name of a module or package -> its name."""
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Kind -> name -> `package.module:attribute`."""
 
@@ -99,16 +113,19 @@ class Extension:
             if not isinstance(value, dict) or not all(_is_place(place) for place in value.values()):
                 raise ValueError(f'{where}: expected lines `name = "module:attribute"` in [{key}]')
             names[key] = {one: f"{package}.{place}" for one, place in value.items()}
-        for key in ("needs", "uses"):
+        for key in _LISTS:
             value = found.get(key, [])
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise ValueError(f"{where}: {key} is {value!r}: expected a list of names")
+        formerly = found.get("formerly", {})
+        if not isinstance(formerly, dict) or not all(isinstance(v, str) for v in formerly.values()):
+            raise ValueError(f'{where}: expected lines `"older.module" = "module"` in [formerly]')
         return cls(
             name,
             package,
             about=str(found.get("about", "")),
-            needs=tuple(found.get("needs", ())),
-            uses=tuple(found.get("uses", ())),
+            **{key: tuple(found.get(key, ())) for key in _LISTS},
+            formerly={old: f"{package}.{new}".rstrip(".") for old, new in formerly.items()},
             names=names,
         )
 
@@ -190,3 +207,58 @@ def names_of(kind: str) -> Mapping[str, str]:
             else:
                 names[name] = place
     return MappingProxyType(names)
+
+
+def needed_for(kind: str, name: str) -> str | None:
+    """The extension of this release that gives a name and is not here; None where there is none."""
+    import tomllib
+
+    file = Path(__file__).with_name("extensions.toml")
+    owner = tomllib.loads(file.read_text(encoding="utf-8")).get(kind, {}).get(name)
+    return None if owner in extensions() else owner
+
+
+class _Moved(MetaPathFinder):
+    """Finds modules by the names that manifests list as former ones.
+
+    It is the last finder: manifests are read only for a module that is found nowhere else.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("trireme."):
+            return None
+        for extension in extensions().values():
+            for old, new in extension.formerly.items():
+                if fullname == old or fullname.startswith(f"{old}."):
+                    return _spec_of(fullname, new + fullname.removeprefix(old))
+        return None
+
+
+def _spec_of(former: str, name: str) -> ModuleSpec | None:
+    spec = find_spec(name)
+    if spec is None:
+        return None
+    is_package = spec.submodule_search_locations is not None
+    return ModuleSpec(former, _Same(spec), origin=spec.origin, is_package=is_package)
+
+
+class _Same(Loader):
+    """Gives the module of a specification under another name, as one and the same module."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        self._spec = spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return import_module(self._spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put the former name's there
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The code that `python -m FORMER.NAME` runs."""
+        return cast(Any, self._spec.loader).get_code(self._spec.name)
+
+
+sys.meta_path.append(_Moved())

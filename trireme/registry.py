@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from trireme.extensions import names_of
+from trireme.extensions import names_of, needed_for
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,11 @@ class Registry(MutableMapping[str, Any]):
             return thing
         if key in self._refused:
             raise UnknownName(f"{kind} '{key}' {self._refused[key]}")
+        if owner := self._kind and needed_for(self._kind, key):
+            raise UnknownName(
+                f"{kind} '{key}' needs the extension '{owner}', which is not here: "
+                "`trireme extensions` lists what is"
+            )
         if not is_path(key):
             known = ", ".join(self.names()) or "none"
             hint = did_you_mean(key, self.names()) or "."

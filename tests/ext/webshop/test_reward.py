@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("Stemmer", reason="PyStemmer is not installed: make test-extras runs these")
 pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed: make test-extras runs these")
 
-from trireme.envs.webshop.catalogue import Goal, Product
-from trireme.envs.webshop.reward import (
+from trireme.ext.webshop.catalogue import Goal, Product
+from trireme.ext.webshop.reward import (
     close,
     goal_options,
     normalize_color,
@@ -24,7 +24,7 @@ from trireme.envs.webshop.reward import (
     simple_nouns,
     type_score,
 )
-from trireme.envs.webshop.search import MAX_HITS, Search, document, stems, stored_length
+from trireme.ext.webshop.search import MAX_HITS, Search, document, stems, stored_length
 
 LAMP = Product(
     "B1", "Alder Lamp", "It is washable.", ("Easy to clean.",), "$10.0", 10.0, {},

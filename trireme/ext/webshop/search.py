@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from trireme.envs.env import extra
-from trireme.envs.webshop.catalogue import Product
+from trireme.ext.webshop.catalogue import Product
 
 K1, B = 0.9, 0.4
 MAX_HITS = 50

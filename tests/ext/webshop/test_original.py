@@ -15,7 +15,7 @@ import pytest
 
 from tests.limits import HANG_S
 from tests.model.fake import make
-from trireme.envs.webshop import env as original
+from trireme.ext.webshop import env as original
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

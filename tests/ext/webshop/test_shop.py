@@ -16,7 +16,7 @@ pytest.importorskip("Stemmer", reason="PyStemmer is not installed: make test-ext
 pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed: make test-extras runs these")
 
 from tests.model.fake import make
-from trireme.envs.webshop.catalogue import (
+from trireme.ext.webshop.catalogue import (
     Goal,
     Product,
     chosen_goals,
@@ -24,9 +24,9 @@ from trireme.envs.webshop.catalogue import (
     load_products,
     synthetic_goals,
 )
-from trireme.envs.webshop.env import Shop, WebShopEnv, open_shop
-from trireme.envs.webshop.make_catalogue import make_catalogue
-from trireme.envs.webshop.reward import simple_nouns
+from trireme.ext.webshop.env import Shop, WebShopEnv, open_shop
+from trireme.ext.webshop.make_catalogue import make_catalogue
+from trireme.ext.webshop.reward import simple_nouns
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

@@ -1,6 +1,6 @@
 """Make a catalogue: products and goals in the original's file format, where its data is not.
 
-python -m trireme.envs.webshop.make_catalogue FOLDER --products 1000 --seed 0
+python -m trireme.ext.webshop.make_catalogue FOLDER --products 1000 --seed 0
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Literal
 
-from trireme.envs.webshop.catalogue import Goal, Product
+from trireme.ext.webshop.catalogue import Goal, Product
 
 PAGE_SIZE = 10
 SITE = "http://127.0.0.1:3000"

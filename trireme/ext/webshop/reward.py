@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from trireme.envs.env import extra
-from trireme.envs.webshop.catalogue import Goal, Product
-from trireme.envs.webshop.search import STOP_WORDS
+from trireme.ext.webshop.catalogue import Goal, Product
+from trireme.ext.webshop.search import STOP_WORDS
 
 Nouns = Callable[[str], Sequence[str]]
 MATCH = 85

@@ -24,7 +24,7 @@ from threading import Lock
 from typing import Any, Literal
 from uuid import uuid4
 
-from trireme.envs.webshop.catalogue import (
+from trireme.ext.webshop.catalogue import (
     Filter,
     Goal,
     Product,
@@ -35,7 +35,7 @@ from trireme.envs.webshop.catalogue import (
     synthetic_goals,
     weight_steps,
 )
-from trireme.envs.webshop.pages import (
+from trireme.ext.webshop.pages import (
     SUB_PAGES,
     Node,
     ShopSession,
@@ -45,13 +45,13 @@ from trireme.envs.webshop.pages import (
     plain_text,
     rich_text,
 )
-from trireme.envs.webshop.reward import Nouns, noun_tagger, reward, simple_nouns
-from trireme.envs.webshop.search import MAX_HITS, Search
+from trireme.ext.webshop.reward import Nouns, noun_tagger, reward, simple_nouns
+from trireme.ext.webshop.search import MAX_HITS, Search
 
 _ACTION = re.compile(r"(.+)\[(.+)\]")
 HOW = (
     "set it to the folder with items_shuffle*.json, items_ins_v2*.json and items_human_ins.json "
-    "(python -m trireme.envs.webshop.make_catalogue FOLDER makes one)"
+    "(python -m trireme.ext.webshop.make_catalogue FOLDER makes one)"
 )
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from trireme.envs.env import Seen
-from trireme.envs.webshop.env import OriginalEnv, WebShopEnv, open_shop
+from trireme.ext.webshop.env import OriginalEnv, WebShopEnv, open_shop
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow
 

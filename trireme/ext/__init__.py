@@ -1,0 +1,1 @@
+"""Extensions: capabilities that can be deleted, a folder each; see extensions.py."""
