@@ -146,7 +146,8 @@ $(VLLM)/.installed: constraints-vllm.txt
 # deaths, a resume and several explorers on a Ray cluster of this machine: minutes
 test-ray: setup
 	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rsfE -m large tests/e2e/test_ray.py \
-	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/e2e/test_bench.py
+	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/e2e/test_bench.py \
+	    tests/e2e/test_odd_text.py
 
 # requests and calls that nobody thought of, against a live engine: FUZZ=100000 for more of them
 FUZZ ?= 10000

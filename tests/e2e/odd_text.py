@@ -40,3 +40,16 @@ async def odd_texts(task: Task, model: Model) -> list[Experience]:
         e.prompt_text, e.response_text = f"{e.prompt_text}{ALL}", f"{e.response_text}{ALL}"
         e.stop_reason = ALL
     return experiences
+
+
+@workflow("odd_end")
+async def odd_end(task: Task, model: Model) -> list[Experience]:
+    """Ends a run with an error that cannot be made anew of its `args`."""
+    raise OddError("page", ALL)
+
+
+class OddError(Exception):
+    """An error as users have them."""
+
+    def __init__(self, page: str, reason: str) -> None:
+        super().__init__(f"{page}: {reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +13,17 @@ from typing import Any
 import pytest
 
 from tests.limits import HANG_S
+from tests.odd import ALL
 
 pytest.importorskip("ray")
 
 import ray
-from ray.exceptions import RayTaskError
 
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.config.schema import ClusterConfig
 from trireme.launch.ray.actors import SideWorker
 from trireme.launch.ray.cluster import gpus_of
-from trireme.launch.ray.remote import Actor, Reports, Watched, Worker, answer, remote
+from trireme.launch.ray.remote import Actor, Failure, Reports, Watched, Worker, answer, remote
 from trireme.launch.ray.run import Actors, environment_of
 
 
@@ -113,16 +114,60 @@ def test_what_is_said_is_kept_until_it_was_heard() -> None:
     asyncio.run(main())
 
 
-def test_an_error_from_elsewhere_has_no_cause_that_is_rays() -> None:
-    """Whose cause is the other side's own error: see `first_failure`."""
-    raised = OtherSideFailed("the explorer has failed")
+class Cut(Exception):
+    """An error that cannot be made anew of its `args`."""
 
-    async def call() -> None:
-        raise RayTaskError("call", "its trace", raised)
+    def __init__(self, page: str, reason: str) -> None:
+        super().__init__(f"{page}: {reason}")
 
-    with pytest.raises(OtherSideFailed) as caught:
-        asyncio.run(answer(call()))
-    assert caught.value.__cause__ is None
+
+class Doubled(Exception):
+    """An error that says its beginning twice when it is made anew."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(f"no page: {page}")
+
+
+@pytest.mark.parametrize(
+    ("raised", "heard"),
+    [
+        (ValueError(f"no page: {ALL}"), ValueError(f"no page: {ALL}")),
+        (Cut("page", ALL), RuntimeError(f"Cut: page: {ALL}")),
+        (Doubled(ALL), RuntimeError(f"Doubled: no page: {ALL}")),
+        (OtherSideFailed("the explorer"), OtherSideFailed("the explorer")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("by", ["call", "ping"])
+def test_an_error_of_any_class_and_text_travels_as_a_value(
+    raised: Exception, heard: Exception, by: str, tmp_path: Path
+) -> None:
+    """As an exception Ray would write it as UTF-8, where half a pair ends the worker."""
+
+    class Failing(Worker):
+        async def health(self) -> None:
+            try:
+                raise KeyError(ALL)
+            except KeyError as cause:
+                raise raised from cause
+
+    async def main() -> None:
+        actor = Actor(Failing, str(tmp_path))
+        reply = await (actor.call("health") if by == "call" else actor.ping())
+        wire = pickle.loads(pickle.dumps(reply))
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(wire)
+        await answer(done)
+
+    with pytest.raises(type(heard)) as caught:
+        asyncio.run(main())
+    assert type(caught.value) is type(heard) and str(caught.value) == str(heard)
+    assert caught.value.__cause__ is None  # it would be taken for the other side's own error
+
+
+def test_an_error_whose_class_is_not_here_says_what_it_said_there() -> None:
+    with pytest.raises(RuntimeError, match=r"^Mine: no page$"):
+        raise Failure(b"cnot_here_at_all\nMine\n.", "Mine: no page").error()
 
 
 def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@
   its own; a worker is not made for several. So its work runs on one loop in a thread of ours, and
   Ray's loops only hand calls over and wait. The heartbeat (`ping`) waits for no call.
 - `remote` stands for a worker in another process and has its type: a method's name becomes a text
-  here alone, where it enters the wire.
+  here alone, where it enters the wire. What a method raises travels as a value (`Failure`).
 - `Reports` keeps what a worker says until the command has it: a call whose answer is lost takes
   nothing with it.
 - `watch` sees within the heartbeat's time-out that a worker died; `who_died` says which and why.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from trireme.aio import first_failure
 from trireme.experience import Experience
@@ -50,6 +51,37 @@ class Worker:
         """Let go of what is held."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """An exception on its way to another process.
+
+    Ray writes its own form of one as UTF-8, and ends the worker whose error holds half a surrogate
+    pair; one that cannot be made anew of its `args` is Ray's error on the other side.
+    """
+
+    pickled: bytes
+    text: str
+
+    @staticmethod
+    def of(error: Exception) -> Failure:
+        """The error, as far as it can be read again."""
+        text = f"{type(error).__name__}: {error}"
+        try:
+            data = pickle.dumps(error)
+            again = pickle.loads(data)
+        except Exception:
+            return Failure(b"", text)
+        same = type(again) is type(error) and str(again) == str(error)
+        return Failure(data if same else b"", text)
+
+    def error(self) -> Exception:
+        """What was raised, or a RuntimeError that says it."""
+        try:
+            return pickle.loads(self.pickled)
+        except Exception:  # its class is not here, or could not be made anew there
+            return RuntimeError(self.text)
+
+
 class Actor:
     """One worker in a process of its own."""
 
@@ -66,19 +98,24 @@ class Actor:
 
     @ray.method(concurrency_group="calls")
     async def call(self, name: str, *args: Any) -> Any:
-        """What the worker's method returns or raises."""
-        work = self._worker.method(name)(*args)
+        """What the worker's method returns, or the Failure that it raises."""
         try:
+            work = self._worker.method(name)(*args)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        except Exception as error:
+            return Failure.of(error)
         finally:
             if name == "stop" and self._scratch:
                 # another worker of this machine may be at it too: what one finds gone is no error
                 await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
     @ray.method(concurrency_group="beat")
-    async def ping(self) -> dict[str, Any]:
-        """Where this process is; raises what the worker says is wrong with it."""
-        await self._worker.health()
+    async def ping(self) -> dict[str, Any] | Failure:
+        """Where this process is, or what the worker says is wrong with it."""
+        try:
+            await self._worker.health()
+        except Exception as error:
+            return Failure.of(error)
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
 
@@ -106,13 +143,10 @@ def remote(worker: type[T], handle: Any) -> T:
 
 async def answer(reference: Any) -> Any:
     """What a call came to."""
-    try:
-        return await reference
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, Exception) and not isinstance(cause, RayTaskError):
-            raise cause from None  # a cause would be taken for the other side's own error
-        raise
+    result = await reference
+    if isinstance(result, Failure):
+        raise result.error()
+    return result
 
 
 class Reports:
