@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -18,9 +19,10 @@ from tests.sync.test_probe_half import realistic
 from tests.trainer.samples import settings
 from trireme.engines.device import Device
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weight_group import Meeting, fingerprint
+from trireme.sync import push
 from trireme.sync.probe import Probe
-from trireme.sync.push import HttpSync, MemorySync
+from trireme.sync.push import GroupSync, HttpSync, MemorySync
 from trireme.trainer.backend import Backend
 
 
@@ -171,3 +173,40 @@ def test_a_push_through_memory_counts_the_bytes_that_it_copies(shared: bool, siz
         return metrics
 
     assert asyncio.run(main())["sync/pushed_bytes"] == size
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_a_group_has_the_trainer_first_and_each_engines_workers_behind_it(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Group:
+        def __init__(self, meeting: Meeting) -> None:
+            made.append(meeting)
+            self.port = 4711
+
+        def connect(self, names: Mapping[int, str]) -> None:
+            made.append(dict(names))
+
+    class Engine:
+        urls = ("http://a", "http://b")
+        servers = SimpleNamespace(instances={"http://a": "1", "http://b": "2"})
+
+        async def get_all(self, path: str) -> list[dict[str, int]]:
+            return [{"workers": 2}, {"workers": 1}]
+
+        async def call_all(self, path: str, *bodies: Any) -> None:
+            made.append((path, bodies))
+
+    monkeypatch.setattr(push, "WeightGroup", Group)
+    none, engine = cast(Any, None), cast(Any, Engine())
+    options: dict[str, Any] = {"dtype": "float32", "probe": none, "timeout": 7.0}
+    sync = GroupSync(none, engine, none, transport=transport, host="10.0.0.1", **options)
+    asyncio.run(sync._meet())
+    common = {"host": "10.0.0.1", "world_size": 4, "backend": transport, "timeout": 7.0}
+    assert made[0] == Meeting(port=0, rank=0, **common)
+    names = {1: "worker 0 of http://a", 2: "worker 1 of http://a", 3: "worker 0 of http://b"}
+    joined = ("/engine/group/join", tuple(common | {"port": 4711, "rank": r} for r in (1, 3)))
+    assert len(made) == 3 and names in made and joined in made
+    assert sync._met == Engine.servers.instances

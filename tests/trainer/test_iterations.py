@@ -17,7 +17,7 @@ from tests.trainer.samples import backend_of, of_groups, optimizer_of
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import Experience
 from trireme.trainer.learning import TrainState
-from trireme.trainer.step import train_step
+from trireme.trainer.step import _over_iterations, train_step
 
 LR = 0.3
 SGD = optimizer_of(optimizer_type="sgd", lr=LR, weight_decay=0.0)
@@ -170,3 +170,18 @@ def test_a_resumed_run_goes_on_as_one_that_was_not(tiny_dir: Path, tmp_path: Pat
     assert backend.optimizer.steps == other.optimizer.steps == 4
     theirs = other.weights()
     assert all(torch.equal(w, theirs[name]) for name, w in backend.weights().items())
+
+
+def test_the_metrics_of_several_steps_are_means_but_for_what_is_none() -> None:
+    steps = [
+        {"actor/lr": 3.0, "perf/micro_batches": 2.0, "actor/ratio_max": 4.0, "actor/pg_loss": 1.0},
+        {"actor/lr": 1.0, "perf/micro_batches": 3.0, "actor/ratio_max": 2.0, "actor/pg_loss": 4.0},
+        {"actor/lr": 2.0, "perf/micro_batches": 4.0, "actor/ratio_max": 3.0, "actor/kept": 0.5},
+    ]
+    assert _over_iterations(steps) == {
+        "actor/lr": 2.0,
+        "perf/micro_batches": 9.0,
+        "actor/ratio_max": 4.0,
+        "actor/pg_loss": 2.5,
+        "actor/kept": 0.5,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,3 +161,30 @@ def test_every_rank_leaves_a_trace_and_their_arithmetic_adds_up(tmp_path):
         events = json.loads((tmp_path / "profile" / file).read_text())["traceEvents"]
         assert any("FSDP" in str(event.get("name")) for event in events)
         assert any(str(event.get("name")).startswith("aten::") for event in events)
+
+
+def test_a_rate_is_a_devices_share_of_what_all_of_them_computed():
+    """Four ranks, of which two at a time share a sequence and count the whole of it."""
+    counts = [SimpleNamespace(take=lambda: 3e12, known=known) for known in (True, False)]
+    backend: Any = SimpleNamespace(
+        arithmetic=counts[0],
+        device=torch.device("cpu"),
+        gather=lambda reading, every: [(1.0, 3e12), (2.0, 3e12), (4.0, 5e12), (3.0, 5e12)],
+        ranks=SimpleNamespace(spec=SimpleNamespace(sequence=2)),
+        num_ranks=4,
+        peak=2e12,
+        phases=SimpleNamespace(take=lambda: {"time/train/prepare": 0.1}),
+    )
+    actor: Any = SimpleNamespace(critic=None)
+    assert step._measured(backend, actor, 4.0) == {
+        "perf/peak_memory_gib": 4.0,
+        "perf/train_tflop": 8.0,
+        "perf/tflops_per_device": 0.5,
+        "perf/mfu": 0.25,
+        "time/train/prepare": 0.1,
+    }
+    unknown: Any = SimpleNamespace(critic=SimpleNamespace(arithmetic=counts[1]))
+    assert step._measured(backend, unknown, 4.0).keys() == {
+        "perf/peak_memory_gib",
+        "time/train/prepare",
+    }

@@ -110,3 +110,18 @@ def test_a_sample_without_entries_is_in_no_micro_batch():
 def test_the_sort_orders_ids_beyond_a_byte():
     layout = pack(of_tokens([[300, 1, 0], [2, 1, 0], [300, 2, 0]]))
     assert layout.tokens.tolist() == [2, 1, 300, 1, 2]
+
+
+def test_what_extends_a_row_behind_a_prefix_stays_behind_that_prefix():
+    """The row that is extended is the last one, not the first, and keeps where its queries begin:
+    behind two shared keys here, which is no sample's number in the chain.
+    """
+    samples = [[1, 2, 9, 8, 7, 6], [1, 2, 9, 6], [3, 0], [1, 2, 3, 4, 5], [1, 2, 9, 8, 7]]
+    layout = pack(batch := of_tokens(samples))
+    assert len(layout.tokens) == 8
+    seen = _paths(layout)
+    for m in range(batch.num_tokens):
+        before = samples[int(batch.sample_ids[m])][: int(batch.positions[m])]
+        assert seen[int(layout.predecessors[m])] == before
+    asked = [set(row.tolist()) for rows in buckets(layout) for row in rows.queries]
+    assert sorted(map(len, asked)) == [1, 3, 4] and len(set.union(*asked)) == 8

@@ -207,6 +207,24 @@ def _scored(backend, e):
     return backend.score([e.tokens.tolist()], temperature=e.temperature)
 
 
+def test_a_step_reports_the_means_of_what_a_loss_tells_and_of_the_surprise(tiny_dir):
+    """Over all trained tokens, of whatever micro-batch; -log p estimates the entropy."""
+
+    @policy_loss("telling")
+    def telling(logprobs, advantages):
+        return -logprobs * advantages, {"told": advantages**2}
+
+    recipe = algorithm("telling", advantage="grpo", policy_loss="telling", kl="none")
+    samples, backend = experiences(), backend_of(tiny_dir)
+    scored = [torch.tensor(_scored(backend, e)[0]) for e in samples]
+    surprise = torch.cat([-own[e.mask] for own, e in zip(scored, samples, strict=True)])
+    advantages = torch.cat([e.advantages[e.mask] for e in samples])
+    metrics = train_step(backend, recipe, samples, version=0)
+    assert metrics["perf/micro_batches"] > 1
+    assert metrics["actor/entropy"] == pytest.approx(float(surprise.mean()), rel=1e-5)
+    assert metrics["actor/told"] == pytest.approx(float((advantages**2).mean()), rel=1e-5)
+
+
 def test_old_logprobs_may_be_the_trainers_own(tiny_dir):
     samples = experiences()
     for e in samples:
