@@ -18,9 +18,9 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.launch.check import make_plans
-from trireme.launch.models import Models, follow_plan, lead_ranks, make_models
+from trireme.launch.models import follow_plan, lead_ranks, make_models
+from trireme.trainer.led import Models
 from trireme.trainer.ranks import RankSpec
-from trireme.trainer.step import train_step
 
 
 def _plan(folder: Path, model: Path, algorithm: str) -> Plan:
@@ -38,13 +38,13 @@ def _plan(folder: Path, model: Path, algorithm: str) -> Plan:
 def _train(models: Models, plan: Plan, job: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, a step that is forgotten by loading it, and one more."""
     backend, train_state = models.backend, models.train_state
-    recipe, folder, metrics = get_recipe(plan.config.algorithm), JobFolder(job), []
+    folder, metrics = JobFolder(job), []
 
     def step(number: int) -> None:
         samples = experiences(number)
         for n, e in enumerate(samples):
             e.reward = float(n % 2)
-        measured = train_step(backend, recipe, samples, version=0, train_state=train_state)
+        measured = models.train_step(samples, version=0)
         metrics.append({n: v for n, v in measured.items() if not n.startswith(("perf/", "time/"))})
 
     for number in (0, 1):
@@ -53,7 +53,7 @@ def _train(models: Models, plan: Plan, job: Path) -> dict[str, Any]:
         folder,
         2,
         save=partial(backend.save, hf=True),
-        save_critic=partial(train_state.save_critic, backend) if train_state.critic else None,
+        save_critic=models.save_critic if train_state.critic else None,
         run_state={},
         model_dir=plan.model_path,
     )
@@ -62,7 +62,7 @@ def _train(models: Models, plan: Plan, job: Path) -> dict[str, Any]:
     backend.load(folder.actor_dir(2))
     train_state.load_state(state)
     if train_state.critic:
-        train_state.load_critic(backend, folder.critic_dir(2))
+        models.load_critic(folder.critic_dir(2))
     step(2)
     weights = {name: tensor.clone() for name, tensor in backend.each_weight()}
     return {"metrics": metrics, "weights": weights}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Leader
 from trireme.trainer.learning import TrainState
+from trireme.trainer.led import Led
 from trireme.trainer.pack import PackedBatch
 from trireme.trainer.ranks import Ranks, whole
 from trireme.trainer.step import train_step
@@ -48,7 +50,8 @@ def backend_of(
     **given: Any,
 ) -> Backend:
     """A backend by the settings that are given."""
-    return Backend(path, settings(**given), ranks, reference=reference, leader=leader)
+    make = Backend if leader is None else partial(Led, leader)
+    return make(path, settings(**given), ranks, reference=reference)
 
 
 def critic_of(path: str | Path, ranks: Ranks | None = None, **given: Any) -> Critic:

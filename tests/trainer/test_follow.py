@@ -18,21 +18,22 @@ from tests.trainer.ranks import run, start
 from tests.trainer.samples import apart, backend_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.batch import Batch
-from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Commands, Leader, RankLost, follow
 from trireme.trainer.learning import TrainState
+from trireme.trainer.led import LedModels, Models, commands
 from trireme.trainer.ranks import Ranks, RankSpec, free_address
-from trireme.trainer.step import commands, train_step
+from trireme.trainer.step import train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
 
 
-def _make(path: Path, ranks: Ranks, leader: Leader | None = None) -> Backend:
-    return backend_of(path, ranks, leader=leader)
-
-
 def _commands(path: Path, ranks: Ranks) -> Commands:
-    return commands(_make(path, ranks), RECIPE, TrainState(RECIPE))
+    return commands(Models(backend_of(path, ranks), RECIPE, TrainState(RECIPE)))
+
+
+def _led(path: Path, ranks: Ranks, leader: Leader) -> LedModels:
+    backend = leader.guarded(lambda: backend_of(path, ranks, leader=leader))
+    return LedModels(leader, backend, RECIPE, TrainState(RECIPE))
 
 
 def _leads(place: RankSpec, path: Path) -> dict:
@@ -42,8 +43,9 @@ def _leads(place: RankSpec, path: Path) -> dict:
         return {}
     ranks = Ranks(place)
     leader = Leader(ranks)
-    backend = leader.guarded(lambda: _make(path, ranks, leader))
-    steps = [train_step(backend, RECIPE, experiences(n), version=0) for n in range(2)]
+    models = _led(path, ranks, leader)
+    backend = models.backend
+    steps = [models.train_step(experiences(n), version=0) for n in range(2)]
     weights = {name: tensor.clone() for name, tensor in backend.each_weight()}
     next(backend.each_weight())  # the rest is not asked for
     score = backend.score([[5, 6, 7, 8]])
@@ -69,12 +71,12 @@ def _until_lost(place: RankSpec, path: Path, how: str, file: Path) -> None:
         return
     ranks = Ranks(place)
     leader = Leader(ranks)
-    backend = leader.guarded(lambda: _make(path, ranks, leader))
-    train_step(backend, RECIPE, experiences(), version=0)
+    models = _led(path, ranks, leader)
+    models.train_step(experiences(), version=0)
     with pytest.raises(RankLost) as caught:
-        train_step(backend, RECIPE, experiences(), version=0)
+        models.train_step(experiences(), version=0)
     with pytest.raises(RankLost, match=re.escape(str(caught.value))):
-        backend.score([[5, 6, 7, 8]])  # nor does what is asked of the ranks afterwards
+        models.backend.score([[5, 6, 7, 8]])  # nor does what is asked of the ranks afterwards
     file.write_text(f"{caught.value}")
     leader.close()
 

@@ -19,9 +19,10 @@ from trireme.sync.push import HOST
 from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState
+from trireme.trainer.led import LedModels, LedPairs, Models, commands
 from trireme.trainer.pairs import EnginePairs
 from trireme.trainer.ranks import Ranks, RankSpec
-from trireme.trainer.step import commands, train_step
+from trireme.trainer.step import train_step
 
 
 class EngineEnd:
@@ -54,8 +55,8 @@ class Beside(EnginePairs):
         super().__init__(backend, parks=parks)
         self.engine, self._late = EngineEnd(), late
 
-    def _meet(self) -> list[int]:
-        ports = super()._meet()
+    def meet(self) -> list[int]:
+        ports = super().meet()
         assert self._group is not None
         if not (self._late and self._meetings == 1):
             self.engine.join(self._group.port)
@@ -65,7 +66,7 @@ class Beside(EnginePairs):
 def _ranked(path: Path, made: list[Beside], late: bool, ranks: Ranks) -> Commands:
     backend = backend_of(path, ranks)
     made.append(Beside(backend, late=late, parks=True))
-    return {**commands(backend, RECIPE, TrainState(RECIPE)), **made[0].commands()}
+    return commands(Models(backend, RECIPE, TrainState(RECIPE)), made[0])
 
 
 def _lends(place: RankSpec, path: Path, late: bool) -> dict[str, Any]:
@@ -77,10 +78,12 @@ def _lends(place: RankSpec, path: Path, late: bool) -> dict[str, Any]:
     ranks = Ranks(place)
     leader = Leader(ranks)
     backend = leader.guarded(lambda: backend_of(path, ranks, leader=leader))
-    pairs = Beside(backend, parks=True)
+    models = LedModels(leader, backend, RECIPE, TrainState(RECIPE))
+    ours = Beside(backend, parks=True)
+    pairs = LedPairs(leader, ours)
     failed, weights = "", []
     for n in range(2):
-        train_step(backend, RECIPE, experiences(n), version=0)
+        models.train_step(experiences(n), version=0)
         weights.append(fingerprint(dict(backend.each_weight()), "float32"))
         ports = pairs.meet()
         pairs.make_room()
@@ -88,12 +91,12 @@ def _lends(place: RankSpec, path: Path, late: bool) -> dict[str, Any]:
         if timer is not None:
             timer.start()
         try:
-            pairs.send("float32")
+            pairs.send("float32", iter)
         except RuntimeError as error:
             failed = str(error)
     leader.close()
     return {
-        "taken": pairs.engine.wait(), "weights": weights, "failed": failed, "ports": len(set(ports))
+        "taken": ours.engine.wait(), "weights": weights, "failed": failed, "ports": len(set(ports))
     }  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from trireme.experience import EID, Experience
 from trireme.files import CannotWrite
 from trireme.registry import ALGORITHMS
 from trireme.sync.probe import BrokenWeights
+from trireme.trainer.learning import TrainState
+from trireme.trainer.led import Models
 from trireme.trainer.measure import Arithmetic, Phases, Profile
 from trireme.trainer.ranks import NotFinite
 from trireme.trainer.trainer import Stopped, Trainer
@@ -65,9 +67,6 @@ class Learner:
 
     def in_order(self) -> AbstractContextManager:
         return nullcontext()
-
-    def together(self, order: Any, work: Callable[[], Any]) -> Any:
-        return work()
 
     def gather(self, value: Any, *, every: bool = False) -> list[Any]:
         return [value]
@@ -158,8 +157,7 @@ async def make(
     options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
     options = {"save_behind": True, "save_timeout": HANG_S} | options
     trainer = Trainer(
-        backend=cast(Any, backend),
-        recipe=SFT,
+        models=Models(cast(Any, backend), SFT, TrainState(SFT)),
         buffer=buffer,
         batch_size=2,
         device=Device(1),

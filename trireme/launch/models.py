@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,24 +20,16 @@ from trireme.config.lookup import located, model_config
 from trireme.engines.device import expand_segments
 from trireme.launch.data import make_trained_tokens
 from trireme.launch.stage import Stage
+from trireme.sync.push import Pairs
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState
+from trireme.trainer.led import Led, LedModels, Models, commands
 from trireme.trainer.lora import Lora
-from trireme.trainer.pairs import EnginePairs
 from trireme.trainer.ranks import Ranks, RankSpec
-from trireme.trainer.step import commands
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Models:
-    """What is trained: the policy, and what train steps share beside it."""
-
-    backend: Backend
-    train_state: TrainState
 
 
 def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
@@ -55,7 +48,7 @@ def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
         if state := saved.run_state.get("learning"):
             models.train_state.load_state(state)
         if models.train_state.critic is not None:
-            models.train_state.load_critic(models.backend, stage.folder.critic_dir(saved.step))
+            models.load_critic(stage.folder.critic_dir(saved.step))
     tokens = models.train_state.tokens = make_trained_tokens(stage.plan, stage.folder)
     if tokens is not None:
         stage.held.callback(tokens.close)
@@ -68,10 +61,10 @@ def make_models(
     model_path: str,
     recipe: Recipe,
     ranks: Ranks | None = None,
-    leader: Leader | None = None,
+    make: Callable[..., Backend] = Backend,
 ) -> Models:
     """The policy with its optimizer, its reference and a value model where the recipe needs them,
-    which begins at its own path, else at the policy's. `leader` on the first of several ranks.
+    which begins at its own path, else at the policy's. `make` makes the policy's backend.
     """
     config, settings = plan.config, _settings(plan)
     if plan.device == "cuda" and plan.launcher == "local":  # actors have it in their environment
@@ -79,9 +72,9 @@ def make_models(
     if plan.deterministic and plan.device == "cuda":
         # read at the first product: without it cuBLAS may choose another order of sums
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    backend = Backend(model_path, settings, ranks, reference=recipe.needs_reference, leader=leader)
+    backend = make(model_path, settings, ranks, reference=recipe.needs_reference)
     if not recipe.needs_critic:
-        return Models(backend, TrainState(recipe))
+        return Models(backend, recipe, TrainState(recipe))
     options = config.algorithm.critic
     critic = Critic(
         config.model.critic_model_path or model_path,
@@ -89,7 +82,7 @@ def make_models(
         ranks,
         clip_range=options.cliprange_value,
     )
-    return Models(backend, TrainState(recipe, critic, critic_warmup=options.warmup_steps))
+    return Models(backend, recipe, TrainState(recipe, critic, critic_warmup=options.warmup_steps))
 
 
 def lead_ranks(
@@ -99,8 +92,9 @@ def lead_ranks(
     logger.info("%d trainer ranks meet at %s", spec.world, spec.address)
     ranks = Ranks(spec)
     leader = Leader(ranks)
-    work = partial(make_models, plan, model_path, recipe, ranks, leader)
-    return leader.guarded(work, doing="loading"), leader
+    work = partial(make_models, plan, model_path, recipe, ranks, make=partial(Led, leader))
+    own = leader.guarded(work, doing="loading")
+    return LedModels(leader, own.backend, recipe, own.train_state), leader
 
 
 def _settings(plan: Plan) -> TrainSettings:
@@ -151,13 +145,12 @@ def _export_dtype(plan: Plan) -> torch.dtype:
     return torch.float32 if plan.stage_name is not None else known.get(str(name), torch.float32)
 
 
-def make_pairs(plan: Plan, backend: Backend) -> EnginePairs | None:
+def make_pairs(plan: Plan, models: Models) -> Pairs | None:
     """This rank's half of the pairs of ranks and engines; None where they share no device."""
     if not plan.takes_turns:
         return None
     trainer = plan.config.trainer
-    return EnginePairs(
-        backend,
+    return models.pairs(
         part="adapter" if plan.adapter_rank else "merged",
         parks=trainer.park_optimizer and not trainer.offload,
     )
@@ -186,8 +179,6 @@ def follow_plan(plan: Plan, model_path: str, spec: RankSpec) -> None:
 
     def make(ranks: Ranks) -> Commands:
         models = make_models(plan, model_path, recipe, ranks)
-        steps = commands(models.backend, recipe, models.train_state)
-        pairs = make_pairs(plan, models.backend)
-        return {**steps, **pairs.commands()} if pairs else steps
+        return commands(models, make_pairs(plan, models))
 
     follow(spec, make)

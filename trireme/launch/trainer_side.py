@@ -18,7 +18,7 @@ from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience
 from trireme.launch.data import end_ids_of, make_buffer
-from trireme.launch.models import Models, make_pairs
+from trireme.launch.models import make_pairs
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
 from trireme.log import get_logger
@@ -27,6 +27,7 @@ from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import ColocatedSync, GroupSync, HttpSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
 from trireme.trainer.callbacks import Callbacks
+from trireme.trainer.led import Models
 from trireme.trainer.lora import AdapterSource
 from trireme.trainer.measure import Profile
 from trireme.trainer.trainer import Stopped, Trainer
@@ -168,7 +169,6 @@ class TrainerSide:
         trainer = self.stage.plan.config.trainer
         when = trainer.save_hf_checkpoint
         hf = when == "always" or (when == "last" and last)
-        backend, train_state = self.models.backend, self.models.train_state
         saving = Saving(
             self.stage.folder,
             step,
@@ -177,9 +177,9 @@ class TrainerSide:
             keep=trainer.max_checkpoints_to_keep,
         )
         with saving.abandoned_on_error():
-            backend.begin_save(saving.actor, hf=hf, behind=behind)
-            if train_state.critic is not None:
-                train_state.save_critic(backend, saving.critic)
+            self.models.backend.begin_save(saving.actor, hf=hf, behind=behind)
+            if self.models.train_state.critic is not None:
+                self.models.save_critic(saving.critic)
         self._saving = saving
 
     def await_save(self) -> None:
@@ -220,7 +220,7 @@ class TrainerSide:
         engine on its device.
         """
         plan, device, engine = self.stage.plan, self.stage.device, self.engine
-        pairs = make_pairs(plan, self.models.backend)
+        pairs = make_pairs(plan, self.models)
         if pairs is not None and device.colocation is not None:
             device.colocation.make_room = partial(device.amid_turn, pairs.make_room)
         if plan.mode == "train" or plan.sync_method == "checkpoint":
@@ -254,15 +254,13 @@ class TrainerSide:
     def _trainer(self) -> Trainer:
         stage, plan = self.stage, self.stage.plan
         trainer = Trainer(
-            backend=self.models.backend,
-            recipe=stage.recipe,
+            models=self.models,
             buffer=self.buffer,
             batch_size=plan.train_batch_size,
             auxiliary=self.auxiliary,
             turn=None if stage.reads_file else self.sync.trainers_turn,
             device=stage.device,
             sync=None if stage.recipe.from_data else self.sync,
-            train_state=self.models.train_state,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps

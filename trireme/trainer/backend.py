@@ -1,8 +1,8 @@
 """Backend: the trained weights, their optimizer and the reference model, on one rank or alone.
 
-Every rank calls the same methods in the same order; `Leader` has rank 0 tell the others. A plan
-has a CPU compute in float32. With dtype bfloat16 the weights, gradients and optimizer stay float32
-and the forward pass runs in bfloat16; log-probabilities are float32 always.
+Every rank calls the same methods in the same order; on rank 0 trainer/led.py tells the others. A
+plan has a CPU compute in float32. With dtype bfloat16 the weights, gradients and optimizer stay
+float32 and the forward pass runs in bfloat16; log-probabilities are float32 always.
 
 Invariants:
 - gradients add up over micro-batches and ranks, and do not depend on how a batch is cut;
@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from trireme.engines.device import sums_in_order
 from trireme.trainer import ulysses
 from trireme.trainer.attention import Kernel, choose_kernel
 from trireme.trainer.compiled import compile_blocks
-from trireme.trainer.leader import Command, Leader
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.measure import Arithmetic, Phases, peak_flops
 from trireme.trainer.model import (
@@ -61,8 +60,6 @@ from trireme.trainer.ranks import (
     whole,
 )
 from trireme.trainer.write import Writing, shared_files
-
-T = TypeVar("T")
 
 Part = Literal["merged", "base", "adapter"]
 """Of the weights with LoRA."""
@@ -195,17 +192,12 @@ class Backend:
         ranks: Ranks | None = None,
         *,
         reference: bool = False,
-        leader: Leader | None = None,
     ) -> None:
-        """`reference` keeps the model as it is now for KL terms; with LoRA the adapter alone.
-
-        `leader`: how rank 0 has the others follow; None: they call alike, or there are none.
-        """
+        """`reference` keeps the model as it is now for KL terms; with LoRA the adapter alone."""
         self.ranks = ranks
         self.device = ranks.device if ranks else torch.device(settings.device)
         self._kernel = settings.kernel(model_path, self.device)
         self._settings = settings
-        self._leader = leader
         self._reference: Root | None = None
         self._has_reference = reference
         self._reference_moved = False
@@ -292,10 +284,9 @@ class Backend:
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """log p of every token of plain rows; index 0 is 0."""
-        command = Command("score", {"ids": [list(row) for row in ids], "temperature": temperature})
         batch = of_tokens(ids, temperature=temperature)
-        logprobs = self.together(command, lambda: self.logprobs(batch))
-        return [[0.0, *row.tolist()] for row in logprobs.split(batch.counts.tolist())]
+        rows = self.logprobs(batch).split(batch.counts.tolist())
+        return [[0.0, *row.tolist()] for row in rows]
 
     @torch.no_grad()
     def move_reference(self, alpha: float) -> None:
@@ -326,19 +317,18 @@ class Backend:
         self, dtype: str | None = None, part: Part = "merged"
     ) -> Generator[tuple[str, Tensor]]:
         """`weights` one after the other, each whole; what is sharded is gathered as it is asked
-        for, so that no rank holds them all. The other ranks go through them and drop them.
+        for, so that no rank holds them all. Every rank goes through all of them.
 
         `dtype`: what floating point is cast to, before it travels between ranks. With LoRA `part`
         is the base or the adapter (as engines take it) alone.
         """
-        self.together(Command("each_weight", {"dtype": dtype, "part": part}), lambda: None)
         to = getattr(torch, dtype or "", None)
         gathered = ((name, whole(_cast(tensor, to))) for name, tensor in self.each_shard(part))
-        while (item := self._guarded(lambda: next(gathered, None))) is not None:
+        for item in gathered:
             try:
                 yield item
             except GeneratorExit:
-                while self._guarded(lambda: next(gathered, None)) is not None:
+                for _ in gathered:
                     pass  # the other ranks do not know that the rest is not wanted
                 raise
 
@@ -358,13 +348,6 @@ class Backend:
         """Fingerprints of what no push brings: none."""
         return {}
 
-    def together(self, command: Command, work: Callable[[], T]) -> T:
-        """`work()`, with every other rank told to do the same; inside such work plain `work()`.
-
-        Raises RankLost on rank 0 where another rank is gone.
-        """
-        return self._leader.together(command, work) if self._leader else work()
-
     def gather(self, value: Any, *, every: bool = False) -> list[Any]:
         """A JSON value of each rank that had a share of the batch to itself, or of `every` rank."""
         return self._team.gather(value, every=every)
@@ -382,8 +365,13 @@ class Backend:
 
         `behind`: each rank writes a copy in the CPU's memory, in a thread; else all is written now.
         """
-        command = Command("begin_save", {"actor": str(actor), "hf": hf, "behind": behind})
-        self.together(command, partial(self._begin_save, actor, hf, behind))
+        plain = self.each_shard("base" if self.adapter else "merged")
+        alone = self.ranks is None
+        export = self._settings.export_dtype if hf else None
+        files = shared_files(actor, plain, export=export, alone=alone)
+        self._writing = Writing(self._team, self, actor, files, alone=alone, behind=behind)
+        if self._reference_moved:  # else it is in the folder that the run began from
+            self._team.write_whole((actor / REFERENCE).parent, self._reference_shards())
 
     def await_save(self) -> None:
         """Wait until this rank has written its files, in any thread; `end_save` raises errors."""
@@ -392,15 +380,16 @@ class Backend:
 
     def end_save(self) -> None:
         """Everything is written when this returns. Raises what any rank could not write."""
-        self.together(Command("end_save"), self._end_save)
+        assert self._writing is not None, "a save has begun"
+        self._writing.end()
+        self._writing = None
 
     def load(self, actor: Path) -> None:
         """Back to where `save` was called, on any number of ranks.
 
         Raises ValueError for the files of another model.
         """
-        command = Command("load", {"actor": str(actor.absolute())})
-        self.together(command, lambda: self._team.attempt(partial(self._load, actor)))
+        self._team.attempt(partial(self._load, actor))
 
     def state(self) -> dict[str, Any]:
         """What a resume needs beside the weights: this rank's part of the optimizer, schedule and
@@ -418,20 +407,6 @@ class Backend:
         set_random_state(state["rng"], self.device)
         if self.adapter:
             self.adapter.load(state["adapter"])
-
-    def _begin_save(self, actor: Path, hf: bool, behind: bool) -> None:
-        plain = self.each_shard("base" if self.adapter else "merged")
-        alone = self.ranks is None
-        export = self._settings.export_dtype if hf else None
-        files = shared_files(actor, plain, export=export, alone=alone)
-        self._writing = Writing(self._team, self, actor, files, alone=alone, behind=behind)
-        if self._reference_moved:  # else it is in the folder that the run began from
-            self._team.write_whole((actor / REFERENCE).parent, self._reference_shards())
-
-    def _end_save(self) -> None:
-        assert self._writing is not None, "a save has begun"
-        self._writing.end()
-        self._writing = None
 
     def _load(self, actor: Path) -> None:
         saved = read(actor, self._team.rank)
@@ -484,10 +459,6 @@ class Backend:
                 error = raised
         total.backward()
         return error
-
-    def _guarded(self, work: Callable[[], T]) -> T:
-        """`work()`, which the other ranks are at already; see `together`."""
-        return self._leader.guarded(work) if self._leader else work()
 
     def _blame(self) -> str:
         """Which sample's own gradient is not finite. Slow: one sample after the other."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,6 @@ from trireme.config.options import parameters_of
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.critic import Critic
-from trireme.trainer.leader import Command
 
 
 class TrainState:
@@ -69,18 +66,6 @@ class TrainState:
                 target_kl=float(settings["target_kl"]),
                 horizon=float(settings["horizon"]),
             )
-
-    def save_critic(self, backend: Backend, folder: Path) -> None:
-        """Write the value model's files into a folder that all ranks see."""
-        assert self.critic is not None, "there is none to save"
-        command = Command("save_critic", {"folder": str(folder)})
-        backend.together(command, partial(self.critic.save, folder))
-
-    def load_critic(self, backend: Backend, folder: Path) -> None:
-        """Back to where `save_critic` was called. ValueError where that was for another model."""
-        assert self.critic is not None, "there is none to load"
-        command = Command("load_critic", {"folder": str(folder.absolute())})
-        backend.together(command, partial(self.critic.load, folder))
 
     def state(self) -> dict[str, Any]:
         """JSON values; the critic's tensors are in the checkpoint's own folder."""

@@ -1,7 +1,7 @@
 """Pairs: what a trainer's rank does for the engine on its own device: makes room, lends weights.
 
-Every rank calls alike: `Leader` has rank 0 tell the others. What goes wrong between one rank and
-its engine is raised on rank 0 alone, and only when all ranks have gone through the weights: the
+Every rank calls alike; on rank 0 trainer/led.py tells the others. What goes wrong between one rank
+and its engine is raised on rank 0 alone, and only when all ranks have gone through the weights: the
 gathering of each takes all of them.
 """
 
@@ -15,11 +15,10 @@ import torch
 from trireme.engines.weight_group import Meeting, NotTaken, WeightGroup
 from trireme.sync.push import HOST, Noted
 from trireme.trainer.backend import Backend, Part
-from trireme.trainer.leader import Command, Commands
 
 
 class EnginePairs:
-    """This rank's half of its pair, and on rank 0 the way to all others'."""
+    """This rank's half of its pair."""
 
     def __init__(self, backend: Backend, *, part: Part = "merged", parks: bool = False) -> None:
         """`part`: of the weights with LoRA. `parks`: the optimizer's state leaves the device while
@@ -32,26 +31,34 @@ class EnginePairs:
         self._meetings = 0
         self._given_up = threading.Event()
 
-    def commands(self) -> Commands:
-        """What rank 0 tells the others to do, by name."""
-        return {
-            "meet_engine": self.meet,
-            "make_room": self.make_room,
-            "lend_weights": self.send,
-        }
-
     def meet(self) -> list[int]:
         """See Pairs."""
-        return self._backend.together(Command("meet_engine"), self._meet)
+        self._meetings += 1
+        self._given_up.clear()
+        meeting = Meeting(HOST, port=0, world_size=2, rank=0, backend="ipc")
+        self._group = WeightGroup(meeting, self._backend.device)
+        self._group.connect({1: "the engine on its device"})
+        return self._backend.gather(self._group.port, every=True)
 
     def make_room(self) -> None:
         """See Pairs."""
-        self._backend.together(Command("make_room"), self._make_room)
+        if self._parks:
+            self._backend.optimizer.park()
+        if self._backend.device.type == "cuda":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+        self._backend.gather(None, every=True)  # engines wake when all have
 
     def send(self, dtype: str, note: Noted = iter) -> None:
         """See Pairs. Raises RuntimeError on rank 0, naming the rank whose engine took too long."""
-        told = Command("lend_weights", {"dtype": dtype})
-        failures = self._backend.together(told, lambda: self._send(dtype, note))
+        assert self._group is not None, "the engines have not met their ranks"
+        failure = None
+        with closing(self._backend.each_weight(dtype, self._part)) as weights:
+            try:
+                self._group.send(note(weights), given_up=self._is_given_up)
+            except NotTaken as error:
+                failure = str(error)
+        failures = self._backend.gather(failure, every=True)
         if self._backend.rank == 0:
             for rank, failure in enumerate(failures):
                 if failure is not None:
@@ -70,30 +77,3 @@ class EnginePairs:
     def _is_given_up(self) -> bool:
         ranks = self._backend.ranks
         return self._given_up.is_set() or (ranks is not None and ranks.store.check([self._sign]))
-
-    def _meet(self) -> list[int]:
-        self._meetings += 1
-        self._given_up.clear()
-        meeting = Meeting(HOST, port=0, world_size=2, rank=0, backend="ipc")
-        self._group = WeightGroup(meeting, self._backend.device)
-        self._group.connect({1: "the engine on its device"})
-        return self._backend.gather(self._group.port, every=True)
-
-    def _make_room(self) -> None:
-        if self._parks:
-            self._backend.optimizer.park()
-        if self._backend.device.type == "cuda":
-            torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()
-        self._backend.gather(None, every=True)  # engines wake when all have
-
-    def _send(self, dtype: str, note: Noted) -> list[str | None]:
-        """Why each rank's engine has not taken the weights; None where it has."""
-        assert self._group is not None, "the engines have not met their ranks"
-        failure = None
-        with closing(self._backend.each_weight(dtype, self._part)) as weights:
-            try:
-                self._group.send(note(weights), given_up=self._is_given_up)
-            except NotTaken as error:
-                failure = str(error)
-        return self._backend.gather(failure, every=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch, flatten
 from trireme.experience import Experience
 from trireme.trainer.backend import Backend
-from trireme.trainer.leader import Command, Commands
 from trireme.trainer.learning import TrainState, prepare, renewed, split_pairs
 from trireme.trainer.measure import peak_memory, profiled
 from trireme.trainer.ranks import NotFinite
@@ -42,7 +40,8 @@ def train_step(
 ) -> dict[str, float]:
     """Train on these experiences. `version` is that of the engine's weights now; returns metrics.
 
-    `train_state` is what the steps of a run share; none: this step is the first.
+    All ranks call it alike. `train_state` is what the steps of a run share; none: this step is the
+    first.
 
     `moved`: the trainer's weights are newer than those, so that the two cannot be compared.
 
@@ -54,38 +53,18 @@ def train_step(
     Raises ValueError where the recipe asks for data that they lack, NotFinite for a broken loss.
     """
     train_state = train_state or TrainState(recipe)
-    options = {"version": version, "moved": moved, "skip_idle": skip_idle}
-    told = options | {"state": train_state.state(), "profile": profile}
-    command = Command("train_step", told, experiences)
-
-    def work() -> dict[str, float]:
-        with profiled(profile, backend.rank, backend.device), backend.in_order():
-            begun = time.monotonic()
-            metrics = _train_step(backend, recipe, experiences, train_state, **options)
-            return metrics | _measured(backend, train_state, time.monotonic() - begun)
-
-    return backend.together(command, work)
-
-
-def commands(backend: Backend, recipe: Recipe, train_state: TrainState) -> Commands:
-    """What rank 0 tells the others to do, by name; each keeps a `train_state` of its own."""
-
-    def step(
-        experiences: Sequence[Experience] = (), *, state: dict[str, Any], **options: Any
-    ) -> None:
-        train_state.load_state(state)
-        train_step(backend, recipe, experiences, train_state=train_state, **options)
-
-    return {
-        "train_step": step,
-        "score": backend.score,
-        "begin_save": lambda actor, **options: backend.begin_save(Path(actor), **options),
-        "end_save": backend.end_save,
-        "load": lambda actor: backend.load(Path(actor)),
-        "save_critic": lambda folder: train_state.save_critic(backend, Path(folder)),
-        "load_critic": lambda folder: train_state.load_critic(backend, Path(folder)),
-        "each_weight": lambda dtype, part: all(True for _ in backend.each_weight(dtype, part)),
-    }
+    with profiled(profile, backend.rank, backend.device), backend.in_order():
+        begun = time.monotonic()
+        if recipe.schema == "dpo":
+            experiences = split_pairs(experiences)
+        batch = flatten(experiences)
+        metrics = {"perf/trained_tokens": 0.0}
+        if batch.num_tokens:
+            metrics = _learn(
+                backend, recipe, experiences, batch, train_state,
+                version=version, moved=moved, skip_idle=skip_idle,
+            )  # fmt: skip
+        return metrics | _measured(backend, train_state, time.monotonic() - begun)
 
 
 def _measured(backend: Backend, train_state: TrainState, seconds: float) -> dict[str, float]:
@@ -106,21 +85,17 @@ def _measured(backend: Backend, train_state: TrainState, seconds: float) -> dict
     return metrics | backend.phases.take()
 
 
-def _train_step(
+def _learn(
     backend: Backend,
     recipe: Recipe,
     experiences: Sequence[Experience],
+    batch: Batch,
     train_state: TrainState,
     *,
     version: int,
     moved: bool,
     skip_idle: bool,
 ) -> dict[str, float]:
-    if recipe.schema == "dpo":
-        experiences = split_pairs(experiences)
-    batch = flatten(experiences)
-    if not batch.num_tokens:
-        return {"perf/trained_tokens": 0.0}
     sizes = _sizes(batch, version)
     with backend.phases("time/train/prepare"):
         batch, prepared = prepare(backend, recipe, experiences, batch, train_state)

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trireme.aio import in_thread
-from trireme.algorithms.recipes import Recipe
 from trireme.algorithms.sample import Sample
 from trireme.buffer.buffer import Buffer, Closed
 from trireme.engines.device import Device
@@ -26,12 +25,10 @@ from trireme.log import get_logger
 from trireme.monitor.figures import in_words
 from trireme.sync.probe import BrokenWeights, a_few
 from trireme.sync.synchronizer import Synchronizer
-from trireme.trainer.backend import Backend
 from trireme.trainer.callbacks import Callbacks
-from trireme.trainer.learning import TrainState
+from trireme.trainer.led import Models
 from trireme.trainer.measure import Profile
 from trireme.trainer.ranks import NotFinite
-from trireme.trainer.step import train_step
 
 logger = get_logger("trainer")
 
@@ -83,15 +80,13 @@ class Trainer:
     def __init__(
         self,
         *,
-        backend: Backend,
-        recipe: Recipe,
+        models: Models,
         buffer: Buffer,
         batch_size: int,
         auxiliary: Mapping[str, Buffer] | None = None,
         turn: Callable[[], Awaitable[None]] | None = None,
         device: Device,
         sync: Synchronizer | None,
-        train_state: TrainState | None = None,
         total_steps: int | None,
         save_interval: int,
         save_behind: bool,
@@ -102,21 +97,20 @@ class Trainer:
         profile: Profile | None = None,
         callbacks: Callbacks | None = None,
     ) -> None:
-        """Batches of `batch_size`, some of it from `auxiliary` where the recipe mixes.
+        """Batches of `batch_size`, some of it from `auxiliary` where the models' recipe mixes.
 
         `turn()` returns when the trainer may work on what it has taken. Without `sync` no engine
         follows the weights. Where the training fails, a checkpoint that is being written gets
         `save_timeout` seconds. `show` gets each step's number and experiences, for people to see.
         """
-        self.backend = backend
-        self.recipe = recipe
+        self.models = models
+        self.recipe = models.recipe
         self.buffer = buffer
         self.batch_size = batch_size
         self.auxiliary = auxiliary or {}
         self.turn = turn
         self.device = device
         self.sync = sync
-        self.train_state = train_state or TrainState(recipe)
         self.total_steps = total_steps
         self.save_interval = save_interval
         self.save_behind = save_behind
@@ -237,7 +231,7 @@ class Trainer:
             "time/train": elapsed,
             "time/wait": waited,
             "perf/train_tokens_per_s": rate,
-            "perf/train_tokens_per_s_per_device": rate / self.backend.num_ranks,
+            "perf/train_tokens_per_s_per_device": rate / self.models.backend.num_ranks,
         }
         if self.profile is not None and (stem := self.profile.stem(self.step)):
             self.profile.say(f"profile of train step {self.step}: {stem}_rank_*.json")
@@ -264,21 +258,19 @@ class Trainer:
     def _step(self, experiences: list[Experience]) -> dict[str, Any]:
         sync = self.sync
         try:
-            metrics = train_step(
-                self.backend,
-                self.recipe,
+            metrics = self.models.train_step(
                 experiences,
                 version=self._version,
                 moved=sync is not None and sync.trained_step > sync.pushed_step,
-                train_state=self.train_state,
                 profile=self.profile and self.profile.stem(self.step + 1),
             )
         except NotFinite as error:
-            if broken := self.backend.broken_weights():  # which no experience is to blame for
+            broken = self.models.backend.broken_weights()
+            if broken:  # which no experience is to blame for
                 raise BrokenWeights(a_few(broken), f" before train step {self.step + 1}") from error
             raise
-        if self.train_state.tokens is not None:
-            self.train_state.tokens.end(self.step + 1)
+        if self.models.train_state.tokens is not None:
+            self.models.train_state.tokens.end(self.step + 1)
         if self.show is not None:
             self.show(self.step + 1, experiences)
         self.step += 1  # on the device: who pushes next there finds weights and step together
