@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trireme.algorithms.part import SETTINGS
 from trireme.algorithms.recipes import PARTS
+from trireme.batch import COLUMNS
 from trireme.cli.listing import first_line
 from trireme.registry import ALGORITHMS, Registry
 
@@ -25,6 +26,7 @@ def tables() -> str:
         [
             *_algorithms(),
             *(line for registry in dict.fromkeys(PARTS.values()) for line in _part(registry)),
+            *_columns(),
         ]
     )
 
@@ -66,6 +68,17 @@ def _part(registry: Registry) -> Iterator[str]:
         ]
         line = first_line(function).replace("|", "\\|")
         yield f"| `{name}` | {line} | {', '.join(options)} |"
+
+
+def _columns() -> Iterator[str]:
+    yield "\n### Arguments\n"
+    yield "What a function of your own may name as an argument. Shapes: N experiences, M trained"
+    yield "tokens of all of them end to end, K rewards; `[]` is one number.\n"
+    yield "| argument | shape | what it is | who fills it | who may name it |"
+    yield "|-|-|-|-|-|"
+    for column in COLUMNS.values():
+        kinds = "; ".join(kind.removeprefix("an ").removeprefix("a ") for kind in column.kinds)
+        yield f"| `{column.name}` | {column.shape} | {column.about} | {column.by} | {kinds} |"
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ attention rows, V vocabulary.
 Invariants:
 - entries of a sample are contiguous and in order; `sample_ids` [M] counts samples from 0;
 - entry m predicts `targets[m]`, token `positions[m]` of its sample; index 0 is never an entry;
-- a sample without a trained token has no entry but counts as a sample.
+- a sample without a trained token has no entry but counts as a sample;
+- COLUMNS names all that a function of an algorithm may ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,132 @@ FIELD_NAMES = {
     "old_logprobs": "logprobs",
     **{name: name for name in TOKEN_FIELDS if name not in ("mask", "logprobs")},
 }
+
+GROUPS = "an advantage"
+IN_TRAINER = "an advantage marked `in_trainer`"
+LOSS = "a term of the loss"
+SELECTS = "a function of `@selects`"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One thing that a function of an algorithm may name as an argument."""
+
+    name: str
+    shape: str
+    """[N]: one per experience; [M]: one per trained token; [K]: one per reward; []: one."""
+    about: str
+    by: str
+    """Who fills it."""
+    kinds: tuple[str, ...]
+    """Which functions may name it."""
+
+
+_TOKENS = (IN_TRAINER, LOSS, SELECTS)
+_TABLE = (
+    Column("rewards", "[N]", "the reward", "the workflow or a reward function", (GROUPS,)),
+    Column("groups", "[N]", "the number of the task: its rollouts are a group", "ids", (GROUPS,)),
+    Column("runs", "[N]", "the number of the rollout in its task", "ids", (GROUPS,)),
+    Column("steps", "[N]", "the number of the step in its rollout", "ids", (GROUPS,)),
+    Column("lengths", "[N]", "how many tokens are trained", "the workflow's model", (GROUPS,)),
+    Column(
+        "mean_logprobs",
+        "[N]",
+        "the mean log-probability of the trained tokens, NaN without any",
+        "the engine, where all experiences have log-probabilities",
+        (GROUPS,),
+    ),
+    Column(
+        "step_rewards",
+        "[N]",
+        "what the step earned; the reward in the last step of a rollout that does not say",
+        '`info["step_reward"]`',
+        (GROUPS,),
+    ),
+    Column(
+        "anchors",
+        "[N]",
+        "the number of the environment's state; an unknown one is alone",
+        '`info["env_state_hash"]`',
+        (GROUPS,),
+    ),
+    Column(
+        "reward_parts",
+        "[N, K]",
+        "what each reward gave, NaN where it does not apply",
+        "reward functions",
+        (GROUPS,),
+    ),
+    Column("reward_weights", "[N, K]", "the weight of each reward", "reward functions", (GROUPS,)),
+    Column(
+        "logprobs",
+        "[M]",
+        "log p of the token by the trained weights; for an advantage only beside `entropies`",
+        "the trainer",
+        _TOKENS,
+    ),
+    Column(
+        "old_logprobs",
+        "[M]",
+        "log p by the weights that sampled the token, or by the trainer's before the step",
+        "the engine; the trainer where the recipe has `bypass_old_logprobs=False`",
+        _TOKENS,
+    ),
+    Column("advantages", "[M]", "the advantage", "the advantage, or the one before it", _TOKENS),
+    Column("returns", "[M]", "the return, which a critic learns", "the advantage", _TOKENS),
+    Column("values", "[M]", "V of the state before the token", "the critic", (IN_TRAINER,)),
+    Column(
+        "token_rewards",
+        "[M]",
+        "the reward of the token, less the KL penalty; a scalar one is on the last token",
+        "the workflow or a reward function",
+        (IN_TRAINER,),
+    ),
+    Column(
+        "ref_logprobs",
+        "[M]",
+        "log p by the reference model; for `teacher_kl_fn` by the teacher",
+        "the reference, which is loaded where it is asked for",
+        _TOKENS,
+    ),
+    Column("teacher_logprobs", "[M]", "log p by the teacher", "the teacher", _TOKENS),
+    Column(
+        "sampler_logprobs",
+        "[M]",
+        "log p of the distribution that was sampled from",
+        "the engine",
+        _TOKENS,
+    ),
+    Column("versions", "[M]", "the version of the weights that sampled", "the engine", _TOKENS),
+    Column("loss_weight", "[M]", "the weight that the experience gives", "the workflow", _TOKENS),
+    Column("weights", "[M]", "the weight in the loss", "`loss_agg_mode`", _TOKENS),
+    Column(
+        "entropies",
+        "[M]",
+        "the entropy at the token; in the loss only where `entropy_loss_fn` has a weight",
+        "the trainer",
+        (IN_TRAINER, LOSS),
+    ),
+    Column(
+        "mean_discriminators",
+        "[M]",
+        "the mean of p (H + log p) over the vocabulary, beside `entropies`",
+        "the trainer",
+        (IN_TRAINER,),
+    ),
+    Column("sample_ids", "[M]", "the number of the experience", "the trainer", _TOKENS),
+    Column("positions", "[M]", "the token's index in its experience", "the trainer", (LOSS,)),
+    Column("group_ids", "[M]", "the number of the task", "the trainer", (SELECTS,)),
+    Column("samples_per_group", "[]", "experiences a task, on average", "the trainer", (SELECTS,)),
+    Column("step", "[]", "train steps before this one", "the trainer", (IN_TRAINER, LOSS)),
+    Column("expert", "[M]", "whether an expert wrote it", '`info["is_expert"]`', _TOKENS),
+    Column("pair_ids", "[M]", "the number of the pair", "the rows of `dpo`", (LOSS, SELECTS)),
+    Column("chosen", "[M]", "whether it is the better reply", "the rows of `dpo`", (LOSS, SELECTS)),
+    Column("desirable", "[M]", "whether the reply is good", "the rows of `kto`", (LOSS, SELECTS)),
+    Column("reference_point", "[M]", "z of KTO, one number", "the trainer", (LOSS, SELECTS)),
+)
+COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
+"""All that a function of an algorithm may ask for, by name."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +207,7 @@ class Batch:
             raise ValueError(
                 f"{asked_by} asks for '{name}', which experience {self.missing[name]} does not have"
             )
-        known = ", ".join(sorted({*self.fields, *self.missing}))
-        raise ValueError(f"{asked_by} asks for '{name}', which no batch has. There is: {known}")
+        raise _unknown(name, asked_by, {*self.fields, *self.missing}, ", which no batch has")
 
     def with_fields(self, **fields: Tensor) -> Batch:
         """The same batch with more fields."""
@@ -110,6 +236,60 @@ class Batch:
             fields={name: value[index] for name, value in self.fields.items()},
             missing=self.missing,
         )
+
+
+class Columns:
+    """What one call of a function of an algorithm is given, by name: see COLUMNS."""
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        batch: Batch | None = None,
+        *,
+        made: Mapping[str, Callable[[], Tensor]] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`given` go before what the batch has. `made` are computed where they are asked for.
+
+        `device`: where a function gets its tensors; None: where they are.
+        """
+        self._given = given
+        self._batch = batch
+        self._made = made or {}
+        self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a column."""
+        fields = self._batch.fields if self._batch is not None else ()
+        return name in self._given or name in self._made or name in fields
+
+    def get(self, name: str, *, asked_by: str = "the trainer") -> Any:
+        """The column of a name. Raises ValueError where there is none."""
+        if name in self._given:
+            column = self._given[name]
+        elif name in self._made:
+            column = self._made[name]()
+        elif self._batch is None:
+            raise _unknown(name, asked_by, {*self._given, *self._made})
+        elif name in self._batch.fields or name in self._batch.missing:
+            column = self._batch.get(name, asked_by=asked_by)
+        else:
+            known = {*self._given, *self._batch.fields, *self._batch.missing}
+            raise _unknown(name, asked_by, known, ", which no batch has")
+        return column if self._device is None else column.to(self._device)
+
+    def replaced(self, **given: Tensor) -> Columns:
+        """The same columns with these in the place of those of their names."""
+        return Columns({**self._given, **given}, self._batch, made=self._made, device=self._device)
+
+
+def _unknown(name: str, asked_by: str, known: Collection[str], why: str = "") -> ValueError:
+    """The error where a function asks for a column that it is not given."""
+    there = [*(c for c in COLUMNS if c in known), *sorted(c for c in known if c not in COLUMNS)]
+    text = f"{asked_by} asks for '{name}'{why}. There is: {', '.join(there)}"
+    if (column := COLUMNS.get(name)) is not None:
+        text += f" ('{name}' is {column.about}: for {' or '.join(column.kinds)})"
+    return ValueError(text)
 
 
 def flatten(experiences: Sequence[Experience]) -> Batch:

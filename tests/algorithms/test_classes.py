@@ -14,7 +14,7 @@ import torch
 
 from tests.trainer.test_every_algorithm import _step
 from trireme.algorithms.recipes import get_recipe, row_of
-from trireme.batch import flatten
+from trireme.batch import Columns, flatten
 from trireme.buffer.buffer import Closed
 from trireme.experience import EID, Experience
 from trireme.registry import ADVANTAGES, ALGORITHMS, ENTROPIES, KLS, POLICY_LOSSES, SAMPLES
@@ -294,9 +294,7 @@ def test_a_kl_class_is_given_the_old_log_probabilities_where_it_names_them(plugi
     data = {"logprobs": [-1.0], "ref_logprobs": [-3.0], "old_logprobs": [-2.0]}
     tensors = {name: torch.tensor(values) for name, values in data.items()}
     part = _recipe("grpo", kl_loss_fn="their_corrected", kl_loss_fn_args={"kl_coef": 1.0}).kl
-    assert part(lambda name, by: tensors[name], tensors.__contains__).item() == pytest.approx(
-        2 * math.e
-    )
+    assert part(Columns(tensors)).item() == pytest.approx(2 * math.e)
 
 
 def test_an_advantage_class_sets_what_experiences_learn(plugin: Any) -> None:
@@ -432,9 +430,9 @@ def test_what_an_object_counts_goes_on_from_call_to_call(plugin: Any) -> None:
     columns = {"logprobs": zeros, "ref_logprobs": zeros, "sample_ids": zeros.long()}
 
     def calls(recipe: Any) -> list[float]:
-        _, metrics = recipe.policy_loss(lambda name, _: columns[name], columns.__contains__)
+        _, metrics = recipe.policy_loss(Columns(columns))
         _, found = recipe.advantages([Experience([1, 2], prompt_length=1, eid=EID(1, 0, 0))])
-        divergence = recipe.kl(lambda name, _: columns[name], columns.__contains__)
+        divergence = recipe.kl(Columns(columns))
         return [float(metrics["calls"][0]), found["calls"], float(divergence[0])]
 
     recipe = _recipe("theirs")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trireme.algorithms.advantage import by_group
 from trireme.algorithms.recipes import algorithm, get_recipe
-from trireme.batch import flatten
+from trireme.batch import Columns, flatten
 from trireme.config.schema import AlgorithmConfig
 from trireme.experience import EID, Experience
 from trireme.registry import (
@@ -423,7 +423,7 @@ def test_a_users_algorithm_is_two_functions_and_a_line():
         "old_logprobs": logprobs.detach(),
         "advantages": torch.tensor([0.5]),
     }
-    recipe.policy_loss(lambda name, _: data[name], data.__contains__).backward()
+    recipe.policy_loss(Columns(data)).backward()
     assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(-0.5)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import make_model
 from tests.trainer.samples import backend_of, experiences, gradients_of, of_groups
 from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.batch import Columns
 from trireme.experience import Experience
 from trireme.trainer.learning import TrainState
 from trireme.trainer.step import train_step
@@ -85,7 +86,7 @@ def test_k2_worked_by_hand():
     assert part is not None and part.coefficient == 1.0
     data = {"logprobs": torch.tensor([0.5]).log(), "ref_logprobs": torch.tensor([0.25]).log()}
     data["logprobs"].requires_grad_()
-    value = part(lambda name, _: data[name], data.__contains__)
+    value = part(Columns(data))
     assert float(value.detach()) == pytest.approx(math.log(2) ** 2 / 2)
     value.sum().backward()
     assert data["logprobs"].grad is not None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trireme.algorithms.part import Part
+from trireme.batch import Columns
 from trireme.experience import EID, Experience, group_by
 from trireme.usercode import Refused, UserCode
 
@@ -28,9 +29,9 @@ def assign_advantages(
     """
     if not experiences:
         return [], {"experience_count": 0.0, "filtered_count": 0.0}
-    data = _data(experiences)
-    rewards, groups = data["rewards"](), data["groups"]()
-    scores, refilled = _refilled(_scores(part, experiences, data), rewards, groups, at_least)
+    columns = columns_of(experiences)
+    rewards, groups = columns.get("rewards"), columns.get("groups")
+    scores, refilled = _refilled(_scores(part, experiences, columns), rewards, groups, at_least)
     kept: list[Experience] = []
     for experience, score in zip(experiences, scores.tolist(), strict=True):
         if score != score:
@@ -69,22 +70,15 @@ def scores_less(part: Part, experiences: Sequence[Experience], costs: Tensor) ->
     for e in cheaper:
         if e.reward is not None:  # the error is told below
             e.reward -= runs[e.eid.rid]
-    return _scores(part, cheaper, _data(cheaper)).nan_to_num(nan=0.0)
+    return _scores(part, cheaper, columns_of(cheaper)).nan_to_num(nan=0.0)
 
 
-def _scores(
-    part: Part, experiences: Sequence[Experience], data: Mapping[str, Callable[[], Tensor]]
-) -> Tensor:
-    """What the part makes of `data`, one number per experience."""
-
-    def lookup(name: str, asked_by: str) -> Tensor:
-        if name == "reward_parts":
-            _refuse_unknown_parts(experiences, asked_by)
-        if name in data:
-            return data[name]()
-        raise ValueError(f"{asked_by} asks for '{name}'. There is: {', '.join(data)}")
-
-    scores, rewards = part(lookup, data.__contains__), data["rewards"]()
+def _scores(part: Part, experiences: Sequence[Experience], columns: Columns) -> Tensor:
+    """What the part makes of the columns, one number per experience."""
+    optional = part.data().get("reward_parts")
+    if optional is False or (optional and "reward_parts" in columns):
+        _refuse_unknown_parts(experiences, part.label)
+    scores, rewards = part(columns), columns.get("rewards")
     if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
         of = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else ""
         gave = "one number" if of and not scores.ndim else of or type(scores).__name__
@@ -93,7 +87,7 @@ def _scores(
                 f"{whose} gave {gave}: expected one number per experience, a tensor of shape "
                 f"[{len(experiences)}]"
             )
-    _refuse_not_finite(part, scores, rewards, data["groups"](), experiences)
+    _refuse_not_finite(part, scores, rewards, columns.get("groups"), experiences)
     return scores
 
 
@@ -165,12 +159,12 @@ def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
     """Metrics of the rewards alone, where the trainer computes the advantages; {} without any."""
     if not experiences or any(e.reward is None for e in experiences):
         return {}
-    data = _data(experiences)
-    return _reward_metrics(data["rewards"](), data["groups"]())
+    columns = columns_of(experiences)
+    return _reward_metrics(columns.get("rewards"), columns.get("groups"))
 
 
-def _data(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
-    """What an advantage may ask for, one entry per experience, made where it is asked for."""
+def columns_of(experiences: Sequence[Experience]) -> Columns:
+    """What an advantage of groups may ask for. Raises ValueError where a reward is missing."""
     rewards: list[float] = []
     for experience in experiences:
         if experience.reward is None:
@@ -181,7 +175,7 @@ def _data(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
         rewards.append(experience.reward)
     numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}
     likely = {"mean_logprobs": lambda: torch.tensor([_mean_logprob(e) for e in experiences])}
-    return {
+    made = {
         **_reward_parts(experiences),
         **(likely if all(e.logprobs is not None for e in experiences) else {}),
         "rewards": lambda: torch.tensor(rewards, dtype=torch.float32),
@@ -192,6 +186,7 @@ def _data(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
         "steps": lambda: torch.tensor([e.eid.step for e in experiences]),
         "lengths": lambda: torch.tensor([e.trained_tokens for e in experiences]),
     }
+    return Columns({}, made=made)
 
 
 def _reward_parts(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 
 from trireme.algorithms.classes import as_function
+from trireme.batch import Columns
 from trireme.config.options import checked_options, checked_value
 from trireme.config.verl import LAYOUT
 from trireme.registry import Registry, refuse_unknown_options
@@ -39,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """A function with its options. Call it with a lookup that finds data by name."""
+    """A function with its options. Call it with the columns that it may name."""
 
     kind: str
     name: str
@@ -77,12 +78,12 @@ class Part:
             if p.kind is p.POSITIONAL_OR_KEYWORD
         }
 
-    def __call__(self, lookup: Callable[[str, str], Any], has: Callable[[str], bool]) -> Any:
-        """The function's result. `lookup(name, asked_by)` raises where there is no such data."""
+    def __call__(self, columns: Columns) -> Any:
+        """The function's result. Raises ValueError where it asks for what there is not."""
         wanted = {
-            name: lookup(name, self.label)
+            name: columns.get(name, asked_by=self.label)
             for name, optional in self.data().items()
-            if not optional or has(name)
+            if not optional or name in columns
         }
         with UserCode(f"algorithm.{self.label}", self.function):
             return self.function(**wanted, **self.options)

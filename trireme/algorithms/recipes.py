@@ -24,7 +24,7 @@ from trireme.algorithms.kl import weights
 from trireme.algorithms.part import Part, make_part, part_of
 from trireme.algorithms.policy_loss import rollout_correction
 from trireme.algorithms.sample import Sample, Takes, own_share
-from trireme.batch import Batch
+from trireme.batch import Batch, Columns
 from trireme.config.options import parameters_of
 from trireme.experience import Experience
 from trireme.registry import (
@@ -309,9 +309,7 @@ class Recipe:
         """Experiences for a train step by the sample strategy, and its metrics."""
         arguments: dict[str, Any] = {"buffer": buffer, "num": num, "version": version}
         arguments |= {"auxiliary": auxiliary or {}, "step": step}
-        return await self.parts["sample_strategy"](
-            lambda name, _: arguments[name], arguments.__contains__
-        )
+        return await self.parts["sample_strategy"](Columns(arguments))
 
     def _weighted(self, kind: str) -> Part | None:
         part = self.parts[kind]

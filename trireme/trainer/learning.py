@@ -23,7 +23,7 @@ from trireme.algorithms.assign import scores_less
 from trireme.algorithms.kl import adapted, top_entropy
 from trireme.algorithms.part import Part
 from trireme.algorithms.recipes import Recipe
-from trireme.batch import Batch, flatten
+from trireme.batch import Batch, Columns, flatten
 from trireme.buffer.trained import TrainedTokens
 from trireme.config.options import parameters_of
 from trireme.experience import EID, Experience
@@ -174,21 +174,17 @@ def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
     loss = recipe.policy_loss
     if not loss.marked("selects"):
         return selected
-    columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids}
+    given = {"logprobs": logprobs, "sample_ids": batch.sample_ids}
     groups = numbered(batch.groups)
-    columns["group_ids"] = torch.tensor(groups)[batch.sample_ids]
-    columns["samples_per_group"] = torch.tensor(len(groups) / len(set(groups)))
+    given["group_ids"] = torch.tensor(groups)[batch.sample_ids]
+    given["samples_per_group"] = torch.tensor(len(groups) / len(set(groups)))
     if not recipe.bypass_old_logprobs:
-        columns["old_logprobs"] = batch.fields.get("trainer_logprobs", logprobs)
-
-    def lookup(name: str, asked_by: str) -> Tensor:
-        return columns[name] if name in columns else batch.get(name, asked_by=asked_by)
-
+        given["old_logprobs"] = batch.fields.get("trainer_logprobs", logprobs)
     choose = getattr(loss.function, "selects")  # noqa: B009 (an attribute of a function)
     known = parameters_of(choose)
     options = {name: value for name, value in loss.options.items() if name in known}
     chosen = replace(loss, function=choose, options=options)
-    return selected * chosen(lookup, lambda name: name in columns or name in batch.fields)
+    return selected * chosen(Columns(given, batch))
 
 
 def numbered(names: Sequence[str]) -> list[int]:
@@ -206,33 +202,27 @@ def _with_advantages(
     train_state: TrainState,
 ) -> tuple[Batch, dict[str, float]]:
     """`advantages` and `returns`; the critic, where there is one, has learnt from them."""
-    columns: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
-    columns["step"] = train_state.step()
+    given: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
+    given["step"] = train_state.step()
     wanted = advantage.data()
     if not recipe.bypass_old_logprobs and ("old_logprobs" in wanted or recipe.penalty):
-        columns["old_logprobs"] = backend.logprobs(batch)
+        given["old_logprobs"] = backend.logprobs(batch)
     metrics: dict[str, float] = {}
     if recipe.needs_critic:
         assert train_state.critic is not None, "a recipe that asks for values gets a critic"
-        columns["values"] = train_state.critic.values(batch)
+        given["values"] = train_state.critic.values(batch)
 
     if "token_rewards" in wanted:
-        columns["token_rewards"] = token_rewards(experiences, batch, asked_by=advantage.label)
+        given["token_rewards"] = token_rewards(experiences, batch, asked_by=advantage.label)
         if recipe.penalty:
-            penalties, measured = _penalties(recipe, batch, columns, train_state)
-            columns["token_rewards"] = columns["token_rewards"] - penalties
+            penalties, measured = _penalties(recipe, batch, given, train_state)
+            given["token_rewards"] = given["token_rewards"] - penalties
             metrics |= measured
-
-    def lookup(name: str, asked_by: str) -> Tensor:
-        return columns[name] if name in columns else batch.get(name, asked_by=asked_by)
-
-    def has(name: str) -> bool:
-        return name in columns or name in batch.fields
 
     if "entropies" in wanted:
         names = ("logprobs", "entropies", "mean_discriminators")
-        columns |= dict(zip(names, backend.scores(batch), strict=True))
-    computed = advantage(lookup, has)
+        given |= dict(zip(names, backend.scores(batch), strict=True))
+    computed = advantage(Columns(given, batch))
     advantages, returns = computed if isinstance(computed, tuple) else (computed, computed)
     if advantages.shape != batch.targets.shape:
         raise ValueError(
@@ -245,23 +235,19 @@ def _with_advantages(
     metrics["critic/advantage_abs_mean"] = float(advantages.abs().mean())
     if train_state.critic is not None:
         for _ in range(recipe.num_iterations):
-            metrics |= train_state.critic.update(batch.with_fields(values=columns["values"]))
+            metrics |= train_state.critic.update(batch.with_fields(values=given["values"]))
     return batch, metrics
 
 
 def _penalties(
-    recipe: Recipe, batch: Batch, columns: dict[str, Tensor], train_state: TrainState
+    recipe: Recipe, batch: Batch, given: dict[str, Tensor], train_state: TrainState
 ) -> tuple[Tensor, dict[str, float]]:
-    """What the KL takes off the reward of each entry [M]. `columns` go before the batch's own."""
+    """What the KL takes off the reward of each entry [M]. `given` go before the batch's own."""
     part = recipe.penalty
     assert part is not None, "a recipe without one takes nothing off"
-    old = columns.get("old_logprobs")
+    old = given.get("old_logprobs")
     logprobs = batch.get("old_logprobs", asked_by=part.label) if old is None else old
-
-    def lookup(name: str, asked_by: str) -> Tensor:
-        return logprobs if name == "logprobs" else batch.get(name, asked_by=asked_by)
-
-    distance = part(lookup, batch.fields.__contains__)
+    distance = part(Columns({"logprobs": logprobs}, batch))
     coefficient = train_state.coefficients["kl_penalty_fn"]
     mean = float(distance.mean())
     train_state.adapt("kl_penalty_fn", mean, batch.num_samples)

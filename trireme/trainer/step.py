@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trireme.algorithms.policy_loss import sampler_measures
 from trireme.algorithms.recipes import Recipe
-from trireme.batch import Batch, flatten
+from trireme.batch import Batch, Columns, flatten
 from trireme.experience import Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import TrainState, prepare, renewed, split_pairs
@@ -177,55 +177,44 @@ def batch_loss(
 
     `iteration`: optimizer steps on this batch so far.
     """
-    columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
-    columns["step"] = train_state.step()
+    given = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
+    given["step"] = train_state.step()
     if entropies is not None:
-        columns["entropies"] = entropies[0]
-    before = batch.fields.get("trainer_logprobs", logprobs.detach()).to(logprobs.device)
+        given["entropies"] = entropies[0]
+    before = batch.fields.get("trainer_logprobs", logprobs.detach())
     if not recipe.bypass_old_logprobs:
-        columns["old_logprobs"] = before
-
-    def lookup(name: str, asked_by: str) -> Tensor:
-        column = columns[name] if name in columns else batch.get(name, asked_by=asked_by)
-        return column.to(logprobs.device)
-
-    def has(name: str) -> bool:
-        return name in columns or name in batch.fields
-
+        given["old_logprobs"] = before
+    columns = Columns(given, batch, device=logprobs.device)
     if train_state.tokens is not None and not iteration:
         train_state.tokens.add(batch, logprobs)
-    weights = lookup("weights", "the trainer")
-    policy, reported = _split(recipe.policy_loss(lookup, has))
+    weights = columns.get("weights")
+    policy, reported = _split(recipe.policy_loss(columns))
     _check(policy, batch, recipe)
     if recipe.correction:
         # of sampler and trainer on equal weights: what the policy has moved since is not in it
-        factors, corrected = recipe.correction(
-            lambda name, by: before if name == "logprobs" else lookup(name, by), has
-        )
+        factors, corrected = recipe.correction(columns.replaced(logprobs=before))
         policy = policy * factors
         for name, values in corrected.items():
             totals.mean(f"rollout_correction/{name}", values)
-    if has("selected"):
-        policy = policy * lookup("selected", "the trainer")
+    if "selected" in columns:
+        policy = policy * columns.get("selected")
     total = policy
     # without a policy gradient the loss has the name of what it is
     kind = "pg" if recipe.schema == "experience" else recipe.schema
     totals.sum(f"actor/{kind}_loss", policy * weights)
     for kind, (name, model) in recipe.divergences.items():
         part = recipe.parts[kind]
-        theirs = lookup(model, part.label)
-        divergence = part(
-            lambda n, by, theirs=theirs: theirs if n == "ref_logprobs" else lookup(n, by), has
-        )
+        theirs = columns.get(model, asked_by=part.label)
+        divergence = part(columns.replaced(ref_logprobs=theirs))
         if part is recipe.teacher:
             totals.mean("actor/teacher_kl", logprobs - theirs)
         total = total + train_state.coefficients[kind] * divergence
         totals.sum(f"actor/{name}_loss", divergence * weights)
     if recipe.entropy:
-        bonus, noted = _split(recipe.entropy(lookup, has))
+        bonus, noted = _split(recipe.entropy(columns))
         total = total - recipe.entropy.coefficient * bonus
         averages = recipe.entropy.marked("averages")
-        totals.mean("actor/entropy", lookup("entropies", "the trainer") if averages else bonus)
+        totals.mean("actor/entropy", columns.get("entropies") if averages else bonus)
         reported |= noted
     elif recipe.schema == "experience":
         # On tokens that the policy sampled itself, -log p is an unbiased estimate of its entropy.
