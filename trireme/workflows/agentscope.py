@@ -28,11 +28,11 @@ from trireme.model.blocking import BlockingModel
 from trireme.model.conversation import with_metrics
 from trireme.registry import Registry, signature_of
 from trireme.rewards.grouped import is_grouped
+from trireme.rewards.judge import judged_right
 from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
 from trireme.workflows.classes import Workflow
-from trireme.workflows.email_search import judged_right
 from trireme.workflows.tool_calls import Tool, as_text, python_tool
 
 _FUNCTIONS = Registry("agentscope function")

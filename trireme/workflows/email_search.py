@@ -9,7 +9,7 @@ its sources are exactly `message_ids`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from trireme.envs.mailbox import Mailbox
 from trireme.experience import Experience
 from trireme.model.chat_tokens import conversation_of
-from trireme.rewards.asker import Asker
+from trireme.rewards.judge import judged_right
 from trireme.task import Task
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow
@@ -33,12 +33,6 @@ Search with a few keywords, read what looks right, and search with others if it 
 know the answer, call return_final_answer with the ids of the e-mails that say it. If you cannot \
 find it, the answer is "I don't know", without sources. You have {turns} turns."""
 FINAL, UNKNOWN = "return_final_answer", "i don't know"
-JUDGE = """Is the answer right? It is if it says all that the question asks for as the reference \
-does; other words and further facts do not matter. Reply with true or false alone.
-
-Question: {question}
-Reference: {truth}
-Answer: {answer}"""
 
 
 class Settings(BaseModel):
@@ -152,20 +146,6 @@ class EmailSearchWorkflow(Workflow):
         if not (bool(models) if asked is None else asked):
             return same_sources
         return await judged_right(self.task, answer, models)
-
-
-async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
-    """Whether the first of the models takes an answer for the task's truth in other words.
-
-    Raises ValueError for what it says that is neither yes nor no.
-    """
-    text = JUDGE.format(question=task.prompt, truth=task.truth, answer=answer)
-    said = (await Asker().ask([{"role": "user", "content": text}], models)).strip().lower()
-    if said[:4] == "true":
-        return True
-    if said[:5] == "false":
-        return False
-    raise ValueError(f"the judge said {said!r:.80}: expected true or false")
 
 
 def reward_of(tools: EmailTools, right: set[str], correct: bool, used: float) -> float:
