@@ -181,7 +181,7 @@ test-envs: setup
 	$(BIN)/python -m venv $(ENVS)
 	$(LOCKED) $(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras,scienceworld,gymnasium $(ENVS)/bin/python -m pytest -q -rsfE \
-	    tests/envs tests/workflows/test_alfworld.py tests/workflows/test_gym.py tests/workflows/test_gym_scheduler.py \
+	    tests/envs tests/ext/alfworld tests/workflows/test_gym.py tests/workflows/test_gym_scheduler.py \
 	    tests/workflows/test_sciworld.py tests/workflows/test_tool_calls.py tests/e2e/test_seed_000.py
 
 # programs behind bubblewrap, without which `make test` may have run
@@ -223,7 +223,7 @@ test-data-juicer: setup
 	$(LOCKED) $(JUICER)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints-data-juicer.txt py-data-juicer aiohttp
 	TRIREME_DATA_JUICER_PYTHON=$(CURDIR)/$(JUICER)/bin/python $(REQUIRE)=data-juicer \
-	    $(BIN)/python -m pytest -q -rsfE tests/pipeline/test_data_juicer.py
+	    $(BIN)/python -m pytest -q -rsfE tests/ext/data_juicer/test_data_juicer.py
 
 # the tests of test-quick on the other interpreters that are promised, each in an environment of its
 # own; OTHERS="--ignore tests/e2e tests": all unit tests. An interpreter is one of the path or pyenv's

@@ -36,9 +36,9 @@ from typing import Any
 import yaml
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.alfworld.game import Game
-from trireme.envs.alfworld.make_games import make_games
-from trireme.workflows.alfworld import TASK, format_observation
+from trireme.ext.alfworld.game import Game
+from trireme.ext.alfworld.make_games import make_games
+from trireme.ext.alfworld.workflow import TASK, format_observation
 
 MIN_RISE = 0.14
 NUM_TRAIN, NUM_TEST, DEMONSTRATIONS, MAX_STEPS = 300, 100, 600, 12

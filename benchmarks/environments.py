@@ -17,9 +17,9 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from trireme.envs.alfworld.make_games import make_games
 from trireme.envs.household import Household, Layout, clumsy_action
 from trireme.envs.pool import EnvPool
+from trireme.ext.alfworld.make_games import make_games
 from trireme.ext.webshop.env import Shop, WebShopEnv, open_shop
 from trireme.ext.webshop.make_catalogue import make_catalogue
 
@@ -85,7 +85,7 @@ def main() -> int:
         shop = open_shop(str(folder / "shop"))
         assert shop.search
         files = make_games(folder / "games", "train", 24, 0)
-        pool = EnvPool("trireme.envs.alfworld.game:Game", workers=2, timeout_s=120)
+        pool = EnvPool("trireme.ext.alfworld.game:Game", workers=2, timeout_s=120)
         rows: list[tuple[str, Episode, int]] = [
             ("webshop", lambda n: shop_episode(shop, n), 1500),
             ("household", household_episode, 3000),

@@ -16,7 +16,7 @@ import pytest
 
 import trinity
 import trireme
-from tests.workflows.test_alfworld import Room
+from tests.ext.alfworld.test_workflow import Room
 from tests.workflows.test_workflow import call
 from trireme.registry import Registry
 
@@ -63,7 +63,7 @@ from trireme.registry import Registry
         ),
         (
             "trinity.common.workflows.envs.alfworld.alfworld_workflow:format_observation",
-            "trireme.workflows.alfworld:format_observation",
+            "trireme.ext.alfworld.workflow:format_observation",
         ),
         (
             "trinity.common.workflows.envs.webshop.webshop_workflow:format_observation",
@@ -124,7 +124,7 @@ def test_the_example_that_is_written_out_gives_what_the_built_in_one_gives(
     name: str, replies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = look_up(f"trinity.common.workflows:{name}")
-    built_in = look_up(f"trireme.workflows.alfworld:{name}")
+    built_in = look_up(f"trireme.ext.alfworld.workflow:{name}")
     assert isinstance(written, type) and isinstance(built_in, type) and written is not built_in
     for module in (sys.modules[written.__module__], sys.modules[built_in.__module__]):
         monkeypatch.setattr(module, "create_environment", lambda *given: Room())

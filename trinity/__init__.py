@@ -41,7 +41,7 @@ _ALFWORLD = {  # of files of this folder
     "AlfworldWorkflow": "trinity.common.workflows.envs.alfworld.alfworld_workflow",
     "StepWiseAlfworldWorkflow": "trinity.common.workflows.step_wise_workflow",
 }
-_RAFT = "trireme.workflows.raft"
+_RAFT = "trireme.ext.alfworld.raft"
 _AGENTSCOPE = "trireme.workflows.agentscope"
 _REACT = {"AgentScopeReActWorkflow": _AGENTSCOPE}
 _WEBSHOP = {"WebShopWorkflow": "trireme.ext.webshop.workflow"}

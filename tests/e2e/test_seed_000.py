@@ -17,8 +17,8 @@ pytest.importorskip("textworld", reason="ALFWorld is not installed: make test-ex
 
 from tests.e2e.job import environment
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.alfworld.game import Game
-from trireme.envs.alfworld.make_games import make_games
+from trireme.ext.alfworld.game import Game
+from trireme.ext.alfworld.make_games import make_games
 
 ROOT = Path(__file__).parents[2]
 

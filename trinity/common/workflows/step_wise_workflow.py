@@ -7,8 +7,8 @@ episode has ended, and gives that to all of its steps.
 
 `StepWiseAlfworldWorkflow` shows what a workflow of yours gives. To change it here, and not in a
 copy, take the `#` off its line in `default_mapping` of `__init__.py`: without that line the YAML's
-`step_wise_alfworld_workflow` is the built-in one (`trireme/workflows/alfworld.py`), which gives the
-same experiences and has more options.
+`step_wise_alfworld_workflow` is the built-in one (`trireme/ext/alfworld/workflow.py`), which gives
+the same experiences and has more options.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme.experience import Experience
-from trireme.task import Task
-from trireme.workflows.alfworld import (
+from trireme.ext.alfworld.workflow import (
     SYSTEM_PROMPT,
     AlfworldWorkflow,
     create_environment,
     format_observation,
 )
+from trireme.task import Task
 from trireme.workflows.episode import parse_action
 from trireme.workflows.step_wise import RewardPropagationWorkflow, StepWiseRewardWorkflow
 

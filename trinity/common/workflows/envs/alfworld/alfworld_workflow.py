@@ -6,7 +6,7 @@ A workflow of yours has a file as this one, next to it or in your own folder. It
 also takes its dotted path.
 
 To change ALFWorld's here, and not in a copy, take the `#` off its line in that `default_mapping`:
-without it the YAML's `alfworld_workflow` is the built-in one (`trireme/workflows/alfworld.py`),
+without it the YAML's `alfworld_workflow` is the built-in one (`trireme/ext/alfworld/workflow.py`),
 which gives the same experiences and has more options.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 from trinity.common.workflows.step_wise_workflow import StepWiseAlfworldWorkflow
 from trireme.experience import Experience
+from trireme.ext.alfworld import workflow as alfworld
+from trireme.ext.alfworld.workflow import SYSTEM_PROMPT as AlfWORLD_SYSTEM_PROMPT
+from trireme.ext.alfworld.workflow import create_environment, format_observation
 from trireme.task import Task
-from trireme.workflows import alfworld
-from trireme.workflows.alfworld import SYSTEM_PROMPT as AlfWORLD_SYSTEM_PROMPT
-from trireme.workflows.alfworld import create_environment, format_observation
 from trireme.workflows.episode import MultiTurnWorkflow, parse_action
 
 __all__ = [

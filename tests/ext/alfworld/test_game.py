@@ -16,13 +16,13 @@ from tests.limits import HANG_S
 pytest.importorskip("textworld", reason="ALFWorld is not installed: make test-extras runs these")
 
 from tests.model.fake import make
-from trireme.envs.alfworld.game import Game
-from trireme.envs.alfworld.make_games import TASKS, make_games
 from trireme.envs.pool import EnvError, EnvPool
+from trireme.ext.alfworld.game import Game
+from trireme.ext.alfworld.make_games import TASKS, make_games
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
-FACTORY = "trireme.envs.alfworld.game:Game"
+FACTORY = "trireme.ext.alfworld.game:Game"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_games_of_all_six_types_are_solved_by_the_expert_in_worker_processes(
 
 TRACE = """
 import json, sys
-from trireme.envs.alfworld.game import Game
+from trireme.ext.alfworld.game import Game
 for file in sys.argv[2:]:
     game = Game(file, caches=sys.argv[1] == "cached")
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_caches_change_no_word(files: list[Path]) -> None:
 
 COPIES = """
 import sys
-from trireme.envs.alfworld.game import Game
+from trireme.ext.alfworld.game import Game
 for file in sys.argv[1:]:
     game = Game(file)
     for _ in range(2):

@@ -171,4 +171,4 @@ def _workers(args: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _pool(workers: int, timeout_s: float) -> EnvPool:
-    return shared_pool("trireme.envs.alfworld.game:Game", workers=workers, timeout_s=timeout_s)
+    return shared_pool("trireme.ext.alfworld.game:Game", workers=workers, timeout_s=timeout_s)

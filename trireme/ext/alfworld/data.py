@@ -13,7 +13,7 @@ from trireme.text import say
 
 HOW = (
     "set it to the folder that holds json_2.1.1 (alfworld-download makes one, and so does "
-    "python -m trireme.envs.alfworld.make_games FOLDER)"
+    "python -m trireme.ext.alfworld.make_games FOLDER)"
 )
 SPLITS = {"train": "train", "test": "valid_seen"}
 

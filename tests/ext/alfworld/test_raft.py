@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.ext.alfworld.test_workflow import Room
 from tests.model.fake import TOKENIZER, engine_of, make
-from tests.workflows.test_alfworld import Room
 from trireme.experience import Experience
+from trireme.ext.alfworld.raft import NOTE, REFLECT
+from trireme.ext.alfworld.workflow import SYSTEM_PROMPT
 from trireme.model.model import Model
 from trireme.task import Task
-from trireme.workflows.alfworld import SYSTEM_PROMPT
 from trireme.workflows.gym import HouseholdWorkflow
-from trireme.workflows.raft import NOTE, REFLECT
 from trireme.workflows.workflow import resolve
 
 LOOK, WAIT = "<action>look</action>", "<action>wait</action>"

@@ -30,7 +30,7 @@ from trireme.usercode import Refused
 
 VARIABLE = "TRIREME_DATA_JUICER_PYTHON"
 STATS = "__dj__stats__"
-_WORKER = Path(__file__).with_name("data_juicer_worker.py")
+_WORKER = Path(__file__).with_name("worker.py")
 _NO_INSTALLING = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "UV_OFFLINE": "1", "UV_NO_INDEX": "1"}
 """Data-Juicer would install by itself what an operator lacks."""
 _KNOWN = (

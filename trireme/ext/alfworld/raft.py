@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from trireme.experience import Experience
+from trireme.ext.alfworld.workflow import AlfworldWorkflow
 from trireme.model.model import Model
-from trireme.workflows.alfworld import AlfworldWorkflow
 from trireme.workflows.episode import EpisodeWorkflow
 from trireme.workflows.gym import HouseholdWorkflow
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trireme.envs.alfworld.data import main
-from trireme.envs.alfworld.game import check_game
+from trireme.ext.alfworld.data import main
+from trireme.ext.alfworld.game import check_game
 
 GAME = {"pddl_domain": "", "grammar": "", "pddl_problem": ""}
 

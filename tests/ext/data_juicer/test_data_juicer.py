@@ -21,10 +21,10 @@ from tests.config.made import config_of, values, write_rows
 from tests.limits import HANG_S
 from trireme.config.schema import ServiceConfig
 from trireme.experience import EID, Experience
+from trireme.ext.data_juicer import operators as data_juicer
+from trireme.ext.data_juicer.operators import VARIABLE
 from trireme.launch.check import draft, make_plans
 from trireme.launch.data import make_training_taskset
-from trireme.pipeline import data_juicer
-from trireme.pipeline.data_juicer import VARIABLE
 from trireme.pipeline.operators import Operator, OperatorFailed, make_operator
 from trireme.pipeline.pipeline import task_operators
 from trireme.registry import OPERATORS, TASK_OPERATORS
@@ -135,7 +135,7 @@ def test_what_goes_wrong_is_said(step: str, says: str) -> None:
 
 STARTS = """
 import sys
-from trireme.pipeline.data_juicer import DataJuicerRows
+from trireme.ext.data_juicer.operators import DataJuicerRows
 operators = [{"forks": {"told": sys.argv[1]}}]
 DataJuicerRows(operators=operators).process([{"response_text": "a"}])
 """

@@ -7,14 +7,14 @@ import pytest
 from tests.workflows.test_workflow import call
 from trireme.envs.env import Seen
 from trireme.experience import Experience
-from trireme.task import Task
-from trireme.workflows.alfworld import (
+from trireme.ext.alfworld.workflow import (
     HINT,
     AlfworldWorkflow,
     StepWiseAlfworldWorkflow,
     format_observation,
     parse_action,
 )
+from trireme.task import Task
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ class Room:
 
 def test_step_by_step_each_step_is_an_experience(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room()
-    monkeypatch.setattr("trireme.workflows.alfworld.create_environment", lambda *given: room)
+    monkeypatch.setattr("trireme.ext.alfworld.workflow.create_environment", lambda *given: room)
     replies = ["<action>look</action>", "wait", "<action>look</action>"]
     found = call(StepWiseAlfworldWorkflow, replies)
     assert [e.reward for e in found] == [1.0] * 3
@@ -79,6 +79,6 @@ def test_a_subclass_that_gives_the_reward_alone_is_asked_for_it(
         def reward(self, exps: list[Experience]) -> float:
             return float(len(exps))
 
-    monkeypatch.setattr("trireme.workflows.alfworld.create_environment", lambda *given: Room())
+    monkeypatch.setattr("trireme.ext.alfworld.workflow.create_environment", lambda *given: Room())
     found = call(Counted, ["<action>look</action>"] * 2)
     assert [e.reward for e in found] == [2.0, 2.0]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.envs.alfworld.game import engine
+from trireme.ext.alfworld.game import engine
 from trireme.files import write_text
 from trireme.text import say
 
