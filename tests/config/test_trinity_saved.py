@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from tests.config.made import values
 from trireme.config.load import read_config
-from trireme.config.stages import stages_of
 from trireme.launch.check import examine
 
 SAVED = Path(__file__).with_name("trinity_saved.yaml")
@@ -54,12 +53,11 @@ def test_keys_of_stages_and_auxiliary_models_are_passed_over_too(
     engine = tree["explorer"]["rollout_model"]
     judge = {**engine, "model_path": base["model"]["model_path"], "temperature": 0.3}
     stage = {"stage_name": "one", "explorer": {"runner_num": 4, "name": "explorer"}}
-    config, problems = read_config(
-        saved(tmp_path, **{"explorer.auxiliary_models": [judge], "stages": [stage]})
-    )
+    path = saved(tmp_path, **{"explorer.auxiliary_models": [judge], "stages": [stage]})
+    _, problems = read_config(path)
     assert [str(problem) for problem in problems] == []
-    [only] = stages_of(config)
-    [note] = [note for note in only.notes if note.startswith("saved by Trinity-RFT")]
+    [plan] = examine(path).plans
+    [note] = [note for note in plan.notes if note.startswith("saved by Trinity-RFT")]
     assert "explorer.auxiliary_models[0]: gpu_per_engine" in note and ", temperature" in note
     assert "stages[0].explorer: runner_num" in note
 

@@ -24,8 +24,7 @@ def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None 
     """Print every Plan of the file and every problem; the exit code is 1 where there is one."""
     console = console or Terminal(soft_wrap=True)
     with console.status(f"checking {config}"):  # the line is there before torch is
-        from trireme.config.stages import shared
-        from trireme.launch.check import complete, examine, without_hub
+        from trireme.launch.check import complete, examine, problems_of, without_hub
 
         try:
             plans, problems, parts = examine(config, overrides)
@@ -38,7 +37,7 @@ def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None 
             console.print(Text(f"note: {away}: only this machine is looked at", "dim"))
         for plan, made in zip(plans, parts, strict=True):
             complete(plan, made)
-        problems = shared([made.stage for made in parts])
+        problems = problems_of(parts)
     sentences = [str(problem) for problem in problems]
     if not sentences:
         sentences = show_first_rows(plans, parts, console)

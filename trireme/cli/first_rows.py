@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trireme.cli.view import bracketed, of_data
 from trireme.config import Plan
@@ -39,7 +40,9 @@ def first_rows(plan: Plan, parts: Parts) -> Told:
         lines.append(unread(parts.unread))
     for name, prompts in parts.prompts:
         lines += _of_prompts(plan, name, prompts)
-    return lines, [*problems, *map(str, prompt_problems(plan, parts.prompts))]
+    too_long = prompt_problems(plan, parts.prompts)
+    problems += [str(replace(problem, stage=plan.stage_name)) for problem in too_long]
+    return lines, problems
 
 
 def unread(why: str) -> tuple[str, str]:

@@ -6,8 +6,8 @@ What reads a YAML is imported when it is used: single files of it serve where no
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from trireme.registry import lazy_names
 
@@ -21,8 +21,10 @@ _NAMES = {
     "Plan": "trireme.config.plan",
     "load_config": "trireme.config.load",
 }
-__all__ = ["ConfigError", "Problem", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["ConfigError", "Findings", "Problem", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
 __getattr__ = lazy_names(__name__, _NAMES)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,38 @@ class Problem:
     def __str__(self) -> str:
         where = f"stage {self.stage}: " if self.stage else ""
         return f"{where}{self.key} {self.text}" if self.key else f"{where}{self.text}"
+
+
+@dataclass
+class Findings:
+    """The problems and notes that a check or a decision returns, in the order it found them.
+
+    Who decides something returns `(value, findings)`; who asks for it takes the value and adds the
+    findings to its own.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was mapped onto this machine, and what has no effect on it."""
+
+    def problem(self, key: str, text: str) -> None:
+        """Add a problem: the key's full name, and a sentence that follows it."""
+        self.problems.append(Problem(key, text))
+
+    def note(self, text: str) -> None:
+        """Add a line on something that does not keep the run from starting."""
+        self.notes.append(text)
+
+    def add(self, other: Findings) -> None:
+        """Add the findings of a check."""
+        self.problems += other.problems
+        self.notes += other.notes
+
+    def take(self, decided: tuple[T, Findings]) -> T:
+        """Add the findings of a decision, and return its value."""
+        value, findings = decided
+        self.add(findings)
+        return value
 
 
 class ConfigError(ValueError):

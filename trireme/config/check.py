@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from trireme.config import Findings
 from trireme.config.engine_kind import EMBEDDED
 from trireme.config.lookup import (
     ModelFacts,
@@ -28,181 +29,202 @@ from trireme.config.lookup import (
 from trireme.config.memory import experts_of
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
-from trireme.config.stages import StageConfig, Steps, used_tasksets
+from trireme.config.stages import StageFacts, Steps, used_tasksets
 from trireme.registry import ENGINES
 
 
-def check_algorithm(stage: StageConfig) -> None:
+def check_algorithm(stage: StageFacts) -> Findings:
     """Validates what the `algorithm` section says beside the parts of the algorithm."""
+    findings = Findings()
     config, algorithm = stage.config, stage.config.algorithm
     betas = algorithm.optimizer.betas
     if stage.reads_file and config.mode != "train":
         name = algorithm.algorithm_type
         mode = "colocate" if stage.colocated else config.mode
-        stage.problem("mode", f"is {mode!r}: expected train, since {name} reads data")
+        findings.problem("mode", f"is {mode!r}: expected train, since {name} reads data")
     if len(betas) != 2:
-        stage.problem("algorithm.optimizer.betas", f"is {betas!r}: expected two numbers")
+        findings.problem("algorithm.optimizer.betas", f"is {betas!r}: expected two numbers")
     if len(config.model.lora_configs or []) > 1:
-        stage.problem("model.lora_configs", "has several adapters: expected at most one")
+        findings.problem("model.lora_configs", "has several adapters: expected at most one")
     replays = config.buffer.trainer_input.experience_buffer.replay_buffer.enable
     if stage.resamples is not None and (replays or config.mode in ("explore", "train", "serve")):
         why = "a replay buffer, whose batches are never short" if replays else f"mode {config.mode}"
         text = f"is {stage.resamples}, and has no effect with {why}: expected none"
-        stage.problem("algorithm.advantage_fn_args.max_resample_times", text)
+        findings.problem("algorithm.advantage_fn_args.max_resample_times", text)
     if algorithm.sync_ref_model and config.model.lora_configs:
         text = "is true, and the mean of two adapters (model.lora_configs) is none: expected false"
-        stage.problem("algorithm.sync_ref_model", text)
+        findings.problem("algorithm.sync_ref_model", text)
     last = config.trainer.total_steps
     if late := [step for step in config.trainer.profile.steps if last and step > last]:
         text = f"has {late[0]}: trainer.total_steps is {last}"
-        stage.problem("trainer.profile.steps", text)
+        findings.problem("trainer.profile.steps", text)
+    return findings
 
 
-def check_tasksets(stage: StageConfig) -> None:
+def check_tasksets(stage: StageFacts) -> Findings:
     """Validates the tasksets against each other and the mode, and the texts in each."""
+    findings = Findings()
     inputs, mode = stage.config.buffer.explorer_input, stage.config.mode
     key = "buffer.explorer_input"
     if inputs.taskset and inputs.tasksets:
-        stage.problem(key, "has both taskset and tasksets: expected one of them")
+        findings.problem(key, "has both taskset and tasksets: expected one of them")
     used = used_tasksets(stage.config)
     if mode == "bench" and not used:
-        stage.problem(f"{key}.eval_tasksets", "is empty: bench has nothing to measure")
+        findings.problem(f"{key}.eval_tasksets", "is empty: bench has nothing to measure")
     elif mode in ("both", "explore") and not (inputs.taskset or inputs.tasksets):
-        stage.problem(f"{key}.taskset", "is not given: expected the tasks to explore")
+        findings.problem(f"{key}.taskset", "is not given: expected the tasks to explore")
     named: dict[tuple[bool, str], str] = {}
     for item in used:
         other = named.setdefault((item.is_eval, item.name), item.key)
         if other != item.key:
             text = f"is '{item.name}', which is that of {other} too: expected its own"
-            stage.problem(f"{item.key}.name", text)
-        check_path(stage, item.key, item.config)
+            findings.problem(f"{item.key}.name", text)
+        findings.add(check_path(item.key, item.config))
         form = item.config.format
         if not item.workflow and not form.workflow_key:
             text = (
                 "is not given: expected the workflow that tries these tasks, such as "
                 "simple_workflow for one prompt and one reply; `trireme workflows` lists all"
             )
-            stage.problem(f"{item.key}.default_workflow_type", text)
+            findings.problem(f"{item.key}.default_workflow_type", text)
         # tasks are rendered by the model's own template: one for a data set alone is not read
         for name, instead in (("chat_template", "custom_chat_template"), ("enable_thinking",) * 2):
             if getattr(form, name) is not None:
                 text = f"is not supported for tasks: set model.{instead}"
-                stage.problem(f"{item.key}.format.{name}", text)
+                findings.problem(f"{item.key}.format.{name}", text)
         if wrong := [s for s in item.config.rollout_args.stop if not 1 <= len(s) <= 1024]:
             text = f"has {wrong[0]!r:.80}: expected texts of 1 to 1024 characters"
-            stage.problem(f"{item.key}.rollout_args.stop", text)
+            findings.problem(f"{item.key}.rollout_args.stop", text)
+    return findings
 
 
-def check_path(stage: StageConfig, key: str, data: TasksetConfig | ExperienceBufferConfig) -> None:
-    """Notes a problem where a data set has no path."""
+def check_path(key: str, data: TasksetConfig | ExperienceBufferConfig) -> Findings:
+    """Check that a data set has a path."""
+    findings = Findings()
     if not data.path:
-        stage.problem(f"{key}.path", "is not given: expected a file, folder or hub id")
+        findings.problem(f"{key}.path", "is not given: expected a file, folder or hub id")
+    return findings
 
 
-def check_experts(stage: StageConfig) -> None:
+def check_experts(stage: StageFacts) -> Findings:
     """Validates the data sets of experts."""
+    findings = Findings()
     buffers = stage.config.buffer.trainer_input.auxiliary_buffers
     for name, data in buffers.items():
         key = f"buffer.trainer_input.auxiliary_buffers.{name}"
-        check_path(stage, key, data)
+        findings.add(check_path(key, data))
         if data.storage_type not in (None, "file"):
-            stage.problem(f"{key}.storage_type", f"is {data.storage_type}: expected file")
+            findings.problem(f"{key}.storage_type", f"is {data.storage_type}: expected file")
     if stage.expert_ratio is not None and not buffers:
-        stage.problem(
+        findings.problem(
             "buffer.trainer_input.auxiliary_buffers",
             f"is empty: {stage.config.algorithm.algorithm_type} needs an expert's data, by the "
             "name sft_dataset",
         )
+    return findings
 
 
-def _check_critic(stage: StageConfig) -> None:
+def _check_critic(stage: StageFacts) -> Findings:
+    findings = Findings()
     path = stage.config.model.critic_model_path
     if path:
         try:
             model_facts(path)
         except ValueError as error:
-            stage.problem("model.critic_model_path", f"({path}) {error}")
+            findings.problem("model.critic_model_path", f"({path}) {error}")
+    return findings
 
 
-def check_model(stage: StageConfig) -> ModelFacts | None:
-    """Whether the model is there; what its files tell, None where it is not."""
+def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
+    """Read what the model's files tell; None where it is not there."""
+    findings = Findings()
     model = stage.config.model
     if stage.asks_api:
-        return None
+        return None, findings
     if not model.model_path:
-        stage.problem("model.model_path", "is not given: expected a model's folder or hub id")
-        return None
+        findings.problem("model.model_path", "is not given: expected a model's folder or hub id")
+        return None, findings
     try:
         facts = model_facts(model.model_path)
     except ValueError as error:
-        stage.problem("model.model_path", f"({model.model_path}) {error}")
-        return None
-    _check_critic(stage)
-    _check_adapter(stage)
+        findings.problem("model.model_path", f"({model.model_path}) {error}")
+        return None, findings
+    findings.add(_check_critic(stage))
+    findings.add(_check_adapter(stage))
     if facts.folder is None and stage.model_from is None:
-        stage.file_notes.append(
+        findings.note(
             f"model.model_path ({model.model_path}): not on this machine, will be downloaded"
             f"{near_model(model.model_path)}"
         )
     wanted = model.max_model_len or 0
     if facts.max_positions and wanted > facts.max_positions:
-        stage.file_notes.append(
+        findings.note(
             f"model.max_model_len ({wanted}): longer than the {facts.max_positions} positions the "
             f"model was made for"
         )
     window, heads = stage.config.trainer.ulysses_sequence_parallel_size, facts.attention_heads
     if heads and heads % window:
-        stage.problem(
+        findings.problem(
             "trainer.ulysses_sequence_parallel_size",
             f"is {window}: expected a divisor of the model's {heads} attention heads",
         )
     template = model.chat_template_path
     if template and not Path(template).is_file():
-        stage.problem("model.chat_template_path", f"is {template!r}: expected a file")
-    return facts
+        findings.problem("model.chat_template_path", f"is {template!r}: expected a file")
+    return facts, findings
 
 
-def check_attention(stage: StageConfig, device: str, dtype: str) -> None:
+def check_attention(stage: StageFacts, device: str, dtype: str) -> Findings:
     """Whether what computes attention can, where and in which format the stage trains."""
+    findings = Findings()
     if stage.config.mode not in ("both", "train"):
-        return
+        return findings
     asked, key = stage.config.trainer.attn_implementation, "trainer.attn_implementation"
     if asked in ("varlen", "flex"):
         why = {"varlen": "is a GPU's kernel alone", "flex": "has no gradients on a CPU"}[asked]
         version = [int(part) for part in metadata.version("torch").split(".")[:2]]
         if device == "cpu":
-            stage.problem(key, f"is {asked}, which {why}, and this run trains on a CPU: take sdpa")
+            findings.problem(
+                key, f"is {asked}, which {why}, and this run trains on a CPU: take sdpa"
+            )
         elif asked == "varlen" and dtype == "float32":
-            stage.problem(key, "is varlen, which does not compute in float32: take sdpa or flex")
+            findings.problem(key, "is varlen, which does not compute in float32: take sdpa or flex")
         elif asked == "varlen" and version < [2, 10]:
             text = f"is varlen: torch {metadata.version('torch')} has none, 2.10 and newer do"
-            stage.problem(key, text)
+            findings.problem(key, text)
     path = stage.config.model.model_path
     if model_config(path).get("attn_logit_softcapping"):
-        stage.problem(
+        findings.problem(
             "model.model_path",
             f"({path}) has attn_logit_softcapping: the torch trainer does not compute attention "
             "whose scores are capped",
         )
+    return findings
 
 
-def check_compiler(stage: StageConfig, device: str, ranks: int) -> None:
+def check_compiler(stage: StageFacts, device: str, ranks: int) -> Findings:
     """Whether a stage that trains on `ranks` can compile its blocks, where that is asked for."""
+    findings = Findings()
     trainer, key = stage.config.trainer, "trainer.use_torch_compile"
     if not trainer.use_torch_compile or stage.config.mode not in ("both", "train"):
-        return
+        return findings
     if trainer.attn_implementation == "flex":
-        stage.problem(key, "is true, and FlexAttention is compiled by itself: take another kernel")
+        findings.problem(
+            key, "is true, and FlexAttention is compiled by itself: take another kernel"
+        )
     if ranks > 1 and trainer.ulysses_sequence_parallel_size > 1:
         text = "is true, and ranks that share a sequence talk to each other within a block"
-        stage.problem(key, f"{text}: expected trainer.ulysses_sequence_parallel_size 1")
+        findings.problem(key, f"{text}: expected trainer.ulysses_sequence_parallel_size 1")
     if any(lora.use_dora for lora in stage.config.model.lora_configs or []):
-        stage.problem(key, "is true, and peft's DoRA cannot be compiled: expected use_dora false")
+        findings.problem(
+            key, "is true, and peft's DoRA cannot be compiled: expected use_dora false"
+        )
     name = os.environ.get("CXX", "g++")
     if device == "cpu" and shutil.which(name) is None:
-        stage.problem(key, f"is true, and no C++ compiler is here ({name}, or what CXX names)")
+        findings.problem(key, f"is true, and no C++ compiler is here ({name}, or what CXX names)")
     if device == "cuda" and find_spec("triton") is None:
-        stage.problem(key, "is true, and Triton, by which torch compiles for GPUs, is not here")
+        findings.problem(key, "is true, and Triton, by which torch compiles for GPUs, is not here")
+    return findings
 
 
 _OF_THE_ADAPTER = (
@@ -217,13 +239,14 @@ def _on_attention(targets: str | list[str]) -> bool:
     return not isinstance(targets, str) and {x.split(".")[-1] for x in targets} <= {*_ATTENTION}
 
 
-def _check_adapter(stage: StageConfig) -> None:
+def _check_adapter(stage: StageFacts) -> Findings:
     """Whether the adapter to go on from is there, and one that can be trained."""
+    findings = Findings()
     mixture = experts_of(model_config(stage.config.model.model_path))
     for number, lora in enumerate(stage.config.model.lora_configs or []):
         key = f"model.lora_configs[{number}]"
         if mixture and lora.path is None and not _on_attention(lora.target_modules):
-            stage.problem(
+            findings.problem(
                 f"{key}.target_modules",
                 f"is {lora.target_modules!r}, and adapters of experts and their router are not "
                 f"trained here: expected layers of attention, such as {list(_ATTENTION)}",
@@ -231,13 +254,13 @@ def _check_adapter(stage: StageConfig) -> None:
         if lora.path is None:
             continue
         if stage.model_from is not None:
-            stage.problem(
+            findings.problem(
                 f"{key}.path",
                 "is for the first stage: this one begins with the model of an earlier stage, in "
                 "which the adapter is merged already. Give this stage lora_configs without path",
             )
         if stage.config.mode in ("explore", "serve", "bench"):
-            stage.problem(
+            findings.problem(
                 f"{key}.path",
                 f"is not taken with mode: {stage.config.mode}, which would sample from the model "
                 "without the adapter until the trainer's first checkpoint: use mode: both, or "
@@ -249,22 +272,24 @@ def _check_adapter(stage: StageConfig) -> None:
                 raise ValueError("is not on this machine: expected a folder, or download it first")
             check_adapter(folder)
         except ValueError as error:
-            stage.problem(f"{key}.path", f"({lora.path}) {error}")
+            findings.problem(f"{key}.path", f"({lora.path}) {error}")
         said = [name for name in _OF_THE_ADAPTER if name in lora.model_fields_set]
         if said:
-            stage.problem(
+            findings.problem(
                 f"{key}.{said[0]}",
                 f"is given beside path, where adapter_config.json in {lora.path} says it: leave "
                 f"out {', '.join(said)}",
             )
+    return findings
 
 
-def check_auxiliary_models(stage: StageConfig) -> None:
+def check_auxiliary_models(stage: StageFacts) -> Findings:
     """Whether the models beside the trained one are there, or their servers are named."""
+    findings = Findings()
     for number, model in enumerate(stage.config.explorer.auxiliary_models):
         key = f"explorer.auxiliary_models[{number}]"
         if (model.engine_type in ("external", "remote")) != bool(model.base_urls):
-            stage.problem(
+            findings.problem(
                 f"{key}.base_urls",
                 f"is {model.base_urls}: expected the server's address with engine_type external "
                 "(an OpenAI API) or remote (trireme rollout), and with no other",
@@ -273,58 +298,62 @@ def check_auxiliary_models(stage: StageConfig) -> None:
             text = (
                 f"({model.reasoning_parser}): an OpenAI API splits its replies itself, leave it out"
             )
-            stage.problem(f"{key}.reasoning_parser", text)
+            findings.problem(f"{key}.reasoning_parser", text)
         if model.engine_type in ENGINES and model.engine_type != EMBEDDED:
             text = "the embedded torch engine generates in its place"
-            stage.notes.append(f"{key}.engine_type ({model.engine_type}): {text}")
+            findings.note(f"{key}.engine_type ({model.engine_type}): {text}")
         if not model.model_path:
             text = "is not given: expected the folder or hub id of its model and tokenizer"
-            stage.problem(f"{key}.model_path", text)
+            findings.problem(f"{key}.model_path", text)
         elif model.engine_type != "external":
             try:
                 model_facts(model.model_path)
             except ValueError as error:
-                stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
+                findings.problem(f"{key}.model_path", f"({model.model_path}) {error}")
     if stage.needs_teacher:
-        _check_teacher(stage)
+        findings.add(_check_teacher(stage))
+    return findings
 
 
-def _check_teacher(stage: StageConfig) -> None:
+def _check_teacher(stage: StageFacts) -> Findings:
     """Whether the first auxiliary model can score what this stage samples."""
+    findings = Findings()
     config, key = stage.config, "explorer.auxiliary_models"
     if config.mode == "serve":
         text = "is serve, whose clients' calls no teacher scores: expected both or explore"
-        stage.problem("mode", text)
+        findings.problem("mode", text)
     if config.mode not in ("both", "explore"):
-        return
+        return findings
     models, longest = config.explorer.auxiliary_models, config.model.max_model_len or 0
     if not models:
-        stage.problem(key, "is empty: the algorithm needs a teacher, the first of them")
+        findings.problem(key, "is empty: the algorithm needs a teacher, the first of them")
     elif models[0].engine_type == "external":
         text = "is external: the OpenAI API scores no given tokens, and a teacher does: expected "
-        stage.problem(f"{key}[0].engine_type", f"{text}torch or remote")
+        findings.problem(f"{key}[0].engine_type", f"{text}torch or remote")
     elif (limit := models[0].max_model_len) and limit < longest:
-        stage.problem(
+        findings.problem(
             f"{key}[0].max_model_len",
             f"is {limit}: expected at least {longest} (model.max_model_len), since a teacher "
             "scores all that the policy samples",
         )
+    return findings
 
 
-def check_folder(stage: StageConfig, root: Path) -> None:
+def check_folder(stage: StageFacts, root: Path) -> Findings:
     """Whether the job's folder can be written, its disk holds a checkpoint of the model, and a
     trainer meets its explorer there.
     """
+    findings = Findings()
     config = stage.config
     for key in ("checkpoint_root_dir", "project", "group", "name"):
         if "\0" in (value := str(getattr(config, key) or "")):
-            stage.problem(key, f"is {value!r}: expected the name of a folder, without NUL")
-            return
+            findings.problem(key, f"is {value!r}: expected the name of a folder, without NUL")
+            return findings
     meets = config.mode == "train" and not stage.reads_file
     if meets and not (
         config.continue_from_checkpoint or config.buffer.trainer_input.experience_buffer.path
     ):
-        stage.problem(
+        findings.problem(
             "continue_from_checkpoint",
             "is false: expected true in mode train, since the explorer's experiences lie in the "
             "job's folder, and false begins another one",
@@ -335,11 +364,11 @@ def check_folder(stage: StageConfig, root: Path) -> None:
             file.write(bytes(4096))
             file.flush()
     except OSError as error:
-        stage.problem(
+        findings.problem(
             "checkpoint_root_dir",
             f"gives the folder {root}, which cannot be written: {existing}: {error.strerror}",
         )
-        return
+        return findings
     try:
         model_path = stage.config.model.model_path
         size = model_facts(model_path).size if model_path else 0
@@ -347,11 +376,12 @@ def check_folder(stage: StageConfig, root: Path) -> None:
         size = 0
     free = shutil.disk_usage(existing).free
     if free < size:
-        stage.problem(
+        findings.problem(
             "checkpoint_root_dir",
             f"gives the folder {root}, on a disk with {free / 1e9:.1f} GB left: expected room "
             f"for the model's {size / 1e9:.1f} GB",
         )
+    return findings
 
 
 def job_folder(config: Config) -> Path:
@@ -371,37 +401,41 @@ def job_folder(config: Config) -> Path:
 _API = "model.external_model"
 
 
-def check_api(stage: StageConfig) -> None:
+def check_api(stage: StageFacts) -> Findings:
     """Whether the API that a stage measures is named, with all that it needs and nothing else."""
+    findings = Findings()
     config, asked = stage.config, stage.config.model.external_model
     if (api := api_of(config)) is None:
-        return
+        return findings
     if not stage.asks_api:
         text = f"is true in mode {config.mode}: bench alone measures a model behind an API, whose "
-        stage.problem(f"{_API}.enable", f"{text}replies cannot be trained")
-        return
+        findings.problem(f"{_API}.enable", f"{text}replies cannot be trained")
+        return findings
     if not api.name:
         text = "is not given: expected the name that the API knows the model by"
-        stage.problem(f"{_API}.model_name", text)
+        findings.problem(f"{_API}.model_name", text)
     if not api.base_url:
         text = "is not set: expected the API's address in it, such as https://api.openai.com/v1"
-        stage.problem(f"{_API}.base_url_env", f"names {asked.base_url_env}, which {text}")
+        findings.problem(f"{_API}.base_url_env", f"names {asked.base_url_env}, which {text}")
     elif not (api.base_url.startswith(("http://", "https://")) and urlsplit(api.base_url).netloc):
         text = f"which is {api.base_url!r}: expected http://HOST:PORT/v1 or https://HOST/v1"
-        stage.problem(f"{_API}.base_url_env", f"names {asked.base_url_env}, {text}")
+        findings.problem(f"{_API}.base_url_env", f"names {asked.base_url_env}, {text}")
     if not api.key:
         text = "is not set: expected the API's key in it, any word for a server that asks for none"
-        stage.problem(f"{_API}.api_key_env", f"names {asked.api_key_env}, which {text}")
+        findings.problem(f"{_API}.api_key_env", f"names {asked.api_key_env}, which {text}")
     if config.explorer.bench_on_latest_checkpoint:
         text = f"is true, and {_API} has no checkpoints: expected false"
-        stage.problem("explorer.bench_on_latest_checkpoint", text)
+        findings.problem("explorer.bench_on_latest_checkpoint", text)
     if config.model.lora_configs:
-        stage.problem("model.lora_configs", f"is given, and {_API} takes no adapter: leave it out")
-    stage.notes.append(
+        findings.problem(
+            "model.lora_configs", f"is given, and {_API} takes no adapter: leave it out"
+        )
+    findings.note(
         f"{_API} ({api.name}): it gets conversations as messages, with temperature, top_p, stop "
         "and max_response_tokens; prompts are sent whole, and lengths are the tokens that its "
         "answers say they have"
     )
+    return findings
 
 
 UNASKED_SAVE_INTERVAL = 500
@@ -415,27 +449,29 @@ _READ_EARLY = (
 """How the variables begin that Python, torch and Hugging Face's libraries read once."""
 
 
-def note_idle(stage: StageConfig, steps: Steps) -> None:
+def note_idle(stage: StageFacts, steps: Steps) -> Findings:
     """A line for all that the stage is told and that changes nothing in its run; it is legal."""
+    findings = Findings()
     mode, callbacks = stage.config.mode, stage.config.trainer.callbacks
     if mode not in ("explore", "bench", "serve"):
-        stage.notes += _idle_in_training(stage, steps)
+        findings.notes += _idle_in_training(stage, steps)
     elif callbacks:
         names = ", ".join(callbacks)
-        stage.notes.append(
+        findings.note(
             f"trainer.callbacks ({names}): nothing trains in mode {mode}, and none is called"
         )
     early = [name for name in stage.config.explorer.env_vars if name.startswith(_READ_EARLY)]
     if early and mode not in ("train", "serve"):
-        stage.notes.append(
+        findings.note(
             f"explorer.env_vars ({', '.join(early)}): read when a process begins, so that without "
             "Ray only programs that rollouts start have it; for the run itself set it in the shell"
         )
     if mode in ("both", "explore") and not stage.reads_file:
-        stage.notes += _idle_in_exploring(stage)
+        findings.notes += _idle_in_exploring(stage)
+    return findings
 
 
-def _idle_in_training(stage: StageConfig, steps: Steps) -> list[str]:
+def _idle_in_training(stage: StageFacts, steps: Steps) -> list[str]:
     config, train, found = stage.config, steps.train_steps, list[str]()
     optimizer, critic = config.algorithm.optimizer, config.algorithm.critic
     if optimizer.lr == 0:
@@ -465,7 +501,7 @@ def _idle_in_training(stage: StageConfig, steps: Steps) -> list[str]:
     return found
 
 
-def _idle_in_exploring(stage: StageConfig) -> list[str]:
+def _idle_in_exploring(stage: StageFacts) -> list[str]:
     config, found = stage.config, list[str]()
     evaluates = any(taskset.is_eval for taskset in used_tasksets(config))
     idle = not evaluates and not stage.another_evaluates

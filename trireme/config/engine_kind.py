@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from trireme.config import Problem
+from trireme.config import Findings, Problem
 from trireme.config.lookup import adapter_facts
 from trireme.registry import ENGINES, did_you_mean, is_path
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trireme.config.plan import Plan
     from trireme.config.schema import Config
     from trireme.config.schema_rollout import RolloutModelConfig
-    from trireme.config.stages import StageConfig
+    from trireme.config.stages import StageFacts
     from trireme.engines.device import Device, RolloutBarrier
     from trireme.engines.engine import Engine
     from trireme.engines.make import EngineSpec
@@ -139,8 +139,9 @@ def size_of(model: RolloutModelConfig) -> int:
     return math.prod(sizes_of(model).values())
 
 
-def check_engine_types(stage: StageConfig) -> None:
+def check_engine_types(stage: StageFacts) -> Findings:
     """Note as a problem each engine, also of an auxiliary model, whose kind is not known."""
+    findings = Findings()
     explorer = stage.config.explorer
     models = {KEY: explorer.rollout_model}
     models |= {
@@ -155,24 +156,22 @@ def check_engine_types(stage: StageConfig) -> None:
                 ENGINES.get(name)
                 continue
         except ValueError as error:
-            stage.problem(f"{key}.engine_type", f"is {name!r}: {error}")
+            findings.problem(f"{key}.engine_type", f"is {name!r}: {error}")
             continue
         names = [*dict.fromkeys([*ENGINES.built_in(), *ENGINES]), *ELSEWHERE]
         expected = ", ".join(names) + did_you_mean(name, names)
-        stage.problem(f"{key}.engine_type", f"is {name!r}: expected one of {expected}")
+        findings.problem(f"{key}.engine_type", f"is {name!r}: expected one of {expected}")
+    return findings
 
 
-def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoice:
-    """The engine of a stage. Problems and notes are the stage's."""
+def choose_engine(stage: StageFacts, gpus: int, *, on_ray: bool) -> tuple[EngineChoice, Findings]:
+    """Choose the engine of a stage."""
     model = stage.config.explorer.rollout_model
     if stage.config.mode == "train" or stage.reads_file or stage.remote or stage.asks_api:
-        return EngineChoice()
+        return EngineChoice(), Findings()
     kind = kind_of(model.engine_type) or kind_named(_default_kind(model, gpus))
     choice = kind.examine(EngineRequest(stage.config, gpus, on_ray, stage.colocated))
-    stage.notes += choice.notes
-    for problem in choice.problems:
-        stage.problem(problem.key, problem.text)
-    return choice
+    return choice, Findings([*choice.problems], [*choice.notes])
 
 
 def _default_kind(model: RolloutModelConfig, gpus: int) -> str:
@@ -184,7 +183,7 @@ def _default_kind(model: RolloutModelConfig, gpus: int) -> str:
     return EMBEDDED
 
 
-def adapter_rank_of(stage: StageConfig, engine: EngineChoice, method: str) -> int:
+def adapter_rank_of(stage: StageFacts, engine: EngineChoice, method: str) -> int:
     """The rank of the adapter that engines get alone; 0 where they get merged weights: by files, on
     a user's own servers, with DoRA, on head or embedding or layers that only a regular expression
     names, and where the engine holds no such adapter.

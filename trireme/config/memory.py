@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trireme.config import Findings
 from trireme.config.engine_kind import EngineChoice, adapter_rank_of
 from trireme.config.lookup import located, model_config, model_shapes
 from trireme.config.placement import Places
 from trireme.config.schema import OptimizerConfig
-from trireme.config.stages import StageConfig
+from trireme.config.stages import StageFacts
 
 GIB = 2**30
 FLOAT = 4
@@ -278,7 +279,7 @@ def told(parts: Mapping[str, int]) -> str:
 
 
 def _engine_of(
-    stage: StageConfig,
+    stage: StageFacts,
     shape: ModelShape,
     *,
     hosts: int,
@@ -310,7 +311,7 @@ def _engine_of(
     }
 
 
-def _auxiliary_of(stage: StageConfig, width: int) -> int:
+def _auxiliary_of(stage: StageFacts, width: int) -> int:
     """Bytes of the weights of the auxiliary models that are loaded beside a trainer."""
     models = stage.config.explorer.auxiliary_models if stage.config.mode == "both" else ()
     paths = [m.model_path for m in models if m.engine_type not in ("remote", "external")]
@@ -330,7 +331,7 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(
-    stage: StageConfig,
+    stage: StageFacts,
     places: Places,
     *,
     tokens: int,
@@ -341,27 +342,28 @@ def plan_memory(
     takes_turns: bool,
     shared: bool,
     free: int | None,
-) -> MemoryPlan:
-    """Whether activations are computed again: as asked for, else on a GPU of `free` bytes whose
-    memory is too small for them.
+) -> tuple[MemoryPlan, Findings]:
+    """Decide whether activations are computed again: as asked for, else on a GPU of `free` bytes
+    whose memory is too small for them.
 
-    What cannot fit is a problem of the stage, or a note. `length`: tokens of a sequence at most;
+    What cannot fit is a problem, or a note. `length`: tokens of a sequence at most;
     `hosts`: engine processes of this machine; `shared`: the engine reads the trainer's tensors;
     `free` None: how large the GPU is is not known.
     """
+    findings = Findings()
     config, trainer = stage.config, stage.config.trainer
     asked = trainer.enable_gradient_checkpointing
     trains = config.mode in ("both", "train")
     if takes_turns and trainer.save_behind:
-        stage.notes.append(
+        findings.note(
             "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
             "engine take turns on their device"
         )
     shape = shape_at(config.model.model_path) if trains else None
     if shape is None:
         if trains:
-            _note_without_plan(stage)
-        return MemoryPlan({}, bool(asked))
+            findings.add(_note_without_plan(stage))
+        return MemoryPlan({}, bool(asked)), findings
     on_ray = places.launcher == "ray"
     engine: dict[str, Any] = {}
     if device == "cuda" and (takes_turns or not on_ray):
@@ -391,64 +393,70 @@ def plan_memory(
     )
     share = None
     if use.engine_sleeps and free is not None:
-        share = _share_of(stage, shape, use, free)
+        share = findings.take(_share_of(stage, shape, use, free))
         use = replace(use, engine=int(free * share))
     if trainer.save_behind and not takes_turns:
-        _note_copy(stage, shape, use)
+        findings.add(_note_copy(shape, use))
     needs = memory_of(shape, use)
     if asked is None and free is not None and sum(needs.values()) > free:
         use = replace(use, checkpointing=True)
         needs = memory_of(shape, use)
     if free is not None and sum(needs.values()) > free:
-        _say_what_is_short(stage, needs, use, free)
-    return MemoryPlan(needs, use.checkpointing, share)
+        findings.add(_say_what_is_short(stage, needs, use, free))
+    return MemoryPlan(needs, use.checkpointing, share), findings
 
 
-def _note_without_plan(stage: StageConfig) -> None:
+def _note_without_plan(stage: StageFacts) -> Findings:
     """That of the model's layers too little is known. Nothing where its files are not here yet."""
+    findings = Findings()
     facts = model_config(stage.config.model.model_path)
     if kind := facts.get("model_type"):
         kind += ", a mixture of experts" * bool(experts_of(facts))
-        stage.notes.append(
+        findings.note(
             f"model.model_path: there is no memory plan and no MFU for this kind ({kind}): whether "
             "it fits shows when it runs, and trainer.enable_gradient_checkpointing is off unless "
             "it is set"
         )
+    return findings
 
 
-def _share_of(stage: StageConfig, shape: ModelShape, use: Use, free: int) -> float:
-    """What the engine gets; a problem where the model does not fit into it."""
+def _share_of(stage: StageFacts, shape: ModelShape, use: Use, free: int) -> tuple[float, Findings]:
+    """The share of a GPU that the engine gets; a problem where the model does not fit into it."""
+    findings = Findings()
     model = stage.config.explorer.rollout_model
     given = "gpu_memory_utilization" in model.model_fields_set
     share = model.gpu_memory_utilization if given else engine_share(shape, use, free)
     needed, gets = (2 if use.half else FLOAT) * shape.weights + _CONTEXT[use.device], free * share
     if needed > gets:
-        stage.problem(
+        findings.problem(
             "mode",
             f"is colocate: beside the resting trainer the engine gets {gets / GIB:.1f} GiB of a "
             f"GPU ({share:g}), and its weights take {needed / GIB:.1f} GiB; more ranks or "
             "trainer.park_optimizer leave it more",
         )
-    return share
+    return share, findings
 
 
-def _note_copy(stage: StageConfig, shape: ModelShape, use: Use) -> None:
+def _note_copy(shape: ModelShape, use: Use) -> Findings:
     """What trainer.save_behind takes of the CPU's memory, which nothing else counts."""
+    findings = Findings()
     size = FLOAT * shape.weights * (1 + use.moments * use.trains_all) / use.ranks / GIB
     text = f"each rank's copy takes {size:.1f} GiB of the CPU's memory"
     if use.offload and use.ranks > 1:
         text += ", in which trainer.offload keeps weights and moments already"
-    stage.notes.append(f"trainer.save_behind: {text}")
+    findings.note(f"trainer.save_behind: {text}")
+    return findings
 
 
 def _moments(optimizer: OptimizerConfig) -> int:
     return 0 if optimizer.optimizer_type == "sgd" else 2
 
 
-def _say_what_is_short(stage: StageConfig, needs: dict[str, int], use: Use, free: int) -> None:
+def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free: int) -> Findings:
     """A problem, or a note where the user wants to try, or where only keys and values are more
     than there is room for: replies may be short.
     """
+    findings = Findings()
     short = sum(needs.values()) - free
     more = "more ranks" if stage.config.trainer.fsdp_size == -1 else "a larger trainer.fsdp_size"
     ways = [more, "trainer.offload"] if use.ranks > 1 else []
@@ -460,10 +468,11 @@ def _say_what_is_short(stage: StageConfig, needs: dict[str, int], use: Use, free
         f"trainer.max_token_len_per_gpu ({use.tokens}) takes less"
     )
     if stage.config.ignore_validator_suggestions:
-        stage.notes.append(f"trainer {text} (ignore_validator_suggestions)")
+        findings.note(f"trainer {text} (ignore_validator_suggestions)")
     elif short <= use.cache:
-        stage.notes.append(f"trainer {text}, and so do replies that end early")
+        findings.note(f"trainer {text}, and so do replies that end early")
     else:
-        stage.problem(
+        findings.problem(
             "trainer", f"{text}; ignore_validator_suggestions: true makes this estimate a note"
         )
+    return findings

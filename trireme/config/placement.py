@@ -10,8 +10,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
+from trireme.config import Findings
 from trireme.config.engine_kind import SIZES, size_of, sizes_of
-from trireme.config.stages import StageConfig
+from trireme.config.stages import StageFacts
 
 Launcher = Literal["local", "ray"]
 
@@ -51,12 +52,13 @@ class Places(NamedTuple):
         return ", ".join(parts)
 
 
-def places_of(stage: StageConfig, present: int) -> Places:
-    """The places of a stage on a machine with `present` GPUs. Problems are noted."""
+def places_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
+    """Decide the places of a stage on a machine with `present` GPUs."""
+    findings = Findings()
     cluster, model = stage.config.cluster, stage.config.explorer.rollout_model
-    launcher = _launcher(stage, present)
+    launcher: Launcher = findings.take(_launcher(stage, present))
     if stage.colocated and launcher == "ray":
-        return _pairs_of(stage, present)
+        return findings.take(_pairs_of(stage, present)), findings
     engines, size = model.engine_num, size_of(model)
     generates = stage.config.mode != "train" or stage.evaluates
     if stage.remote or stage.asks_api or not generates:
@@ -76,26 +78,27 @@ def places_of(stage: StageConfig, present: int) -> Places:
     ranks = rest if stage.config.mode in ("both", "train") else 0
     places = Places(launcher, nodes, per_node, engines, size, ranks, auxiliary)
     if places.total > 1 or launcher == "ray":
-        _check_split(stage, places)
+        findings.add(_check_split(stage, places))
     here = cluster.ray_address in ("auto", "local") and nodes == 1
     if cluster.launcher == "auto" and here:
-        _check_present(stage, places, present)
-    return places
+        findings.add(_check_present(stage, places, present))
+    return places, findings
 
 
-def _pairs_of(stage: StageConfig, present: int) -> Places:
-    """Of `mode: colocate` on several devices: a trainer's rank and an engine on each."""
+def _pairs_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
+    """Decide the places of `mode: colocate` on several devices: a rank and an engine on each."""
+    findings = Findings()
     cluster = stage.config.cluster
     nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node or max(present, 1)
     total = nodes * per_node
     engines = 0 if stage.reads_file and not stage.evaluates else total
     places = Places("ray", nodes, per_node, engines, 1, total, paired=True)
-    _check_ranks(stage, total)
+    findings.add(_check_ranks(stage, total))
     if nodes > 1:
-        stage.problem("cluster.node_num", f"is {nodes}: expected 1 in mode colocate")
+        findings.problem("cluster.node_num", f"is {nodes}: expected 1 in mode colocate")
     if cluster.launcher == "auto" and cluster.ray_address in ("auto", "local"):
-        _check_present(stage, places, present)
-    return places
+        findings.add(_check_present(stage, places, present))
+    return places, findings
 
 
 def gpus_of(places: Places, present: int) -> dict[str, int]:
@@ -106,39 +109,42 @@ def gpus_of(places: Places, present: int) -> dict[str, int]:
     return {"explorer": engines if present else 0, "trainer": places.trainer_ranks * bool(present)}
 
 
-def note_places(stage: StageConfig, places: Places, present: int) -> None:
-    """One line where the cluster section asks for other machines than the run uses."""
+def note_places(stage: StageFacts, places: Places, present: int) -> Findings:
+    """Note where the cluster section asks for other machines than the run uses."""
+    findings = Findings()
     asked, nodes = places.total, places.nodes
     if stage.asks_api:
-        return
+        return findings
     if places.launcher == "ray":
         if not present:
-            stage.notes.append(
+            findings.note(
                 f"cluster: this machine has no GPU, so each of the {asked} places is a CPU process "
                 f"with one thread"
             )
         if stage.config.trainer.trainer_strategy == "megatron" and places.trainer_ranks > 1:
-            stage.notes.append(
+            findings.note(
                 "trainer.trainer_strategy (megatron): FSDP2 shards the model in its place"
             )
     elif asked or nodes > 1:
         here = "on one GPU, which explorer and trainer share" if present else "on the CPU"
         wanted = f"{asked} GPUs" if asked else f"{nodes} nodes"
         split = f": {places.split()}" if places.trainer_ranks and places.num_engines else ""
-        stage.notes.append(
+        findings.note(
             f"cluster asks for {wanted} ({nodes} node{'s' * (nodes > 1)} x {places.per_node}"
             f"{split}) and this machine has {present or 'none'}: the run is local, one process, "
             f"{here}"
         )
+    return findings
 
 
-def _launcher(stage: StageConfig, present: int) -> Launcher:
+def _launcher(stage: StageFacts, present: int) -> tuple[Launcher, Findings]:
     """`auto` is Ray where several GPUs are here and asked for, or a cluster is named."""
+    findings = Findings()
     cluster = stage.config.cluster
     if stage.asks_api:
-        return "local"
+        return "local", findings
     if cluster.ray_address.startswith("ray://"):
-        stage.problem(
+        findings.problem(
             "cluster.ray_address",
             f"is {cluster.ray_address}: expected auto, or HOST:PORT of the cluster's head, from a "
             f"machine of the cluster",
@@ -151,15 +157,16 @@ def _launcher(stage: StageConfig, present: int) -> Launcher:
     if wanted and find_spec("ray") is None:
         lacks = "the package ray is not installed: pip install 'trireme-rl[ray]'"
         if cluster.launcher == "ray" or named:
-            stage.problem("cluster.launcher", f"is {cluster.launcher}, and {lacks}")
+            findings.problem("cluster.launcher", f"is {cluster.launcher}, and {lacks}")
         else:
-            stage.notes.append(f"cluster.launcher ({cluster.launcher}): one process, since {lacks}")
-        return "local"
-    return "ray" if wanted else "local"
+            findings.note(f"cluster.launcher ({cluster.launcher}): one process, since {lacks}")
+        return "local", findings
+    return ("ray" if wanted else "local"), findings
 
 
-def _check_split(stage: StageConfig, places: Places) -> None:
+def _check_split(stage: StageFacts, places: Places) -> Findings:
     """Trinity's rules: each side has its places, and none is cut across machines."""
+    findings = Findings()
     model = stage.config.explorer.rollout_model
     taken = places.num_engines * places.engine_size + places.auxiliary
     trains = stage.config.mode in ("both", "train")
@@ -174,48 +181,53 @@ def _check_split(stage: StageConfig, places: Places) -> None:
         sizes = sizes_of(model)
         largest = max(sizes, key=lambda name: sizes[name])
         together = f" of {places.engine_size} places" * (sizes[largest] != places.engine_size)
-        stage.problem(
+        findings.problem(
             f"explorer.rollout_model.{largest}",
             f"is {sizes[largest]}: an engine{together} has to fit on one machine, which "
             f"has {places.per_node} places",
         )
     elif taken >= places.total and trains:
-        stage.problem(
+        findings.problem(
             key,
             f"{asked} takes {taken} of the cluster's {have} and leaves none for the trainer: "
             f"expected at most {places.total - 1 - places.auxiliary}",
         )
     elif taken > places.total:
-        stage.problem(key, f"{asked} takes {taken} of the cluster's {have}")
+        findings.problem(key, f"{asked} takes {taken} of the cluster's {have}")
     elif places.trainer_ranks > places.per_node and places.trainer_ranks % places.per_node:
-        stage.problem(
+        findings.problem(
             key,
             f"{asked} leaves {places.trainer_ranks} of the cluster's {have} for the trainer: "
             f"expected at most {places.per_node}, or whole machines",
         )
     if places.trainer_ranks:
-        _check_ranks(stage, places.trainer_ranks)
+        findings.add(_check_ranks(stage, places.trainer_ranks))
+    return findings
 
 
-def _check_ranks(stage: StageConfig, ranks: int) -> None:
+def _check_ranks(stage: StageFacts, ranks: int) -> Findings:
     """Sizes that have to divide the ranks that train."""
+    findings = Findings()
     window = stage.config.trainer.ulysses_sequence_parallel_size
     if ranks % window:
-        stage.problem(
+        findings.problem(
             "trainer.ulysses_sequence_parallel_size",
             f"is {window}: expected a divisor of the trainer's {ranks} places",
         )
     shards = stage.config.trainer.fsdp_size
     if shards != -1 and (not shards or ranks % shards):
         text = f"expected a divisor of the trainer's {ranks} places, or -1 for all"
-        stage.problem("trainer.fsdp_size", f"is {shards}: {text}")
+        findings.problem("trainer.fsdp_size", f"is {shards}: {text}")
+    return findings
 
 
-def _check_present(stage: StageConfig, places: Places, present: int) -> None:
+def _check_present(stage: StageFacts, places: Places, present: int) -> Findings:
     """A machine with GPUs has to have those that are asked of each machine."""
+    findings = Findings()
     if 0 < present < places.per_node:
-        stage.problem(
+        findings.problem(
             "cluster.gpu_per_node",
             f"is {places.per_node} and this machine has {present}: expected at most {present}, or "
             f"cluster.launcher local to share what is here",
         )
+    return findings

@@ -7,13 +7,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trireme.config import Findings
 from trireme.config.check import note_idle
 from trireme.config.engine_kind import adapter_rank_of, choose_engine, kind_named
 from trireme.config.lookup import Api, api_of, gpu_bytes, num_gpus
 from trireme.config.memory import plan_memory
 from trireme.config.placement import Launcher, gpus_of, note_places, places_of
 from trireme.config.schema import Config
-from trireme.config.stages import StageConfig, check_fates, lengths_of, steps_of
+from trireme.config.stages import StageFacts, check_fates, lengths_of, steps_of
 from trireme.config.store import store_of
 from trireme.config.sync import (
     SyncMethod,
@@ -146,49 +147,56 @@ class Plan:
         return api_of(self.config) if self.mode == "bench" else None
 
 
-def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
-    """The Plan of one stage whose files lie in `root`. Problems found on the way are noted.
+def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan, Findings]:
+    """The Plan of one stage whose files lie in `root`; its notes are among the findings.
 
     `gpus` are those of a machine of the cluster; None: of this one.
     """
+    findings = Findings()
     config, sync, explorer = stage.config, stage.config.synchronizer, stage.config.explorer
     counted, gpus = gpus, num_gpus() if gpus is None else gpus
-    places = places_of(stage, gpus)
+    places = findings.take(places_of(stage, gpus))
     on_ray = places.launcher == "ray"
     named = config.cluster.ray_address not in ("auto", "", "local")
     elsewhere = counted is not None or (on_ray and named)
-    engine = choose_engine(stage, gpus, on_ray=on_ray)
+    engine = findings.take(choose_engine(stage, gpus, on_ray=on_ray))
     hosts = 0 if on_ray else engine.hosts
-    check_fates(stage, on_ray=on_ray, engine_keys=kind_named(engine.kind).keys)
-    note_places(stage, places, gpus)
-    lengths, steps = lengths_of(stage), steps_of(stage)
-    style, method = style_of(stage, steps.own_batch), method_of(stage, on_ray, hosts)
+    findings.add(check_fates(stage, on_ray=on_ray, engine_keys=kind_named(engine.kind).keys))
+    findings.add(note_places(stage, places, gpus))
+    lengths, steps = findings.take(lengths_of(stage)), findings.take(steps_of(stage))
+    style: SyncStyle = findings.take(style_of(stage, steps.own_batch))
+    method: SyncMethod = findings.take(method_of(stage, on_ray, hosts))
     in_turns = takes_lock_step(stage, steps.own_batch, method)
     lock_step = in_turns and (places.paired or (not on_ray and not hosts))
-    takes_turns = check_colocated(stage, places, gpus, hosts=hosts, lock_step=lock_step)
-    inexact = against_exactness(stage, steps.own_batch, on_ray=on_ray, hosts=hosts)
-    device, dtype = "cuda" if gpus else "cpu", _dtype(stage, gpus)
-    shares = lock_step and not on_ray and not config.model.lora_configs and dtype == "float32"
-    check_beat(stage, steps, style, inexact)
-    job_dir = root / stage.name if stage.name else root
-    _check_explorer(stage)
-    buffer_type, buffer_path = store_of(stage, job_dir)
-    _note_engine(stage, on_ray or hosts > 0)
-    note_idle(stage, steps)
-    max_tokens = _max_tokens(stage, lengths.max_model_len)
-    memory = plan_memory(
-        stage,
-        places,
-        tokens=max_tokens,
-        length=lengths.max_model_len,
-        device=device,
-        half=dtype == "bfloat16",
-        hosts=hosts or (places.num_engines if places.paired and engine.sleeps else 0),
-        takes_turns=takes_turns,
-        shared=shares,
-        free=gpu_bytes() if gpus and not elsewhere else None,
+    takes_turns = findings.take(
+        check_colocated(stage, places, gpus, hosts=hosts, lock_step=lock_step)
     )
-    return Plan(
+    inexact = against_exactness(stage, steps.own_batch, on_ray=on_ray, hosts=hosts)
+    device, dtype = "cuda" if gpus else "cpu", findings.take(_dtype(stage, gpus))
+    shares = lock_step and not on_ray and not config.model.lora_configs and dtype == "float32"
+    findings.add(check_beat(stage, steps, style, inexact))
+    job_dir = root / stage.name if stage.name else root
+    findings.add(_check_explorer(stage))
+    buffer_type, buffer_path = findings.take(store_of(stage, job_dir))
+    findings.add(_note_engine(stage, on_ray or hosts > 0))
+    findings.add(note_idle(stage, steps))
+    max_tokens = _max_tokens(stage, lengths.max_model_len)
+    memory = findings.take(
+        plan_memory(
+            stage,
+            places,
+            tokens=max_tokens,
+            length=lengths.max_model_len,
+            device=device,
+            half=dtype == "bfloat16",
+            hosts=hosts or (places.num_engines if places.paired and engine.sleeps else 0),
+            takes_turns=takes_turns,
+            shared=shares,
+            free=gpu_bytes() if gpus and not elsewhere else None,
+        )
+    )
+    listen_address = findings.take(_listen_address(stage))
+    plan = Plan(
         config=config,
         stage_name=stage.name,
         model_from_stage=stage.model_from,
@@ -219,7 +227,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         and config.deterministic is not False,
         buffer_type=buffer_type,
         buffer_path=buffer_path,
-        listen_address=_listen_address(stage),
+        listen_address=listen_address,
         launcher=places.launcher,
         nodes=places.nodes if on_ray else 1,
         places_per_node=places.per_node if on_ray else 1,
@@ -232,79 +240,86 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         takes_turns=takes_turns,
         trainer_ranks=places.trainer_ranks if on_ray else 1,
         gpus=gpus_of(places, gpus),
-        notes=(*stage.notes, *stage.file_notes),
+        notes=tuple(findings.notes),
         **lengths._asdict(),
         **steps._asdict(),
         **memory._asdict(),
     )
+    return plan, findings
 
 
-def _max_tokens(stage: StageConfig, longest: int) -> int:
+def _max_tokens(stage: StageFacts, longest: int) -> int:
     """Of a micro-batch, on a rank: as asked for, or two of the longest sequences."""
     trainer = stage.config.trainer
     asked, window = trainer.max_token_len_per_gpu, trainer.ulysses_sequence_parallel_size
     return asked or math.ceil(2 * longest / window)
 
 
-def _dtype(stage: StageConfig, gpus: int) -> str:
+def _dtype(stage: StageFacts, gpus: int) -> tuple[str, Findings]:
     """float32 on a CPU, where smaller formats are slower; else what the user asks of the engine."""
+    findings = Findings()
     asked = stage.config.explorer.rollout_model.dtype
     if gpus:
-        return "bfloat16" if asked == "auto" else asked
+        return ("bfloat16" if asked == "auto" else asked), findings
     if asked == "float16":
-        stage.notes.append(f"explorer.rollout_model.dtype ({asked}): a CPU computes in float32")
-    return "float32"
+        findings.note(f"explorer.rollout_model.dtype ({asked}): a CPU computes in float32")
+    return "float32", findings
 
 
-def _note_engine(stage: StageConfig, several: bool) -> None:
+def _note_engine(stage: StageFacts, several: bool) -> Findings:
     """Lines on what becomes of the engine that was asked for."""
+    findings = Findings()
     key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
     if stage.config.mode == "train" or stage.asks_api:
-        return
+        return findings
     if model.engine_type == "remote" and not model.base_urls:
-        stage.problem(
+        findings.problem(
             f"{key}.base_urls",
             "is empty: engine_type remote needs the address of a server, such as "
             "[http://127.0.0.1:8000] (trireme rollout starts one)",
         )
     if model.base_urls and model.engine_type != "remote":
-        stage.problem(f"{key}.engine_type", "is not remote, and base_urls is given")
+        findings.problem(f"{key}.engine_type", "is not remote, and base_urls is given")
     for url in model.base_urls:
         if not url.startswith(("http://", "https://")):
-            stage.problem(f"{key}.base_urls", f"has {url!r}: expected http://HOST:PORT")
+            findings.problem(f"{key}.base_urls", f"has {url!r}: expected http://HOST:PORT")
     if model.engine_num > 1 and not several:
-        stage.notes.append(
+        findings.note(
             f"{key}.engine_num ({model.engine_num}): one engine generates, and runners are "
             f"{model.engine_num} x {stage.config.explorer.runner_per_model}"
         )
+    return findings
 
 
-def _listen_address(stage: StageConfig) -> str:
+def _listen_address(stage: StageFacts) -> tuple[str, Findings]:
     """Where `mode: serve` listens: this machine alone can reach it, unless there is a key."""
+    findings = Findings()
     explorer = stage.config.explorer
     address, key = explorer.listen_address, "explorer.listen_address"
     if stage.config.mode != "serve" or explorer.rollout_model.api_key or address in _LOOPBACK:
-        return address
+        return address, findings
     if address == "0.0.0.0":
-        stage.notes.append(
+        findings.note(
             f"{key} ({address}): without explorer.rollout_model.api_key the server listens on "
             f"{_LOOPBACK[0]}, for this machine alone"
         )
     else:
-        stage.problem(
+        findings.problem(
             key,
             f"is {address}: other machines need explorer.rollout_model.api_key, or {_LOOPBACK[0]}",
         )
-    return _LOOPBACK[0]
+    return _LOOPBACK[0], findings
 
 
-def _check_explorer(stage: StageConfig) -> None:
+def _check_explorer(stage: StageFacts) -> Findings:
     """The name of one of several explorers is in ids and names of files."""
+    findings = Findings()
     name = stage.config.explorer.name
     fits = re.fullmatch(r"[\w-][\w.-]*", name) and name not in ("trainer", "stage")
     if stage.config.mode == "explore" and not fits:
-        stage.problem(
+        findings.problem(
             "explorer.name",
             f"is {name!r}: expected letters, digits, '_', '-' or '.', and neither trainer nor "
             "stage, since files are named after it",
         )
+    return findings

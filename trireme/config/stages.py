@@ -6,12 +6,11 @@ Each stage merges onto the original file, key by key, never onto the stage befor
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from trireme.config import Problem, verl
+from trireme.config import Findings, verl
 from trireme.config.hidden import without_secrets
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import TasksetConfig
@@ -28,24 +27,20 @@ from trireme.config.section import (
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
 
 
-@dataclass
-class StageConfig:
-    """One stage: its whole configuration, and what making its parts tells about it."""
+@dataclass(frozen=True)
+class StageFacts:
+    """One stage: its whole configuration, and what its light parts tell about it.
+
+    `stages_of` reads the first six from the file; making an algorithm and opening data sets gives
+    the others, each with `replace`, in launch/check.py.
+    """
 
     config: Config
-    index: int = 0
     name: str | None = None
     model_from: int | None = None
     """The stage whose model it starts from; None: `model_path`."""
     colocated: bool = False
     """`mode: colocate`: as both, where trainer and engine have one device."""
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What was mapped onto this machine, and what has no effect on it."""
-    file_notes: list[str] = field(default_factory=list)
-    """What is noted of model and data: these lines come last."""
-    gives_repeats: bool = False
-    """The file says `algorithm.repeat_times`; if not, the algorithm's `group_size` holds."""
     another_evaluates: bool = False
     """Another stage has evaluation tasksets, of which the keys of the whole file may speak."""
     shares_save_interval: bool = False
@@ -71,10 +66,6 @@ class StageConfig:
     train_rows: int | None = None
     """Experiences in a trainer's data; None: only the run knows."""
 
-    def problem(self, key: str, text: str) -> None:
-        """Notes what is wrong: the key's full name and a sentence that follows it."""
-        self.problems.append(Problem(key, text, self.name))
-
     @property
     def remote(self) -> bool:
         """Whether rollout servers generate; a stage that reads data evaluates in its process."""
@@ -98,17 +89,6 @@ class StageConfig:
     def rollouts(self) -> int:
         """Rollouts of an explore step."""
         return self.config.buffer.batch_size * self.config.algorithm.repeat_times
-
-
-def shared(stages: Sequence[StageConfig]) -> list[Problem]:
-    """Every stage's problems; one of all stages is of the global section, and is said once."""
-    problems = [problem for stage in stages for problem in dict.fromkeys(stage.problems)]
-    times = Counter(replace(problem, stage=None) for problem in problems)
-    out: dict[Problem, None] = {}
-    for problem in problems:
-        of_all = replace(problem, stage=None)
-        out[of_all if times[of_all] == len(stages) else problem] = None
-    return list(out)
 
 
 class UsedTaskset(NamedTuple):
@@ -150,68 +130,76 @@ def used_tasksets(config: Config) -> list[UsedTaskset]:
     return out
 
 
-def stages_of(config: Config) -> list[StageConfig]:
+def stages_of(config: Config) -> list[StageFacts]:
     """The stages of a file, in order; a file without any is one stage without a name."""
-    out: list[StageConfig] = []
+    out: list[StageFacts] = []
     for index, stage in enumerate(config.stages):
         values = config.model_dump(exclude_unset=True)
         values |= {"stages": [], "mode": stage.mode or config.mode}
         for name, section in stage:
             if isinstance(section, Section):
                 values[name] = merge(values.get(name, {}), section.model_dump(exclude_unset=True))
-        trained = [s.index for s in out if s.config.mode in ("both", "train")]
+        trained = [i for i, other in enumerate(out) if other.config.mode in ("both", "train")]
         own_model = stage.model is not None and stage.model.model_path
-        model_from = trained[-1] if trained and not own_model else None
-        name = stage.stage_name or f"stage_{index}"
-        out.append(_stage(Config.model_validate(values), index, name, model_from))
-        algorithms = [config.algorithm, *([stage.algorithm] if stage.algorithm else [])]
         own_interval = stage.trainer and "save_interval" in stage.trainer.model_fields_set
-        out[-1].shares_save_interval = not own_interval
-        out[-1].gives_repeats = any("repeat_times" in a.model_fields_set for a in algorithms)
-    for one in out:
-        others = (other.config.buffer.explorer_input for other in out if other is not one)
-        one.another_evaluates = any(inputs.eval_tasksets for inputs in others)
-        trains = any(other.config.mode in ("both", "train") for other in out if other is not one)
-        one.shares_save_interval &= trains
-    out = out or [_stage(config)]
-    out[0].notes += config._notes
-    return out
+        whole, colocated = _both_sides(Config.model_validate(values))
+        out.append(
+            StageFacts(
+                whole,
+                name=stage.stage_name or f"stage_{index}",
+                model_from=trained[-1] if trained and not own_model else None,
+                colocated=colocated,
+                shares_save_interval=not own_interval,
+            )
+        )
+    if not out:
+        whole, colocated = _both_sides(config)
+        return [StageFacts(whole, colocated=colocated)]
+    return [_among(one, [other for other in out if other is not one]) for one in out]
 
 
-def _stage(config: Config, *rest: Any) -> StageConfig:
-    """A stage whose mode says what runs, and not where."""
-    stage = StageConfig(config, *rest)
-    stage.gives_repeats = "repeat_times" in config.algorithm.model_fields_set
-    if config.mode == "colocate":
-        stage.config = config.model_copy(update={"mode": "both"})
-        stage.colocated = True
-    _read_inputs(stage)
-    return stage
+def _both_sides(config: Config) -> tuple[Config, bool]:
+    """The configuration whose mode says what runs, and not where; and whether on one device."""
+    if config.mode != "colocate":
+        return config, False
+    return config.model_copy(update={"mode": "both"}), True
 
 
-def _read_inputs(stage: StageConfig) -> None:
-    """The data that operators on rows are to read are the rows of the only training taskset."""
+def _among(stage: StageFacts, others: Sequence[StageFacts]) -> StageFacts:
+    """The same stage, with what depends on the other stages of its file."""
+    trains = any(other.config.mode in ("both", "train") for other in others)
+    return replace(
+        stage,
+        another_evaluates=any(o.config.buffer.explorer_input.eval_tasksets for o in others),
+        shares_save_interval=stage.shares_save_interval and trains,
+    )
+
+
+def with_inputs(stage: StageFacts) -> tuple[StageFacts, Findings]:
+    """The stage whose only training taskset has the rows that operators on rows are to read."""
+    findings = Findings()
     config, key = stage.config, "data_processor.task_pipeline"
     if (tasks := config.data_processor.task_pipeline) is None:
-        return
+        return stage, findings
     if config.mode == "train" and (tasks.inputs or tasks.operators) and stage.name is None:
         what = "expected rows that are ready, as buffer.trainer_input.experience_buffer.path"
-        stage.problem(key, f"is given in mode train, which has no tasks: {what}")
+        findings.problem(key, f"is given in mode train, which has no tasks: {what}")
     if not tasks.inputs or config.mode not in ("both", "explore"):
-        return
+        return stage, findings
     inputs, sets = config.buffer.explorer_input, config.buffer.explorer_input.tasksets
     if len(tasks.inputs) > 1 or len(sets) + (inputs.taskset is not None) != 1:
-        stage.problem(f"{key}.inputs", "is given: expected one of them, and one training taskset")
-        return
+        text = "is given: expected one of them, and one training taskset"
+        findings.problem(f"{key}.inputs", text)
+        return stage, findings
     path = tasks.inputs[0]
     old = inputs.taskset or sets[0]
     new = old.model_copy(update={"path": path})
     named = {"taskset": new} if inputs.taskset else {"tasksets": [new]}
     buffer = config.buffer.model_copy(update={"explorer_input": inputs.model_copy(update=named)})
-    stage.config = config.model_copy(update={"buffer": buffer})
     if old.path not in ("", path):
         text = f"read in place of the taskset's path ({old.path}), to which nothing is written"
-        stage.notes.append(f"{key}.inputs ({path}): {text}")
+        findings.note(f"{key}.inputs ({path}): {text}")
+    return replace(stage, config=config.model_copy(update={"buffer": buffer})), findings
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -278,13 +266,14 @@ def moved_keys(config: Config) -> Iterator[tuple[str, str, Any]]:
 
 
 def check_fates(
-    stage: StageConfig, *, on_ray: bool = False, engine_keys: Collection[str] = ()
-) -> None:
+    stage: StageFacts, *, on_ray: bool = False, engine_keys: Collection[str] = ()
+) -> Findings:
     """Notes what is mapped or without effect, and as a problem what is refused.
 
     `engine_keys`: what the engine gets of the rollout model's keys. Sections that the mode does not
     use are left aside.
     """
+    findings = Findings()
     idle = _idle(stage)
     moved: list[str] = []
     no_effect: list[str] = []
@@ -293,32 +282,33 @@ def check_fates(
             continue
         if fate.on == "auxiliary" and key.startswith("explorer.auxiliary_models["):
             if value == "tinker":
-                stage.problem(
+                findings.problem(
                     key, "(tinker) is not supported yet: expected torch, external or remote"
                 )
         elif isinstance(fate, Refused) and not _is_off(value):
             if refused := fate.values.get(value) if fate.values else fate.text:
                 idle += (key,)
-                stage.problem(key, f"({_short(key, value)}) {refused}")
+                findings.problem(key, f"({_short(key, value)}) {refused}")
         elif (on_ray and fate.on == "ray") or (
             fate.on == "engine" and key.rpartition(".")[2] in engine_keys
         ):
             continue
         elif isinstance(fate, Moved) and key.startswith("explorer.auxiliary_models["):
-            stage.problem(key, f"({_short(key, value)}) is not supported for an auxiliary model")
+            findings.problem(key, f"({_short(key, value)}) is not supported for an auxiliary model")
         elif isinstance(fate, Moved):
             moved.append(f"{key}={_short(key, value)} as {fate.target(key)}")
         elif isinstance(fate, Mapped):
-            stage.notes.append(f"{key} ({_short(key, value)}): {fate.text}")
+            findings.note(f"{key} ({_short(key, value)}): {fate.text}")
         elif isinstance(fate, NoEffect):
             no_effect.append(f"{key}={_short(key, value)}")
     if moved:
-        stage.notes.append(f"read, where those are not given: {', '.join(moved)}")
+        findings.note(f"read, where those are not given: {', '.join(moved)}")
     if no_effect:
-        stage.notes.append(f"without effect here: {', '.join(no_effect)}")
+        findings.note(f"without effect here: {', '.join(no_effect)}")
+    return findings
 
 
-def _idle(stage: StageConfig) -> tuple[str, ...]:
+def _idle(stage: StageFacts) -> tuple[str, ...]:
     if stage.config.mode == "train":
         return () if stage.evaluates else ("explorer", "buffer.explorer_input")
     if stage.config.mode == "serve":
@@ -359,26 +349,27 @@ class Steps(NamedTuple):
     steps_per_epoch: int | None = None
 
 
-def lengths_of(stage: StageConfig) -> Lengths:
-    """What the user gave, and the rest of it: prompt and response share `max_model_len`."""
+def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
+    """Decide the lengths that the user did not give: prompt and response share `max_model_len`."""
+    findings = Findings()
     model = stage.config.model
     total, shortest = model.max_model_len, model.min_response_tokens
     prompt, response = model.max_prompt_tokens, model.max_response_tokens
     if total is None:
         if prompt is None or response is None:
-            stage.problem(
+            findings.problem(
                 "model.max_model_len",
                 "is not given: expected it, or both max_prompt_tokens and max_response_tokens",
             )
-            return Lengths(2, 1, 1, 0)
+            return Lengths(2, 1, 1, 0), findings
         total = prompt + response
     for name, part in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
         if part is not None and part >= total:
             expected = f"less than model.max_model_len ({total})"
-            stage.problem(f"model.{name}", f"is {part}: expected {expected}")
-            return Lengths(total, total - 1, 1, 0)
+            findings.problem(f"model.{name}", f"is {part}: expected {expected}")
+            return Lengths(total, total - 1, 1, 0), findings
     if prompt is not None and response is not None and prompt + response > total:
-        stage.problem(
+        findings.problem(
             "model.max_prompt_tokens",
             f"({prompt}) and max_response_tokens ({response}) make {prompt + response} tokens: "
             f"expected at most model.max_model_len ({total})",
@@ -388,17 +379,19 @@ def lengths_of(stage: StageConfig) -> Lengths:
         response = total - prompt
     elif prompt is None:
         prompt = total - response
-    return Lengths(total, prompt, response, min(shortest, max(response - 1, 0)))
+    lengths = Lengths(total, prompt, response, min(shortest, max(response - 1, 0)))
+    return lengths, findings
 
 
-def steps_of(stage: StageConfig) -> Steps:
-    """Batch sizes and numbers of steps, as far as they are known before the data is loaded."""
+def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
+    """Decide batch sizes and numbers of steps, where they are known before the data is loaded."""
+    findings = Findings()
     config, buffer = stage.config, stage.config.buffer
     wanted = buffer.train_batch_size or stage.rollouts
     own = max(wanted - math.ceil((stage.expert_ratio or 0) * wanted), 1)
     if stage.reads_file or config.mode == "train":
         if stage.reads_file and not buffer.train_batch_size:
-            stage.problem(
+            findings.problem(
                 "buffer.train_batch_size",
                 "is not given: expected the number of experiences of a train step, since "
                 f"{config.algorithm.algorithm_type} reads data",
@@ -406,10 +399,12 @@ def steps_of(stage: StageConfig) -> Steps:
         rows = stage.train_rows
         path = buffer.trainer_input.experience_buffer.path or ""
         steps = config.trainer.total_steps or buffer.total_steps
-        steps = steps or (None if rows is None else _epochs(stage, wanted, rows, path))
-        return Steps(wanted, own, None, steps, steps, None if rows is None else rows // wanted)
+        if not steps and rows is not None:
+            steps = findings.take(_epochs(stage, wanted, rows, path))
+        an_epoch = None if rows is None else rows // wanted
+        return Steps(wanted, own, None, steps, steps, an_epoch), findings
     if config.mode in ("bench", "serve"):
-        return Steps(wanted, own)
+        return Steps(wanted, own), findings
     explore = buffer.total_steps or stage.task_steps
     expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
     schedule = config.trainer.total_steps or expected
@@ -420,22 +415,23 @@ def steps_of(stage: StageConfig) -> Steps:
     replays = buffer.trainer_input.experience_buffer.replay_buffer.enable
     if config.mode == "both" and not replays and (train or 0) > (expected or math.inf):
         condition = "" if one_each else " where each rollout is one experience"
-        stage.notes.append(
+        findings.note(
             f"trainer.total_steps ({train}): the tasks give {expected}{condition}, and the run "
             "ends there; buffer.total_steps or total_epochs says how often they are repeated"
         )
     rows = stage.task_rows
     an_epoch = None if rows is None else rows // buffer.batch_size
-    return Steps(wanted, own, explore, train, schedule, an_epoch)
+    return Steps(wanted, own, explore, train, schedule, an_epoch), findings
 
 
-def _epochs(stage: StageConfig, size: int, rows: int, path: str) -> int:
+def _epochs(stage: StageFacts, size: int, rows: int, path: str) -> tuple[int, Findings]:
     """Train steps in all epochs of a data set; a problem where there is none."""
+    findings = Findings()
     epochs = stage.config.buffer.total_epochs
     if rows * epochs < size:
-        stage.problem(
+        findings.problem(
             "buffer.train_batch_size",
             f"({size}) gives no step: {path} has {rows} rows and total_epochs is {epochs}; "
             f"expected at most {rows * epochs}, or total_steps",
         )
-    return rows * epochs // size
+    return rows * epochs // size, findings

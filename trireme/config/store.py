@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trireme.config import Findings
 from trireme.config.schema_rollout import ExperienceBufferConfig
-from trireme.config.stages import StageConfig
+from trireme.config.stages import StageFacts
 from trireme.registry import STORES
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ def store_named(kind: str, config: ExperienceBufferConfig) -> Store:
     return STORES.get(name)()
 
 
-def store_of(stage: StageConfig, job_dir: Path) -> tuple[str, str]:
-    """Kind and place of the trainer's store. What is wrong with it is a problem of the stage."""
-    config = stage.config
+def store_of(stage: StageFacts, job_dir: Path) -> tuple[tuple[str, str], Findings]:
+    """Decide the kind and the place of the trainer's store, and examine it."""
+    findings, config = Findings(), stage.config
     buffer = config.buffer.trainer_input.experience_buffer
     path = buffer.path or ""
     is_url = "://" in path
@@ -34,17 +35,18 @@ def store_of(stage: StageConfig, job_dir: Path) -> tuple[str, str]:
     if stage.reads_file:
         if not path:
             learner = config.algorithm.algorithm_type
-            stage.problem(f"{_KEY}.path", f"is not given: expected the data that {learner} learns")
+            text = f"is not given: expected the data that {learner} learns"
+            findings.problem(f"{_KEY}.path", text)
         kind = "sql" if is_url else "file"
     elif config.mode in ("explore", "train", "serve") and not is_between_processes(buffer):
-        stage.notes.append(
+        findings.note(
             f"{_KEY}.storage_type ({kind}): explorer and trainer are two processes, so experiences "
             f"go through SQLite in the job's folder"
         )
         kind = "sql"
         path = path if is_url else ""
     elif kind == "file":
-        stage.notes.append(
+        findings.note(
             f"{_KEY}.storage_type (file): experiences go through a queue in memory, and a copy of "
             f"each goes to the file"
         )
@@ -52,12 +54,12 @@ def store_of(stage: StageConfig, job_dir: Path) -> tuple[str, str]:
     try:
         store = store_named(kind, buffer)
     except (ValueError, ImportError) as error:
-        stage.problem(f"{_KEY}.storage_type", f"cannot be used: {error}")
-        return kind, path
-    for problem in store.examine(buffer, _KEY, path, config.seed):
-        stage.problem(problem.key, problem.text)
+        findings.problem(f"{_KEY}.storage_type", f"cannot be used: {error}")
+        return (kind, path), findings
+    findings.problems += store.examine(buffer, _KEY, path, config.seed)
     path = store.place(path, buffer.name)
-    return kind, path if kind == "file" else _placed(path, job_dir)
+    path = path if kind == "file" else _placed(path, job_dir)
+    return (kind, path), findings
 
 
 def is_between_processes(config: ExperienceBufferConfig) -> bool:

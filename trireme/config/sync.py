@@ -11,10 +11,11 @@ import math
 import os
 from typing import Literal
 
+from trireme.config import Findings
 from trireme.config.engine_kind import KEY, sizes_of
 from trireme.config.placement import Places
 from trireme.config.schema import SynchronizerConfig
-from trireme.config.stages import StageConfig, Steps
+from trireme.config.stages import StageFacts, Steps
 from trireme.config.store import is_between_processes, keeps_steps
 
 SyncMethod = Literal["memory", "checkpoint", "nccl"]
@@ -30,13 +31,14 @@ _STYLES: dict[str, SyncStyle] = {
 _OLDER_METHODS = {"online": "nccl", "offline": "checkpoint"}
 
 
-def style_of(stage: StageConfig, train_batch_size: int) -> SyncStyle:
-    """The style by its one name; a fixed beat that would stop for ever is a problem."""
+def style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findings]:
+    """Decide the style, by its one name; a fixed beat that would stop for ever is a problem."""
+    findings = Findings()
     config, made = stage.config, stage.rollouts
     style = _STYLES[config.synchronizer.sync_style]
     apart = config.mode == "explore" and not stage.reads_file  # else a starving trainer is seen
     if style == "fixed" and apart and stage.one_experience and made < train_batch_size:
-        stage.problem(
+        findings.problem(
             "buffer.train_batch_size",
             f"({train_batch_size}) is more than the {made} rollouts of an explore step (batch_size "
             f"{config.buffer.batch_size} x repeat_times {config.algorithm.repeat_times}): with "
@@ -44,43 +46,44 @@ def style_of(stage: StageConfig, train_batch_size: int) -> SyncStyle:
             f"{made}, or sync_style dynamic_by_explorer",
         )
     if style == "fully_async" and config.mode in ("explore", "train"):
-        stage.notes.append(
+        findings.note(
             f"synchronizer.sync_style (fully_async): in mode {config.mode} the explorer looks for "
             f"new weights every sync_interval steps and waits for none"
         )
-        return "explorer_driven"
-    return style
+        return "explorer_driven", findings
+    return style, findings
 
 
-def method_of(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
-    """How weights travel here: inside the process where both sides live in it, else by files; to
-    engines in other processes as asked, or by HTTP.
+def method_of(stage: StageFacts, on_ray: bool, hosts: int) -> tuple[SyncMethod, Findings]:
+    """Decide how weights travel here: inside the process where both sides live in it, else by
+    files; to engines in other processes as asked, or by HTTP.
     """
+    findings = Findings()
     mode, method = stage.config.mode, stage.config.synchronizer.sync_method
     asked = _OLDER_METHODS.get(method, method)
     asked_for = method != SynchronizerConfig().sync_method  # the default is no wish of the user's
     if stage.colocated and not stage.reads_file:
         if asked_for and asked != "memory":
-            stage.notes.append(
+            findings.note(
                 f"synchronizer.sync_method ({method}): in mode colocate trainer and engine share "
                 "each device, so weights are handed over in memory"
             )
-        return "memory"
+        return "memory", findings
     if stage.reads_file or mode == "bench" or asked == "checkpoint":
-        return "checkpoint"
+        return "checkpoint", findings
     if mode == "both" and (hosts or (on_ray and not stage.remote)):
-        return "nccl" if asked == "nccl" else "memory"
+        return ("nccl" if asked == "nccl" else "memory"), findings
     how = "explorer and trainer share one process, so weights are handed over in memory"
     if stage.remote:
         how = "the trainer sends weights to the servers by HTTP"
     if mode != "both":
         how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
     if asked_for and (mode in ("explore", "train", "serve") or asked == "nccl"):
-        stage.notes.append(f"synchronizer.sync_method ({method}): {how}")
-    return "memory" if mode == "both" else "checkpoint"
+        findings.note(f"synchronizer.sync_method ({method}): {how}")
+    return ("memory" if mode == "both" else "checkpoint"), findings
 
 
-def takes_lock_step(stage: StageConfig, train_batch_size: int, method: SyncMethod) -> bool:
+def takes_lock_step(stage: StageFacts, train_batch_size: int, method: SyncMethod) -> bool:
     """Whether explorer and trainer take turns, so that what each has done is all that the other
     sees.
     """
@@ -88,7 +91,7 @@ def takes_lock_step(stage: StageConfig, train_batch_size: int, method: SyncMetho
     return not apart and not stage.reads_file and method == "memory"
 
 
-def _against_turns(stage: StageConfig, train_batch_size: int) -> list[str]:
+def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
     """What is expected where explorer and trainer are to take turns, and is not so.
 
     Time may not bring experiences back: a trainer that is always given more never ends its turn.
@@ -129,7 +132,7 @@ def _against_turns(stage: StageConfig, train_batch_size: int) -> list[str]:
 
 
 def against_exactness(
-    stage: StageConfig, train_batch_size: int, *, on_ray: bool, hosts: int
+    stage: StageFacts, train_batch_size: int, *, on_ray: bool, hosts: int
 ) -> list[str]:
     """What is expected where nothing but the seed may decide what is learned (no clock, and no
     other program), and is not so. `hosts`: engine processes of this machine.
@@ -150,55 +153,60 @@ def against_exactness(
     return own + _against_turns(stage, train_batch_size)
 
 
-def _check_whole_steps(stage: StageConfig) -> None:
+def _check_whole_steps(stage: StageFacts) -> Findings:
     """A batch that is an explore step has no other size, and needs the queue of one process."""
+    findings = Findings()
     config, key = stage.config, "algorithm.sample_strategy"
     if not stage.whole_steps:
-        return
+        return findings
     if config.buffer.train_batch_size:
-        stage.problem(
+        findings.problem(
             "buffer.train_batch_size",
             f"is {config.buffer.train_batch_size}: with {key} explore_step a batch is what an "
             f"explore step left; leave it out",
         )
     buffer = config.buffer.trainer_input.experience_buffer
     if config.mode != "both" or stage.reads_file or not keeps_steps(buffer):
-        stage.problem(key, "is explore_step: expected mode both and a queue as store")
+        findings.problem(key, "is explore_step: expected mode both and a queue as store")
     elif buffer.replay_buffer.enable:
-        stage.problem(key, "is explore_step: a replay buffer mixes explore steps")
+        findings.problem(key, "is explore_step: a replay buffer mixes explore steps")
+    return findings
 
 
-def check_beat(stage: StageConfig, steps: Steps, style: SyncStyle, inexact: list[str]) -> None:
+def check_beat(stage: StageFacts, steps: Steps, style: SyncStyle, inexact: list[str]) -> Findings:
     """Over-rollout needs a beat that is not fixed, and determinism one that is; see also
     `_check_whole_steps`. `inexact`: what determinism expects and the stage has not.
     """
-    _check_whole_steps(stage)
-    _note_first_weights(stage, steps, style)
+    findings = Findings()
+    findings.add(_check_whole_steps(stage))
+    findings.add(_note_first_weights(stage, steps, style))
     config = stage.config
     ratio = config.explorer.over_rollout.ratio
     if ratio > 0 and config.mode in ("both", "explore") and style == "fixed":
-        stage.problem(
+        findings.problem(
             "explorer.over_rollout.ratio",
             f"is {ratio:g}: with synchronizer.sync_style fixed a step without its slowest tasks "
             f"leaves the trainer waiting; expected another style",
         )
     if config.deterministic and inexact and not stage.reads_file:
-        stage.problem("deterministic", f"is true: expected {'; '.join(inexact)}")
+        findings.problem("deterministic", f"is true: expected {'; '.join(inexact)}")
+    return findings
 
 
-def _note_first_weights(stage: StageConfig, steps: Steps, style: SyncStyle) -> None:
+def _note_first_weights(stage: StageFacts, steps: Steps, style: SyncStyle) -> Findings:
     """A line where the run ends before the explorer first meets the trainer: it is legal, and the
     weights that it waits for then sample nothing that is trained.
     """
+    findings = Findings()
     config, sync = stage.config, stage.config.synchronizer
     if config.mode != "both" or stage.reads_file or style not in ("fixed", "explorer_driven"):
-        return
+        return findings
     per_train = 1 if stage.whole_steps else steps.own_batch / stage.rollouts
     explore, train = steps.explore_steps or math.inf, steps.train_steps or math.inf
     replays = config.buffer.trainer_input.experience_buffer.replay_buffer.enable
     needed = math.inf if replays else train * per_train
     if not 1 < min(explore, needed) <= sync.sync_interval + sync.sync_offset:
-        return
+        return findings
     one_each = stage.whole_steps or stage.one_experience
     which, condition = f"all {math.ceil(min(explore, needed))} explore steps", ""
     if needed < explore:
@@ -211,35 +219,37 @@ def _note_first_weights(stage: StageConfig, steps: Steps, style: SyncStyle) -> N
     trains = min(train, explore / per_train if one_each and not replays else math.inf)
     by_first = style == "explorer_driven" or trains <= sync.sync_interval
     how = "are sampled by the first weights" if by_first else "wait for no new weights"
-    stage.notes.append(f"{keys}: {which} {how}{condition}")
+    findings.note(f"{keys}: {which} {how}{condition}")
+    return findings
 
 
 def check_colocated(
-    stage: StageConfig, places: Places, gpus: int, *, hosts: int, lock_step: bool
-) -> bool:
-    """Whether engine processes take turns with the trainer. What cannot work is a problem of the
-    stage. `hosts`: engine processes of one machine, where the run is not on Ray.
+    stage: StageFacts, places: Places, gpus: int, *, hosts: int, lock_step: bool
+) -> tuple[bool, Findings]:
+    """Decide whether engine processes take turns with the trainer, and check what cannot work.
+    `hosts`: engine processes of one machine, where the run is not on Ray.
     """
+    findings = Findings()
     takes_turns = stage.colocated and (hosts > 0 or (places.paired and places.num_engines > 0))
     trainer = stage.config.trainer
     if trainer.park_optimizer and (trainer.offload or not takes_turns):
         why = "no engine of another process shares the trainer's device"
         if takes_turns:
             why = "trainer.offload keeps the optimizer in the CPU's memory always"
-        stage.notes.append(f"trainer.park_optimizer: without effect, since {why}")
+        findings.note(f"trainer.park_optimizer: without effect, since {why}")
     if not stage.colocated:
-        return False
+        return False, findings
     explorer, model = stage.config.explorer, stage.config.explorer.rollout_model
     ranks = places.total if places.paired else 1
     if gpus > 1 and not places.paired:
-        stage.problem(
+        findings.problem(
             "mode",
             f"is colocate, in one process with {gpus} GPUs: expected cluster.gpu_per_node {gpus}, "
             "which Ray starts a rank and an engine for each, or one GPU in CUDA_VISIBLE_DEVICES",
         )
     if model.engine_num not in (1, ranks):
         each = f"1 or {ranks}, one on each of the {ranks} places," if ranks > 1 else "1"
-        stage.problem(
+        findings.problem(
             f"{KEY}.engine_num", f"is {model.engine_num}: expected {each} in mode colocate"
         )
     sizes = {f"{KEY}.{name}": size for name, size in sizes_of(model).items()}
@@ -248,13 +258,13 @@ def check_colocated(
         sizes[window] = trainer.ulysses_sequence_parallel_size
     for name, size in sizes.items():
         if size != 1:
-            stage.problem(name, f"is {size}: expected 1 in mode colocate")
+            findings.problem(name, f"is {size}: expected 1 in mode colocate")
     if explorer.auxiliary_models:
-        stage.problem("explorer.auxiliary_models", "is given: expected none in mode colocate")
+        findings.problem("explorer.auxiliary_models", "is given: expected none in mode colocate")
     if stage.remote:
-        stage.problem(f"{KEY}.engine_type", "is remote: expected torch or vllm in mode colocate")
+        findings.problem(f"{KEY}.engine_type", "is remote: expected torch or vllm in mode colocate")
     if places.paired and not lock_step and not stage.reads_file and not stage.remote:
-        stage.problem(
+        findings.problem(
             "mode",
             f"is colocate, on {ranks} places, where ranks and engines take turns: expected "
             "synchronizer.sync_style fixed, sync_interval 1 and sync_offset 0, a train_batch_size "
@@ -262,9 +272,9 @@ def check_colocated(
             "or with a reuse_cooldown_time",
         )
     if takes_turns and not gpus and not hasattr(os, "memfd_create"):
-        stage.problem(
+        findings.problem(
             "mode",
             "is colocate, with an engine in a process of its own: expected Linux, whose shared "
             "memory it reads, or engine_type torch in one process",
         )
-    return takes_turns
+    return takes_turns, findings

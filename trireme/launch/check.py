@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from trireme.algorithms.recipes import PARTS, Recipe, get_recipe, row_of
 from trireme.checkpoint.layout import JobFolder
-from trireme.config import ConfigError, Plan, Problem
+from trireme.config import ConfigError, Findings, Plan, Problem
 from trireme.config.check import (
     check_algorithm,
     check_api,
@@ -39,7 +39,13 @@ from trireme.config.lookup import ModelFacts, located, near_model, num_gpus
 from trireme.config.plan import derive
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
-from trireme.config.stages import StageConfig, UsedTaskset, shared, stages_of, used_tasksets
+from trireme.config.stages import (
+    StageFacts,
+    UsedTaskset,
+    stages_of,
+    used_tasksets,
+    with_inputs,
+)
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, is_remote, load_rows
 from trireme.data.tasksets import Mixture, Taskset
@@ -81,9 +87,12 @@ T = TypeVar("T")
 
 @dataclass
 class Parts:
-    """The light parts of one stage, and what is wrong with it."""
+    """The light parts of one stage, with what they tell of it and what is wrong with it."""
 
-    stage: StageConfig
+    stage: StageFacts
+    findings: Findings = field(default_factory=Findings)
+    file_notes: list[str] = field(default_factory=list)
+    """Notes on model and data: these lines come last."""
     recipe: Recipe | None = None
     training: Taskset | Mixture | None = None
     evaluation: list[Taskset | None] = field(default_factory=list)
@@ -104,11 +113,22 @@ class Parts:
             if fault is None and not isinstance(error, ValueError | ImportError | OSError):
                 raise
             if key and isinstance(error, NoRows):
-                self.stage.problem(f"{key}.path", f"({error.path}) {error.reason}")
+                self.findings.problem(f"{key}.path", f"({error.path}) {error.reason}")
             else:
                 text = str(fault or error)
-                self.stage.problem(key, f"cannot be used: {text}" if key else text)
+                self.findings.problem(key, f"cannot be used: {text}" if key else text)
             return None
+
+
+def problems_of(stages: Sequence[Parts]) -> list[Problem]:
+    """Every stage's problems; one that all stages have is of the global section, and said once."""
+    out: dict[Problem, None] = {}
+    times = Counter(problem for parts in stages for problem in {*parts.findings.problems})
+    for parts in stages:
+        for problem in parts.findings.problems:
+            of_all = times[problem] == len(stages)
+            out[problem if of_all else replace(problem, stage=parts.stage.name)] = None
+    return list(out)
 
 
 class Draft(NamedTuple):
@@ -139,8 +159,8 @@ def checked(config: Config) -> Draft:
         for i, (plan, parts) in enumerate(zip(made.plans, made.parts, strict=True)):
             with environment(plan.config.explorer.env_vars):
                 complete(plan, parts, data=i > 0)
-            parts.stage.problems += prompt_problems(plan, parts.prompts)
-        problems = shared([parts.stage for parts in made.parts])
+            parts.findings.problems += prompt_problems(plan, parts.prompts)
+        problems = problems_of(made.parts)
     if problems:
         raise ConfigError(problems)
     pairs = zip(made.plans, made.parts, strict=True)
@@ -163,8 +183,8 @@ def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
 
 def draft(config: Config) -> Draft:
     """The Plans as far as they can be derived, and what is wrong with them."""
-    root, whole, stages = job_folder(config), StageConfig(config), stages_of(config)
-    check_folder(whole, root)
+    root, stages = job_folder(config), stages_of(config)
+    whole = check_folder(StageFacts(config), root)
     loaded = True
     try:
         with environment(config.explorer.env_vars):
@@ -172,61 +192,77 @@ def draft(config: Config) -> Draft:
     except ConfigError as error:
         whole.problems += error.problems
         loaded = False
-    parts = []
+    parts: list[Parts] = []
     for stage in stages:
+        notes = () if parts else config._notes
         with environment(stage.config.explorer.env_vars):
-            parts.append(make_parts(stage, names_are_known=loaded))
-    gpus = _gpus_elsewhere(stages)
-    plans = [derive(x, root, gpus) for x in stages]
-    for stage, plan in zip(stages, plans, strict=True):
-        check_attention(stage, plan.device, plan.dtype)
-        check_compiler(stage, plan.device, plan.trainer_ranks)
+            parts.append(make_parts(stage, notes, names_are_known=loaded))
+    gpus = parts[0].findings.take(_gpus_elsewhere(stages))
+    plans = [_plan_of(made, root, gpus) for made in parts]
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             whole.problem("stages", f"has {count} stages named {name!r}: expected one")
-    return Draft(plans, whole.problems + shared(stages), parts)
+    return Draft(plans, whole.problems + problems_of(parts), parts)
 
 
-def _gpus_elsewhere(stages: Sequence[StageConfig]) -> int | None:
+def _plan_of(parts: Parts, root: Path, gpus: int | None) -> Plan:
+    """The Plan of a stage, with every note on it; its problems join those of the parts."""
+    stage = parts.stage
+    plan = parts.findings.take(derive(stage, root, gpus))
+    parts.findings.add(check_attention(stage, plan.device, plan.dtype))
+    parts.findings.add(check_compiler(stage, plan.device, plan.trainer_ranks))
+    return replace(plan, notes=(*parts.findings.notes, *parts.file_notes))
+
+
+def _gpus_elsewhere(stages: Sequence[StageFacts]) -> tuple[int | None, Findings]:
     """GPUs of a named cluster's machine, where this one has none; None: they are counted here."""
+    findings = Findings()
     if num_gpus() or find_spec("ray") is None or all(stage.asks_api for stage in stages):
-        return None
+        return None, findings
     cluster = stages[0].config.cluster
     if cluster.launcher == "local" or cluster.ray_address in ("auto", "", "local"):
-        return None
+        return None, findings
     from trireme.launch.ray.cluster import gpus_of
 
     try:
-        return gpus_of(cluster)
+        return gpus_of(cluster), findings
     except (TimeoutError, ValueError, RuntimeError) as error:  # a run ends of it, and says so too
-        stages[0].notes.append(f"cluster.ray_address: this plan counts no GPU, since {error}")
-        return None
+        findings.note(f"cluster.ray_address: this plan counts no GPU, since {error}")
+        return None, findings
 
 
-def make_parts(stage: StageConfig, *, names_are_known: bool = True) -> Parts:
+def make_parts(
+    stage: StageFacts, notes: Sequence[str] = (), *, names_are_known: bool = True
+) -> Parts:
     """Make what this machine has of a stage's parts.
 
-    `names_are_known`: the plug-ins are loaded; if not, nothing is made by its name.
+    `notes`: those on the file as a whole, if they are shown with this stage. `names_are_known`: the
+    plug-ins are loaded; if not, nothing is made by its name.
     """
-    parts = Parts(stage)
+    stage, findings = with_inputs(stage)
+    findings.notes += notes
+    parts = Parts(stage, findings)
     if names_are_known:
-        check_engine_types(stage)
+        findings.add(check_engine_types(stage))
         _make_recipe(parts)
-    check_algorithm(stage)
+    stage = parts.stage
+    findings.add(check_algorithm(stage))
     if stage.config.mode not in ("train", "serve") or stage.evaluates:
-        check_tasksets(stage)
+        findings.add(check_tasksets(stage))
         _make_tasksets(parts, names_are_known)
     _read_train_data(parts)
-    check_experts(stage)
+    findings.add(check_experts(stage))
     for name, data in stage.config.buffer.trainer_input.auxiliary_buffers.items():
         _read_data(parts, f"buffer.trainer_input.auxiliary_buffers.{name}", data, "sft")
     if names_are_known:
         _make_operators(parts)
-    check_api(stage)
-    model = check_model(stage)
+    findings.add(check_api(stage))
+    model, model_findings = check_model(stage)
+    findings.problems += model_findings.problems
+    parts.file_notes += model_findings.notes
     if model is not None:
         _check_template(parts, model)
-    check_auxiliary_models(stage)
+    findings.add(check_auxiliary_models(stage))
     return parts
 
 
@@ -235,15 +271,20 @@ def _make_recipe(parts: Parts) -> None:
     stage, algorithm = parts.stage, parts.stage.config.algorithm
     if (row := parts.tried(lambda: row_of(algorithm.algorithm_type))) is None:
         return
-    stage.reads_file = row.from_data
-    stage.whole_steps = (algorithm.sample_strategy or row.sample_strategy) == "explore_step"
-    if not stage.gives_repeats:
+    config, findings = stage.config, parts.findings
+    if "repeat_times" not in algorithm.model_fields_set:
         algorithm = algorithm.model_copy(update={"repeat_times": row.group_size})
-        stage.config = stage.config.model_copy(update={"algorithm": algorithm})
-    before = len(stage.problems)
+        config = config.model_copy(update={"algorithm": algorithm})
+    parts.stage = stage = replace(
+        stage,
+        config=config,
+        reads_file=row.from_data,
+        whole_steps=(algorithm.sample_strategy or row.sample_strategy) == "explore_step",
+    )
+    before = len(findings.problems)
     for kind, registry in PARTS.items():
         parts.tried(partial(registry.get, getattr(algorithm, kind), kind=f"algorithm.{kind}"))
-    if len(stage.problems) > before:
+    if len(findings.problems) > before:
         return
     parser = stage.config.explorer.rollout_model.tool_call_parser
     parts.tried(partial(format_of, parser), "explorer.rollout_model.tool_call_parser")
@@ -251,19 +292,24 @@ def _make_recipe(parts: Parts) -> None:
     if recipe is None:
         return
     for kind in recipe.unused_options:
-        stage.notes.append(f"algorithm.{kind}_args: {kind} is none, and they change nothing")
+        findings.note(f"algorithm.{kind}_args: {kind} is none, and they change nothing")
     if recipe.weighs_by_length:
-        stage.notes.append(
+        findings.note(
             f"algorithm.loss_agg_mode ({recipe.loss_agg_mode}): {recipe.policy_loss.label} is a "
             "loss of whole samples, whose paper averages by 'seq-mean-token-mean'; here longer "
             "ones weigh more"
         )
-    stage.expert_ratio = parts.tried(lambda: recipe.expert_ratio)
-    stage.has_reference, stage.has_critic = recipe.needs_reference, recipe.needs_critic
-    stage.needs_teacher, stage.resamples = recipe.needs_teacher, recipe.max_resample_times
+    parts.stage = replace(
+        stage,
+        expert_ratio=parts.tried(lambda: recipe.expert_ratio),
+        has_reference=recipe.needs_reference,
+        has_critic=recipe.needs_critic,
+        needs_teacher=recipe.needs_teacher,
+        resamples=recipe.max_resample_times,
+    )
     explores = stage.config.mode not in ("train", "serve")
     if recipe.needs_groups and algorithm.repeat_times < 2 and explores:
-        stage.problem(
+        findings.problem(
             "algorithm.repeat_times",
             f"is {algorithm.repeat_times}: expected at least 2, since {recipe.name} compares the "
             "rollouts of one task",
@@ -284,20 +330,24 @@ def _make_tasksets(parts: Parts, names_are_known: bool) -> None:
             make = partial(make_taskset, stage.config, item, rows, mixed and not item.is_eval)
             taskset = parts.tried(make, item.key)
             if taskset is not None and (note := taskset.answers_note()) is not None:
-                stage.file_notes.append(note)
+                parts.file_notes.append(note)
         (parts.evaluation if item.is_eval else training).append(taskset)
         if names_are_known:
             one = _resolve(parts, item, taskset)
             one_experience = one_experience and (item.is_eval or one)
     here = [taskset for taskset in training if taskset is not None]
-    stage.one_experience = bool(training) and one_experience
     if here and len(here) == len(training):
         parts.training = parts.tried(lambda: together(stage.config, here))
-    if parts.training is not None:
-        stage.task_rows, stage.task_steps = len(parts.training), parts.training.total_steps
+    tasks = parts.training
+    parts.stage = replace(
+        stage,
+        one_experience=bool(training) and one_experience,
+        task_rows=None if tasks is None else len(tasks),
+        task_steps=None if tasks is None else tasks.total_steps,
+    )
 
 
-def _prepares_tasks(stage: StageConfig) -> bool:
+def _prepares_tasks(stage: StageFacts) -> bool:
     """Whether rows go through operators, so that only the run knows which there are."""
     tasks = stage.config.data_processor.task_pipeline
     return tasks is not None and bool(tasks.operators)
@@ -310,7 +360,7 @@ def _read(parts: Parts, key: str, data: TasksetConfig | ExperienceBufferConfig) 
         return None
     if is_remote(data_set(data)):
         note = f"{key}.path ({path}): not on this machine, will be downloaded"
-        parts.stage.file_notes.append(note)
+        parts.file_notes.append(note)
         return None
     if isinstance(data, TasksetConfig):
         read = partial(rows_of, data)
@@ -359,10 +409,11 @@ def _read_train_data(parts: Parts) -> None:
     if recipe is None or not stage.reads_file or not data.path or "://" in data.path:
         return
     if recipe.schema == "kto" and stage.config.buffer.train_batch_size == 1:
-        stage.problem("buffer.train_batch_size", "is 1: KTO compares rows; expected at least 2")
+        text = "is 1: KTO compares rows; expected at least 2"
+        parts.findings.problem("buffer.train_batch_size", text)
     rows = _read_data(parts, "buffer.trainer_input.experience_buffer", data, recipe.schema)
     if rows is not None and FORMATS[recipe.schema].one_each:
-        stage.train_rows = len(rows)
+        parts.stage = replace(stage, train_rows=len(rows))
 
 
 def _read_data(parts: Parts, key: str, data: ExperienceBufferConfig, schema: str) -> Rows | None:
@@ -386,7 +437,7 @@ def _make_operators(parts: Parts) -> None:
             make = partial(make_operator, registry, item.name, item.args, key)
             made, recipe = parts.tried(make), parts.recipe
             if made and made.changes_reward and recipe and recipe.asks("reward_parts"):
-                parts.stage.problem(
+                parts.findings.problem(
                     f"{key}.name",
                     f"is '{item.name}', which changes the reward and not its parts, and "
                     f"{recipe.parts['advantage_fn'].label} compares these one by one: expected the "
@@ -404,7 +455,7 @@ def _check_template(parts: Parts, facts: ModelFacts) -> None:
         for task in taskset.kinds() if taskset is not None else ():
             asked = parts.tried(lambda task=task: first_messages(task))
             if asked is not None:
-                parts.stage.problem(
+                parts.findings.problem(
                     "model.model_path",
                     f"({model.model_path}) has no chat template, which {task.workflow} needs: "
                     "expected a chat model, or model.chat_template_path",
@@ -427,7 +478,7 @@ def without_hub(plans: Sequence[Plan], parts: Sequence[Parts]) -> str:
             continue  # another machine of Ray's may have the model
         if located(path, "models") is None:
             text = f"({path}) is not on this machine, and {away}{near_model(path)}"
-            made.stage.problem("model.model_path", text)
+            made.findings.problem("model.model_path", text)
     return away
 
 
@@ -472,7 +523,7 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
     if data and plan.buffer_type == "file":
         folder, read = JobFolder(plan.job_dir), partial(make_text, plan, plan.model_path)
         parts.tried(lambda: make_buffer(plan, folder, read(), schema=recipe.schema))
-    if parts.stage.problems or plan.mode == "serve" or plan.api:
+    if parts.findings.problems or plan.mode == "serve" or plan.api:
         return
     if located(plan.model_path, "models") is None:
         return
@@ -486,7 +537,7 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
         if (fault := fault_of(error)) is None:
             parts.unread = str(error)
         else:
-            parts.stage.problem("", str(fault))
+            parts.findings.problem("", str(fault))
         return
     parts.prompts = [(name, prompts) for name, prompts in encoded if prompts is not None]
     if recipe.needs_teacher:

@@ -166,7 +166,6 @@ def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[
             "",
             f"{too_long(plan, name, prompts)}: expected a model.max_prompt_tokens of at least "
             f"{max(prompts.sizes)}, and a model.max_model_len above it",
-            plan.stage_name,
         )
         for name, prompts in encoded
         if min(prompts.sizes) > longest_prompt(plan)
