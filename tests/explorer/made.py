@@ -20,6 +20,7 @@ from trireme.explorer.runner import Key, Runner, TimeLimit
 from trireme.explorer.scheduler import Scheduler
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+from trireme.monitor.events import Evaluated, Event, RolloutDone, StepDone
 from trireme.pipeline.pipeline import Pipeline
 from trireme.registry import ALGORITHMS
 from trireme.task import Task
@@ -133,10 +134,20 @@ def make_explorer(
     runner_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> SimpleNamespace:
-    """An explorer with its `engine`, `buffer`, and `reports` as (part, step, metrics)."""
+    """An explorer with its `engine`, `buffer`, `reports` as (part, step, metrics), and the rollouts
+    that were `shown`.
+    """
     engine = engine or scripted()
     buffer = options.pop("buffer", QueueBuffer("store"))
     reports: list[tuple[str, int, dict[str, float]]] = []
+    shown: list[Any] = []
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StepDone | Evaluated):
+            reports.append((event.part, event.step, dict(event.metrics)))
+        if isinstance(event, RolloutDone):
+            shown.append(event.experience)
+
     made = [make_runner(engine, **(runner_options or {})) for _ in range(runners)]
     explorer = Explorer(
         taskset=taskset or make_taskset(workflow),
@@ -147,7 +158,9 @@ def make_explorer(
         sync=sync or Sync(),
         eval_interval=options.pop("eval_interval", 0),
         eval_on_startup=options.pop("eval_on_startup", False),
-        report=lambda part, step, metrics: reports.append((part, step, dict(metrics))),
+        emit=emit,
         **{"name": "explorer", **options},
     )
-    return SimpleNamespace(explorer=explorer, engine=engine, buffer=buffer, reports=reports)
+    return SimpleNamespace(
+        explorer=explorer, engine=engine, buffer=buffer, reports=reports, shown=shown
+    )

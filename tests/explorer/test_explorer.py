@@ -23,6 +23,7 @@ from trireme.buffer.buffer import Closed
 from trireme.buffer.queue import QueueBuffer
 from trireme.checkpoint.layout import JobFolder
 from trireme.explorer.explorer import RolloutsFailed
+from trireme.monitor.events import Evaluated, Event, StepDone
 
 
 async def explored(**options: Any) -> Any:
@@ -132,13 +133,14 @@ def test_a_step_is_evaluated_before_it_is_put() -> None:
     made = make_explorer(
         buffer=Watched("store"), evaluations=[held_out], eval_interval=2, eval_on_startup=True
     )
-    log = made.explorer.report
+    emit = made.explorer.emit
 
-    def report(part: str, step: int, metrics: dict[str, float]) -> None:
-        events.append(f"{part} {step}")
-        log(part, step, metrics)
+    def watched(event: Event) -> None:
+        if isinstance(event, StepDone | Evaluated):
+            events.append(f"{event.part} {event.step}")
+        emit(event)
 
-    made.explorer.report = report
+    made.explorer.emit = watched
     run(made.explorer.explore())
     assert events == [
         "eval 0", "explorer 1", "put 1", "eval 2", "explorer 2", "put 2",
@@ -267,8 +269,7 @@ def test_an_explorer_alone_goes_on_by_its_own_state(tmp_path: Path) -> None:
 
 
 def test_exploring_shows_one_rollout_of_each_step() -> None:
-    shown: list[Any] = []
-    run(explored(show=shown.append))
+    shown = run(explored()).shown
     assert [(e.eid.batch, e.response_text) for e in shown] == [(i, "42") for i in range(1, 5)]
 
 

@@ -15,6 +15,7 @@ from trireme.buffer.sql import SqlBuffer
 from trireme.checkpoint.layout import JobFolder
 from trireme.experience import EID, Experience
 from trireme.launch.serving import Intake
+from trireme.monitor.events import Event, StepDone
 from trireme.pipeline.pipeline import Pipeline
 from trireme.registry import ALGORITHMS
 
@@ -40,12 +41,17 @@ def store(folder: Path, role: Any = "explore") -> SqlBuffer:
 def intake(folder: Path, buffer: Any, reports: list[Any] | None = None) -> Intake:
     sync: Any = SimpleNamespace(metrics=lambda: {"sync/version": 3})
     told = [] if reports is None else reports
+
+    def emit(event: Event) -> None:
+        assert isinstance(event, StepDone)
+        told.append((event.part, event.step, event.metrics))
+
     return Intake(
         pipeline=Pipeline(ALGORITHMS.get("grpo")),
         buffer=buffer,
         sync=sync,
         folder=JobFolder(folder),
-        report=lambda part, step, metrics: told.append((part, step, metrics)),
+        emit=emit,
         dropped=lambda: 2,
     )
 

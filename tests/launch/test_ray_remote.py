@@ -21,10 +21,28 @@ import ray
 
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.config.schema import ClusterConfig
+from trireme.experience import EID, Experience
 from trireme.launch.ray.actors import SideWorker
 from trireme.launch.ray.cluster import gpus_of
-from trireme.launch.ray.remote import Actor, Failure, Reports, Watched, Worker, answer, remote
+from trireme.launch.ray.remote import (
+    Actor,
+    Failure,
+    Outbox,
+    Watched,
+    Worker,
+    answer,
+    decode_event,
+    remote,
+)
 from trireme.launch.ray.run import Actors, environment_of
+from trireme.monitor.events import (
+    Evaluated,
+    Noted,
+    RolloutDone,
+    Saved,
+    StepDone,
+    Trained,
+)
 
 
 class Adder(Worker):
@@ -94,22 +112,33 @@ def test_a_side_answers_what_its_part_does_not() -> None:
     assert asyncio.run(both(part)) == ["part", "side"]
 
 
-def test_what_is_said_is_kept_until_it_was_heard() -> None:
+def test_events_are_kept_until_they_were_heard_and_cross_whole() -> None:
+    rollout = Experience([1, 2, 3], prompt_length=1, eid=EID(2, 4), reward=0.25)
+    said = [
+        Noted("first"),
+        StepDone("trainer", 1, {"loss": 2}),
+        Evaluated("eval", 1, {"x": 0.1}, [rollout]),
+        RolloutDone(rollout),
+        Trained(1, [rollout]),
+        Saved(1),
+    ]
+
     async def main() -> None:
-        reports = Reports()
-        reports.note("first")
-        reports.step("trainer", 1, {"loss": 2})
-        assert await reports.events(0, 5.0) == [
-            ("note", "first"),
-            ("step", "trainer", 1, {"loss": 2.0}),
-        ]
-        lost = await reports.events(1, 5.0)
-        assert lost == await reports.events(1, 5.0)  # an answer that was lost takes nothing along
-        waiting = asyncio.ensure_future(reports.events(2, 5.0))
+        outbox = Outbox()
+        for event in said:
+            outbox.hear(event)
+        first, step, evaluated, shown, saved = map(decode_event, await outbox.events(0, 5.0))
+        assert (first, step, saved) == (said[0], said[1], said[5])
+        assert evaluated == Evaluated("eval", 1, {"x": 0.1})  # the rollouts stay where they are
+        assert isinstance(shown, RolloutDone) and shown.experience.eid == rollout.eid
+        assert shown.experience.tokens.tolist() == [1, 2, 3] and shown.experience.reward == 0.25
+        lost = await outbox.events(4, 5.0)
+        assert lost == await outbox.events(4, 5.0)  # an answer that was lost takes nothing along
+        waiting = asyncio.ensure_future(outbox.events(5, HANG_S))
         await asyncio.sleep(0)
-        reports.note("second")
-        assert await waiting == [("note", "second")]
-        assert await reports.events(3, 0.0) == []
+        await asyncio.to_thread(outbox.hear, Noted("second"))  # as the stream's thread does
+        assert list(map(decode_event, await waiting)) == [Noted("second")]
+        assert await outbox.events(6, 0.0) == []
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ def stage(folder: Path, *, port: int = 0, host: str = "127.0.0.1") -> Any:
         plan=plan,
         folder=JobFolder(folder),
         model_path="model",
-        console=SimpleNamespace(note=notes.append),
+        emit=lambda event: notes.append(event.text),
     )
 
 

@@ -17,9 +17,10 @@ from trireme.config import Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch.check import make_plans
 from trireme.launch.results import StageResult, explored, summarise
-from trireme.launch.stage import Monitored, Stage, open_run
+from trireme.launch.stage import Stage, open_run
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.monitor.watchdog import Alarm
 
 
 def plan_of(folder: Path) -> Plan:
@@ -43,7 +44,7 @@ def test_the_summary_of_a_resumed_run_begins_where_its_first_start_did(tmp_path:
     assert trained.accuracy_before is None  # nothing was evaluated here
 
 
-def opened(plan: Plan, device: Device) -> AbstractContextManager[tuple[Stage, Monitored]]:
+def opened(plan: Plan, device: Device) -> AbstractContextManager[tuple[Stage, Alarm]]:
     return open_run(plan, str(plan.model_path), device, Console())
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trireme.monitor.monitor import JsonLinesMonitor, open_monitor, read_metrics
+from tests.monitor.opened import open_monitor
+from trireme.monitor.monitor import JsonLinesMonitor, read_metrics
 
 
 def test_a_line_a_step_and_part(tmp_path: Path) -> None:
     monitor = JsonLinesMonitor(tmp_path)
     monitor.log({"rollout/reward/mean": 0.5}, 1, "explorer")
     monitor.log({"actor/pg_loss": -0.1}, 1, "trainer")
-    monitor.close()
     rows = [json.loads(line) for line in monitor.path.read_text().splitlines()]
     assert [(row["part"], row["step"]) for row in rows] == [("explorer", 1), ("trainer", 1)]
     assert rows[0]["metrics"] == {"rollout/reward/mean": 0.5}
@@ -25,7 +25,6 @@ def test_a_line_a_step_and_part(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     monitor = JsonLinesMonitor(tmp_path)
     monitor.log({"a": math.nan, "b": math.inf, "c": 1}, 1, "trainer")
-    monitor.close()
     assert read_metrics(monitor.path)[0]["metrics"] == {"a": None, "b": None, "c": 1.0}
 
 
@@ -34,7 +33,6 @@ def test_half_a_line_of_a_killed_process_goes_away(tmp_path: Path) -> None:
     path.write_text('{"part": "trainer", "step": 1, "metrics": {}}\n{"part": "tra')
     monitor = JsonLinesMonitor(tmp_path)
     monitor.log({"x": 2.0}, 2, "trainer")
-    monitor.close()
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 

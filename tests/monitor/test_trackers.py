@@ -19,10 +19,10 @@ import pytest
 
 from tests.e2e.job import wait_for
 from tests.limits import HANG_S
+from tests.monitor.opened import open_monitor
 from trireme.experience import EID, Experience
-from trireme.monitor import trackers
-from trireme.monitor.monitor import ROLLOUTS, open_monitor
-from trireme.monitor.trackers import TrackedRun, examine_trackers
+from trireme.monitor import events, trackers
+from trireme.monitor.trackers import ROLLOUTS, TrackedRun, examine_trackers
 
 calls: list[tuple[dict[str, float], int, str]] = []
 
@@ -85,7 +85,7 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(
 def test_one_that_hangs_holds_up_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.1)
+    monkeypatch.setattr(events, "CLOSE_S", 0.1)
     monitor = open_monitor(tmp_path, f"{ME}:hanging")
     monitor.log({"x": 1.0}, 1, "trainer")
     monitor.close()

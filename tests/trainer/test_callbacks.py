@@ -214,14 +214,15 @@ class Steps:
 
 
 def test_one_that_hangs_is_noted_with_its_place_and_ends_the_training() -> None:
-    clock, notes = Steps(), list[str]()
-    callbacks = Callbacks(["hangs"], ARGS, None, timeout=100, clock=clock, note=notes.append)
+    clock, notes = Steps(), list[Any]()
+    callbacks = Callbacks(["hangs"], ARGS, None, timeout=100, clock=clock, emit=notes.append)
     try:
         with pytest.raises(TimeoutError) as caught:
             trained(4, callbacks=callbacks)
     finally:
         Hangs.released.set()
-    [note] = notes
+    note = notes.pop().text
+    assert not notes
     whose, place = "trainer.callbacks 'hangs'", "self.released.wait(HANG_S)"
     limit = "(at most 100 s: trainer.callbacks_timeout)"
     assert note.startswith(

@@ -18,6 +18,7 @@ from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
 from trireme.files import CannotWrite
+from trireme.monitor.events import Event, Noted, Saved, StepDone, Trained
 from trireme.registry import ALGORITHMS
 from trireme.sync.probe import BrokenWeights
 from trireme.trainer.learning import TrainState
@@ -150,6 +151,13 @@ async def make(
     """A trainer of batches of 2 over a buffer that holds `stored` experiences."""
     events: list[str] = []
     reports: list[tuple[str, int, dict[str, float]]] = []
+    said: list[Any] = []
+
+    def emit(event: Event) -> None:
+        said.append(event)
+        if isinstance(event, StepDone):
+            reports.append((event.part, event.step, dict(event.metrics)))
+
     buffer, backend = Buffer(events, max_read_timeout=HANG_S), Learner(fails_at)
     await buffer.put(samples(stored))
     if closed:
@@ -162,11 +170,11 @@ async def make(
         batch_size=2,
         device=Device(1),
         checkpointer=Folder(events, buffer),
-        report=lambda part, step, metrics: reports.append((part, step, metrics)),
+        emit=emit,
         **options,
     )
     return SimpleNamespace(
-        trainer=trainer, buffer=buffer, backend=backend, events=events, reports=reports
+        trainer=trainer, buffer=buffer, backend=backend, events=events, reports=reports, said=said
     )
 
 
@@ -456,8 +464,16 @@ def test_without_a_synchronizer_it_trains_alone() -> None:
 
 
 def test_the_steps_that_are_asked_for_leave_a_trace_and_say_where(tmp_path: Path) -> None:
-    said: list[str] = []
-    profile = Profile(frozenset({2}), tmp_path / "profile", said.append)
-    trained(6, profile=profile)
+    made = trained(6, profile=Profile(frozenset({2}), tmp_path / "profile"))
+    said = [event.text for event in made.said if isinstance(event, Noted)]
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_2_rank_0.json"]
     assert said == [f"profile of train step 2: {tmp_path}/profile/step_2_rank_*.json"]
+
+
+def test_its_events_are_the_steps_what_they_learned_from_and_the_checkpoints() -> None:
+    said = trained(5, save_interval=2, save_behind=False).said
+    learned = [(event.step, len(event.experiences)) for event in said if isinstance(event, Trained)]
+    assert learned == [(1, 2), (2, 2), (3, 1)]
+    kinds = [(type(event), event.step) for event in said]
+    steps = [(kind, step) for step in (1, 2, 3) for kind in (Trained, StepDone)]
+    assert kinds == [*steps[:4], (Saved, 2), *steps[4:], (Saved, 3)]

@@ -12,11 +12,11 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
+from tests.monitor.opened import open_monitor
 from tests.odd import ALL, ODD
 from tests.view.made import TOOLS, experience, make_run
 from trireme.buffer.record import Record
 from trireme.files import write_bytes
-from trireme.monitor.monitor import open_monitor
 from trireme.view.app import STATIC, Page, create_app
 from trireme.view.report import write_report
 from trireme.view.serve import PageOptions, _listen, serve

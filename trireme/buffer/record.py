@@ -95,6 +95,11 @@ class Record:
         self._collect()
         while len(self._pending) >= MOST_PENDING:
             await asyncio.wrap_future(self._pending.pop(0))
+        self.write_soon(experiences)
+
+    def write_soon(self, experiences: Sequence[Experience]) -> None:
+        """Hand a copy to the thread, however far behind it is."""
+        self._collect()
         copies = [_copy(e) for e in experiences]
         self._pending.append(self._thread.submit(self._write, copies))
 

@@ -15,12 +15,11 @@ import asyncio
 import copy
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trireme.buffer.buffer import Closed, Puts
-from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import MOST_BYTES
 from trireme.data.tasksets import Exhausted, Mixture, Taskset
@@ -38,6 +37,7 @@ from trireme.explorer.scheduler import Scheduler
 from trireme.files import Unreadable, read_json, write_json
 from trireme.log import get_logger
 from trireme.monitor.causes import left_out_by
+from trireme.monitor.events import Emit, Evaluated, Failures, RolloutDone, StepDone
 from trireme.monitor.figures import in_words
 from trireme.pipeline.operators import pass_rates
 from trireme.pipeline.pipeline import Pipeline
@@ -47,7 +47,6 @@ from trireme.usercode import with_place
 
 logger = get_logger("explorer")
 
-Report = Callable[[str, int, dict[str, float]], None]
 Evaluation = dict[str, dict[str, float]]
 
 
@@ -81,23 +80,18 @@ class Explorer:
         sync: ExplorerSync,
         eval_interval: int,
         eval_on_startup: bool,
-        report: Report,
+        emit: Emit,
         name: str,
         eval_prefix: str = "eval",
         max_failures: float = 1.0,
-        show: Callable[[Experience], None] | None = None,
         folder: JobFolder | None = None,
         max_pending: int = 1 << 30,
-        evaluated: Record | None = None,
-        failed: Record | None = None,
     ) -> None:
-        """`report(part, step, metrics)` is told of each step, evaluations as the part that
-        `eval_prefix` names; `show` gets a rollout to look at.
+        """`emit` is told of each step, of a rollout of it, of what failed, and of evaluations as
+        the part that `eval_prefix` names.
 
         Explorers without taskset and buffer only evaluate. One that runs without a trainer beside
         it keeps its state in `folder` itself, after every step.
-
-        `evaluated` and `failed` keep, for people, what evaluations said and what failed.
 
         Several explorers of one store have a `name` each: it is in the ids of what they make.
 
@@ -112,15 +106,12 @@ class Explorer:
         self.sync = sync
         self.eval_interval = eval_interval
         self.eval_on_startup = eval_on_startup
-        self.report = report
-        self.show = show
+        self.emit = emit
         self.eval_prefix = eval_prefix
         self.max_failures = max_failures
         self.folder = folder
         self.max_pending = max_pending
         self.name = name
-        self._evaluated = evaluated
-        self._failed = failed
         self.step = 0
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
@@ -291,8 +282,8 @@ class Explorer:
         metrics["rollout/dropped_tasks"] = float(self.scheduler.dropped_tasks)
         sampled = sum(e.trained_tokens for e in experiences)
         metrics |= {"time/explore": elapsed, "perf/tokens_per_s": sampled / max(elapsed, 1e-9)}
-        if self.show and (shown := _to_show(outcomes)):
-            self.show(shown)
+        if shown := _to_show(outcomes):
+            self.emit(RolloutDone(shown))
         taught = self.taskset if self.taskset is not None and self.taskset.learns else None
         kept, more = await self.pipeline.run(experiences, sizes=taught.sizes if taught else None)
         if taught is not None:
@@ -300,7 +291,7 @@ class Explorer:
             self.feedback.add(step, pass_rates(experiences) if rates is None else rates)
         shown = in_words(metrics, "training")
         logger.info("step %d: %d rollouts in %.2f s  %s", step, len(experiences), elapsed, shown)
-        self.report("explorer", step, metrics | more | self.sync.metrics())
+        self.emit(StepDone("explorer", step, metrics | more | self.sync.metrics()))
         if kept:
             assert self.buffer is not None
             self._fresh = False
@@ -311,9 +302,9 @@ class Explorer:
     def _look_at_failures(self, when: str, outcomes: Sequence[Outcome], limit: float) -> None:
         """Say once of each cause how many rollouts failed of it. Raise where they are too many."""
         failures = [failed for outcome in outcomes for failed in outcome.failures]
-        if self._failed is not None and failures:
+        if failures:
             lines = [failure_line(one, o.task) for o in outcomes for one in o.failures]
-            self._failed.write_lines(lines)
+            self.emit(Failures(lines))
         wanted = sum(outcome.task.repeat_times for outcome in outcomes)
         causes = by_cause(failures)
         if failures:
@@ -345,14 +336,13 @@ class Explorer:
             self._look_at_failures(when, outcomes, limit=1.0)
             evaluation[taskset.name] = metrics
             example = example or _example(outcomes)
-            if self._evaluated is not None:
-                await self._evaluated.write([e for o in outcomes for e in o.rollouts])
             named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
             seconds = time.monotonic() - started
             named[f"{self.eval_prefix}/{taskset.name}/seconds"] = seconds
             shown = in_words(metrics, "evaluation")
             logger.info("evaluation '%s' at step %d: %s", taskset.name, step, shown)
-            self.report(self.eval_prefix, step, named)
+            rollouts = [e for o in outcomes for e in o.rollouts]
+            self.emit(Evaluated(self.eval_prefix, step, named, rollouts))
         if self.first_evaluation is None and step == 0:
             self.first_evaluation, self.first_example = evaluation, example
         self.last_evaluation, self.last_example = evaluation, example

@@ -52,7 +52,9 @@ class ExplorerSide:
         """Without a `buffer` it only evaluates."""
         plan, config = stage.plan, stage.plan.config.explorer
         # several explorers would write the same files, and bench over the run's evaluations
-        shows = not plan.explorer_name and plan.mode != "bench"
+        if not plan.explorer_name and plan.mode != "bench":
+            stage.copy(EVALUATED)
+            stage.copy(FAILED, most=FAILED_BYTES)
         self.stage = stage
         self.engine = engine
         self.models = make_auxiliary(plan, stage.device)
@@ -81,12 +83,9 @@ class ExplorerSide:
             eval_interval=plan.eval_interval,
             eval_on_startup=config.eval_on_startup,
             eval_prefix="bench" if plan.mode == "bench" else "eval",
-            report=stage.console.step,
+            emit=stage.emit,
             max_failures=config.max_failures,
-            show=stage.console.rollout,
             folder=stage.folder if plan.mode == "explore" else None,
-            evaluated=stage.shown_record(EVALUATED) if shows else None,
-            failed=stage.shown_record(FAILED, most=FAILED_BYTES) if shows else None,
             name=plan.explorer_name or "explorer",
             max_pending=_max_pending(plan),
         )

@@ -173,7 +173,7 @@ async def run_plan(
     started = time.monotonic()
     device = Device()
     try:
-        with open_run(plan, model_path, device, console) as (stage, monitored):
+        with open_run(plan, model_path, device, console) as (stage, alarm):
             if plan.launcher == "ray":
                 from trireme.launch.ray.run import run_on_ray
 
@@ -181,7 +181,7 @@ async def run_plan(
             else:
                 work = partial(_run_here, stage, stop, measure_end)
                 result = await with_engines(plan, model_path, work)
-            result.warnings = monitored.warnings()
+            result.warnings = alarm.end()
     finally:
         device.close()
     result.seconds = time.monotonic() - started

@@ -30,6 +30,7 @@ from trireme.launch.explorer_side import polled_sync, sampling_of
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
+from trireme.monitor.events import Emit, Noted, StepDone
 from trireme.pipeline.pipeline import Pipeline
 from trireme.server.app import AppServer, create_app, listen
 from trireme.server.limits import short_key
@@ -61,13 +62,13 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
             buffer=stage.buffer,
             sync=sync,
             folder=stage.folder,
-            report=stage.console.step,
+            emit=stage.emit,
             dropped=lambda: sessions.dropped,
         )
         sessions.ship = intake.ship
         key = plan.config.explorer.rollout_model.api_key
         if (said := short_key(key)) is not None:
-            stage.console.note(f"explorer.rollout_model.api_key: {said}")
+            stage.emit(Noted(f"explorer.rollout_model.api_key: {said}"))
         app = create_app(rollouts, key=key, sessions=sessions)
         with _listening(stage) as listener:
             grace = plan.config.cluster.stop_timeout * GRACE
@@ -75,10 +76,8 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
             stop.gently = server.stop
             limit = max(plan.config.explorer.max_timeout, LEAST_BLOCKED_S)
             await server.serve(_watch(stage, engine, sync, sessions), limit=limit)
-        stage.console.note(
-            f"the server has ended: {intake.step} commits, {sessions.dropped} sessions dropped, "
-            f"{len(sessions)} open ones forgotten"
-        )
+        ended = f"the server has ended: {intake.step} commits, {sessions.dropped} sessions dropped"
+        stage.emit(Noted(f"{ended}, {len(sessions)} open ones forgotten"))
         if intake.unstored:
             raise RuntimeError(f"{intake.unstored} experiences of unanswered commits are lost")
     except Exception as error:
@@ -137,14 +136,11 @@ def _listening(stage: Stage) -> Iterator[socket.socket]:
     with listener:
         listener.listen()  # clients may connect as soon as they know the address
         write_text(path, url)
-        stage.console.note(f"serving {stage.model_path} on {url} ({path})")
+        stage.emit(Noted(f"serving {stage.model_path} on {url} ({path})"))
         try:
             yield listener
         finally:
             path.unlink(missing_ok=True)
-
-
-Report = Callable[[str, int, dict[str, float]], None]
 
 
 class Intake:
@@ -157,15 +153,15 @@ class Intake:
         buffer: Buffer,
         sync: ExplorerSync,
         folder: JobFolder,
-        report: Report,
+        emit: Emit,
         dropped: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`report(part, step, metrics)` hears of each commit; `dropped()`: sessions lost so far."""
+        """`emit` is told of each commit; `dropped()`: sessions lost so far."""
         self.pipeline = pipeline
         self.buffer = buffer
         self.sync = sync
         self.folder = folder
-        self.report = report
+        self.emit = emit
         self.dropped = dropped
         self.step = 0
         if os.path.lexists(folder.explorer_meta):
@@ -213,4 +209,4 @@ class Intake:
                     ) from error
                 self._sealed.popleft()
                 metrics |= self.sync.metrics() | {"rollout/dropped_sessions": self.dropped()}
-                self.report("explorer", step, metrics)
+                self.emit(StepDone("explorer", step, metrics))

@@ -5,29 +5,29 @@ and the store between the two. Each is made when it is first needed, and only on
 holds open is closed when it ends, the last first, also where it could not be opened.
 
 The process that is the run, or starts its others, opens it with `open_run`: the stage is validated,
-and has the run's monitors and its watchdog, which begin where the checkpoint does.
+and its stream of events has the run's monitors and its watchdog, which begin where the checkpoint
+does.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Buffer, InMemory
-from trireme.buffer.record import Record
-from trireme.checkpoint.layout import JobFolder
+from trireme.buffer.record import Record, data_lines
+from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, JobFolder
 from trireme.checkpoint.manifest import Loaded, load_checkpoint
 from trireme.config import ConfigError, Plan, Problem
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_engine
-from trireme.experience import Experience
 from trireme.explorer.explorer import explorer_state
 from trireme.launch import data
 from trireme.launch.changes import since_last_start
@@ -37,9 +37,20 @@ from trireme.launch.results import StageResult
 from trireme.launch.starts import add_start, this_start
 from trireme.log import get_logger, setup_logging
 from trireme.monitor.causes import Facts
-from trireme.monitor.monitor import Monitors, open_monitor
+from trireme.monitor.events import (
+    Emit,
+    Ended,
+    Evaluated,
+    Event,
+    Failures,
+    Listener,
+    Noted,
+    Stream,
+    Trained,
+)
+from trireme.monitor.monitor import open_monitors
 from trireme.monitor.trackers import TrackedRun
-from trireme.monitor.watchdog import Alarm, sample_of
+from trireme.monitor.watchdog import Alarm
 from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline, Resampling
 from trireme.processes import ending_leftovers, environment
@@ -50,36 +61,42 @@ if TYPE_CHECKING:
 logger = get_logger("launcher")
 
 
-class Console(Protocol):
-    """Who hears what goes on: a terminal, the run's monitors, or a process that passes it on."""
+class Copy:
+    """A listener that keeps lines for people: of evaluations, failures or a data set's rows."""
 
-    def note(self, text: str) -> None:
-        """A lasting line."""
-        ...
+    def __init__(self, file: str, record: Record) -> None:
+        """`file` says which of them."""
+        self.name = f"the copy buffer/{file}"
+        self._file, self._record = file, record
 
-    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A part has done a step."""
-        ...
-
-    def rollout(self, experience: Experience) -> None:
-        """A rollout to look at."""
-        ...
+    def hear(self, event: Event) -> None:
+        """See Listener."""
+        match event:
+            case Evaluated() if self._file == EVALUATED:
+                self._record.write_soon(event.rollouts)
+            case Failures() if self._file == FAILED:
+                self._record.write_lines(event.lines)
+            case Trained() if self._file == DATA_ROWS:
+                self._record.write_lines(data_lines(event.step, event.experiences))
+            case Ended():
+                self._record.close()
 
 
 class Stage:
     """One open plan. `open_stage` makes it."""
 
-    def __init__(self, plan: Plan, model_path: str, device: Device, console: Console) -> None:
+    def __init__(self, plan: Plan, model_path: str, device: Device) -> None:
         """`model_path` is the plan's, or the last stage's model."""
         self.plan = plan
         self.model_path = model_path
         self.device = device
-        self.console = console
+        self.stream = Stream()
+        self.emit: Emit = self.stream.emit
         self.folder = JobFolder(plan.job_dir, plan.explorer_name)
         self.resumed: Loaded | None = None
         self.held = ExitStack()
         """What is closed at the end, the last first."""
-        self._shown: dict[str, Record | None] = {}
+        self._copied: set[str] = set()
 
     @property
     def trains(self) -> bool:
@@ -166,16 +183,22 @@ class Stage:
             resampling = Resampling(most, **sizes)
         return Pipeline(self.recipe, raw=raw, operators=self.operators, resampling=resampling)
 
-    def shown_record(self, name: str, *, most: float = math.inf) -> Record | None:
-        """Lines of what is not trained, for people, where the YAML wants copies.
+    def copy(self, file: str, *, most: float = math.inf) -> None:
+        """Keep lines of what is not in the store, for people, where the YAML wants copies.
 
         One for all explorers of the stage: each knows which lines are there already.
         """
-        if name not in self._shown:
-            record = self._shown[name] = data.make_shown_record(self.plan, self.folder, name, most)
-            if record is not None:
-                self.keep(record)
-        return self._shown[name]
+        if file in self._copied:
+            return
+        self._copied.add(file)
+        record = data.make_shown_record(self.plan, self.folder, file, most)
+        if record is None:
+            return
+        if file == DATA_ROWS:
+            record.rewind(self.resumed.step if self.resumed else 0)
+        else:
+            self._rewind(record)
+        self.stream.subscribe(Copy(file, record))
 
     @contextmanager
     def exploring(self) -> Iterator[None]:
@@ -183,7 +206,7 @@ class Stage:
 
         def note(text: str) -> None:
             logger.info(text)
-            self.console.note(text)
+            self.emit(Noted(text))
 
         with environment(self.plan.config.explorer.env_vars), ending_leftovers(note):
             yield
@@ -191,6 +214,9 @@ class Stage:
     def keep(self, record: Record) -> None:
         """Close it with the stage; what a killed run wrote after its checkpoint goes."""
         self.held.callback(record.close)
+        self._rewind(record)
+
+    def _rewind(self, record: Record) -> None:
         if self.plan.mode == "both":
             record.rewind(self.resumed.run_state["explorer"]["step"] if self.resumed else 0)
 
@@ -201,18 +227,21 @@ class Stage:
 
 @contextmanager
 def open_stage(
-    plan: Plan, model_path: str, device: Device, console: Console, *, alone: bool = False
+    plan: Plan, model_path: str, device: Device, listener: Listener, *, alone: bool = False
 ) -> Iterator[Stage]:
     """Make the folder, open its log, and look for a checkpoint to go on from.
 
-    `alone`: this process is the run, or starts its others: no second one may train in the folder.
+    `listener` hears all events. `alone`: this process is the run, or starts its others: no second
+    one may train in the folder.
     """
-    stage = Stage(plan, model_path, device, console)
+    stage = Stage(plan, model_path, device)
     with stage.held:
         stage.folder.make()
         if alone and stage.trains:
             stage.held.enter_context(stage.folder.one_trainer())
         stage.held.callback(setup_logging(stage.folder.log, plan.config.log.level))
+        stage.held.push(lambda kind, *_: stage.stream.close(failed=kind is not None))
+        stage.stream.subscribe(listener)
         own = [stage.folder.explorer_meta] if plan.mode == "both" else []
         stage.folder.make_way(*own)  # the meta of an explorer alone is its state
         if stage.trains:
@@ -220,39 +249,10 @@ def open_stage(
         yield stage
 
 
-class Monitored:
-    """What a run's parts say: to the watchdog, the monitors and the console."""
-
-    def __init__(self, console: Console, monitor: Monitors, alarm: Alarm) -> None:
-        self._console = console
-        self._monitor = monitor
-        self._alarm = alarm
-
-    def note(self, text: str) -> None:
-        """See Console."""
-        self._console.note(text)
-
-    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
-        """See Console."""
-        metrics = self._alarm.look(part, step, metrics)
-        self._monitor.log(metrics, step, part)
-        self._console.step(part, step, metrics)
-
-    def rollout(self, experience: Experience) -> None:
-        """See Console."""
-        self._alarm.watchdog.sample = sample_of(experience)
-        self._monitor.rollout(experience)
-        self._console.rollout(experience)
-
-    def warnings(self) -> list[dict[str, Any]]:
-        """What the watchdog has seen, now that no step follows."""
-        return self._alarm.end()
-
-
 @contextmanager
 def open_run(
-    plan: Plan, model_path: str, device: Device, console: Console
-) -> Iterator[tuple[Stage, Monitored]]:
+    plan: Plan, model_path: str, device: Device, console: Listener
+) -> Iterator[tuple[Stage, Alarm]]:
     """A stage that is a run of its own: checked, with the run's monitors and its watchdog.
 
     Raises ConfigError for a run that cannot be.
@@ -270,22 +270,22 @@ def open_run(
         if plan.mode == "train" and not stage.reads_file:
             alone = "trainer"
         name = "-".join(filter(None, (config.name, plan.stage_name)))
-        monitor = open_monitor(
+        open_monitors(
+            stage.stream,
             TrackedRun(folder.monitor, config.project, config.group, name, start["config"]),
             config.monitor.monitor_type,
             _steps_that_count(stage),
             args=config.monitor.monitor_args,
             part=alone or "",
         )
-        stage.held.push(lambda kind, *_: monitor.close(failed=kind is not None))
         facts = Facts.of(plan, stage.recipe)
         alarm = Alarm(facts, folder.monitor, goes_on=goes_on, alone=alone)
+        stage.stream.complete = alarm.complete
         add_start(folder, start)
         for line in lines:
             logger.info(line)
-            console.note(line)
-        stage.console = monitored = Monitored(console, monitor, alarm)
-        yield stage, monitored
+            stage.emit(Noted(line))
+        yield stage, alarm
 
 
 def _validate(stage: Stage) -> None:

@@ -7,7 +7,7 @@ It is given an engine, in this process or another: it does not know where its ex
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,12 @@ from trireme.checkpoint.layout import DATA_ROWS
 from trireme.checkpoint.save import Saving
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
-from trireme.experience import Experience
 from trireme.launch.data import end_ids_of, make_buffer
 from trireme.launch.models import make_pairs
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
 from trireme.log import get_logger
+from trireme.monitor.events import Noted
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import ColocatedSync, GroupSync, HttpSync, MemorySync
@@ -46,7 +46,7 @@ class TrainerSide:
         plan, saved, backend = stage.plan, stage.resumed, models.backend
         if (adapter := backend.adapter) is not None:
             get_logger("trainer").info(line := adapter.trains())
-            stage.console.note(line)
+            stage.emit(Noted(line))
         self.stage = stage
         self.models = models
         self.engine = engine
@@ -86,6 +86,8 @@ class TrainerSide:
             engine.servers.renew = self._renew if stage.recipe.from_data else self.sync.renew
         self.auxiliary = self._auxiliary()
         self.trainer = self._trainer()
+        if stage.reads_file:
+            stage.copy(DATA_ROWS)
 
     async def refresh(self) -> None:
         """Give the engine the weights as they are, without a push."""
@@ -270,8 +272,7 @@ class TrainerSide:
             save_behind=plan.config.trainer.save_behind and not plan.takes_turns,
             save_timeout=plan.config.cluster.stop_timeout,
             checkpointer=self,
-            report=stage.console.step,
-            show=self._show_rows(),
+            emit=stage.emit,
             profile=self._profile(),
             callbacks=self._callbacks(),
         )
@@ -296,21 +297,10 @@ class TrainerSide:
             backend.module,
             timeout=trainer.callbacks_timeout,
             broken_weights=backend.broken_weights,
-            note=stage.console.note,
+            emit=stage.emit,
         )
 
     def _profile(self) -> Profile | None:
-        steps = frozenset(self.stage.plan.config.trainer.profile.steps)
         stage = self.stage
-        return Profile(steps, stage.folder.profile, stage.console.note) if steps else None
-
-    def _show_rows(self) -> Callable[[int, Sequence[Experience]], None] | None:
-        """Keeps the text of a data set's rows, step by step, where the YAML wants copies."""
-        stage = self.stage
-        record = stage.shown_record(DATA_ROWS) if stage.reads_file else None
-        if record is None:
-            return None
-        from trireme.buffer.record import data_lines
-
-        record.rewind(stage.resumed.step if stage.resumed else 0)
-        return lambda step, experiences: record.write_lines(data_lines(step, experiences))
+        steps = frozenset(stage.plan.config.trainer.profile.steps)
+        return Profile(steps, stage.folder.profile) if steps else None

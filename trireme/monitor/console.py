@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trireme.monitor.events import Evaluated, Event, Noted, RolloutDone, StepDone
 from trireme.monitor.figures import (
     Summary,
     chart,
@@ -45,6 +46,8 @@ MAX_TURNS = 8
 
 class Console:
     """Shows stages, steps, evaluations, rollouts and the summary."""
+
+    name = "the console"
 
     def __init__(
         self,
@@ -78,6 +81,16 @@ class Console:
         if self.live:
             self._display = Live(get_renderable=self._render, console=self.output, transient=True)
             self._display.start()
+
+    def hear(self, event: Event) -> None:
+        """See Listener."""
+        match event:
+            case Noted(text):
+                self.note(text)
+            case StepDone(part, step, metrics) | Evaluated(part, step, metrics):
+                self.step(part, step, metrics)
+            case RolloutDone(experience):
+                self.rollout(experience)
 
     def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
         """A part has done a step; evaluations become a lasting line each."""

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from trireme.files import (
     for_appending,
@@ -24,79 +24,22 @@ from trireme.files import (
     whole_lines,
     write_jsonl,
 )
+from trireme.monitor.events import Event, Stream, measured
 from trireme.monitor.trackers import (
-    Apart,
-    Rollout,
+    REMARK,
     TensorBoardMonitor,
     TrackedRun,
     names_of,
     open_trackers,
-    row_of,
 )
-from trireme.text import storable
-
-if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
-    from trireme.experience import Experience
 
 FILE_NAME = "metrics.jsonl"
 
 
-class Monitor(Protocol):
-    """Takes the metrics of each step of each part."""
-
-    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """The metrics of one step; `part` is explorer, trainer, eval or bench."""
-        ...
-
-    def close(self) -> None:
-        """Write what is left."""
-        ...
-
-
-ROLLOUTS = 8
-"""So many rows make a table of sample rollouts."""
-
-
-class Monitors:
-    """Several monitors as one, and trackers, which get sample rollouts too."""
-
-    def __init__(self, monitors: Sequence[Monitor], trackers: Sequence[Apart] = ()) -> None:
-        self.monitors = [*monitors, *trackers]
-        self._trackers = list(trackers)
-        self._rollouts: list[Rollout] = []
-
-    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """To each in turn."""
-        metrics = {storable(name): value for name, value in metrics.items()}  # rewards name some
-        for monitor in self.monitors:
-            monitor.log(metrics, step, part)
-
-    def rollout(self, experience: Experience) -> None:
-        """A rollout to look at; trackers get a table when there are some."""
-        if not self._trackers:
-            return
-        self._rollouts.append(row_of(experience))
-        if len(self._rollouts) == ROLLOUTS:
-            self._send_rollouts()
-
-    def close(self, *, failed: bool = False) -> None:
-        """Close each. `failed`: the run was stopped, or ended with an error."""
-        self._send_rollouts()
-        for monitor in self.monitors:
-            if isinstance(monitor, Apart):
-                monitor.close(failed=failed)
-            else:
-                monitor.close()
-
-    def _send_rollouts(self) -> None:
-        rows, self._rollouts = self._rollouts, []
-        for tracker in self._trackers:
-            if rows:
-                tracker.rollouts(rows, rows[-1]["step"])
-
-
 class JsonLinesMonitor:
     """Appends a line `{"time", "part", "step", "metrics"}` to `<folder>/metrics.jsonl`."""
+
+    name = FILE_NAME
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / FILE_NAME
@@ -125,8 +68,10 @@ class JsonLinesMonitor:
         with in_turn(self._lock), for_appending(self.path) as file:
             file.write((json.dumps(row, allow_nan=False) + "\n").encode())
 
-    def close(self) -> None:
-        """Nothing is held open."""
+    def hear(self, event: Event) -> None:
+        """See Listener."""
+        if (figures := measured(event)) is not None:
+            self.log(*figures)
 
     def _rewrite(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """The file with the wanted lines alone: written whole, then renamed."""
@@ -136,27 +81,29 @@ class JsonLinesMonitor:
         self._steps = {(row["part"], row["step"]) for row in rows}
 
 
-def open_monitor(
-    run: TrackedRun | str | Path,
+def open_monitors(
+    stream: Stream,
+    run: TrackedRun,
     kinds: str | Sequence[str] = "tensorboard",
     keep_until: Mapping[str, int] | None = None,
     *,
     args: Mapping[str, Any] | None = None,
     part: str = "",
-) -> Monitors:
-    """The monitors of a job: `metrics.jsonl` always, and those that `monitor.monitor_type` names.
+) -> None:
+    """Have `metrics.jsonl`, and what `monitor.monitor_type` names, hear the stream of a run.
 
     `keep_until`: the last step of each part that counts, where a run goes on (or begins anew: 0).
     `part`: this command has that part of the run alone. Raises ValueError for an unknown type.
     """
-    run = run if isinstance(run, TrackedRun) else TrackedRun(Path(run))
     names = names_of(kinds)
+    trackers = open_trackers(run, names, args, part=part)
     lines = JsonLinesMonitor(run.folder)
     lines.keep_until(keep_until or {})
-    monitors: list[Monitor] = [lines]
+    stream.subscribe(lines)
     if "tensorboard" in names:
-        monitors.append(TensorBoardMonitor(run.folder / "tensorboard", keep_until))
-    return Monitors(monitors, open_trackers(run, names, args, part=part))
+        stream.subscribe(TensorBoardMonitor(run.folder / "tensorboard", keep_until))
+    for tracker in trackers:
+        stream.subscribe(tracker, start=tracker.start, awaited=False, remark=REMARK)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Trackers: sends metrics to TensorBoard, wandb, MLflow, SwanLab, Trackio or users' code.
 
 Invariants:
-- A tracker works in a thread of its own. One that fails or hangs costs the run nothing but a
-  warning; `metrics.jsonl` has every figure all the same.
+- A tracker is a listener of the run's stream, which never waits for it. One that fails or hangs
+  costs the run nothing but a warning; `metrics.jsonl` has every figure all the same.
 - The id of a tracked run is kept in `trackers.json`, so that a resumed run goes on in it.
 - Beside our names, each metric that has a usual name in this field is sent under that name too.
 """
@@ -13,9 +13,7 @@ import asyncio
 import importlib.util
 import inspect
 import json
-import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trireme.aio import OwnThread
 from trireme.files import in_turn, json_or, write_json
+from trireme.monitor.events import Ended, Event, RolloutDone, measured
 from trireme.monitor.figures import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options
 from trireme.text import storable
@@ -35,11 +33,11 @@ if TYPE_CHECKING:  # at run time it would load torch before the threads' setting
 
     from trireme.experience import Experience
 
-logger = logging.getLogger(__name__)
-
 FILE_NAME = "trackers.json"
-CLOSE_S = 60.0
-"""Seconds that a tracker has at the end to send what it holds."""
+REMARK = "the run goes on; monitor/metrics.jsonl has its figures"
+"""What ends the warning of a tracker that fails."""
+ROLLOUTS = 8
+"""So many rows make a table of sample rollouts."""
 Rollout = Mapping[str, Any]
 """A rollout to look at: step, task, prompt, completion, reward, truth."""
 
@@ -116,73 +114,60 @@ class Callback:
         """Nothing is held."""
 
 
-class Apart:
-    """A tracker in a thread of its own."""
+class Tracking:
+    """A tracker as a listener: made, told and closed in the listener's thread."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], started: Callable[[str], None]):
         """`started` keeps the id of the tracked run."""
-        self.name = name
-        self._thread = OwnThread(f"tracker-{name}")
+        self.name = f"the tracker {name}"
+        self._make, self._started = make, started
         self._tracker: Tracker | None = None
+        self._rows: list[Rollout] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         """Of async functions and methods, one for the whole run: what they open stays usable."""
-        self._warned = False
-        self._thread.put(lambda: self._start(make, started))
 
-    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """Send one step's metrics, under the field's names too, when the thread comes to it."""
-        names = usual_names()
-        usual = {names[name]: value for name, value in metrics.items() if name in names}
-        self._send(lambda tracker: tracker.log({**metrics, **usual}, step, part))
+    def start(self) -> None:
+        """Make the tracker."""
+        self._tracker = self._make()
+        id = getattr(self._tracker, "id", None)  # a class of three methods has none
+        if id is not None:
+            self._started(id)
 
-    def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
-        """Send some rollouts."""
-        self._send(lambda tracker: tracker.rollouts(rows, step))
-
-    def close(self, *, failed: bool = False) -> None:
-        """Wait until all is sent, up to CLOSE_S."""
-        ended = threading.Event()
-        self._send(lambda tracker: tracker.close(failed=failed))
-        self._thread.put(self._end_loop)
-        self._thread.close(last=ended.set)
-        if not ended.wait(CLOSE_S):
-            self._warn(f"has not ended within {CLOSE_S:g} s")
-
-    def _start(self, make: Callable[[], Tracker], started: Callable[[str], None]) -> None:
-        try:
-            self._tracker = make()
-            id = getattr(self._tracker, "id", None)  # a class of three methods has none
-            if id is not None:
-                started(id)
-        except Exception as error:
-            self._warn(f"could not start: {type(error).__name__}: {error}")
-
-    def _end_loop(self) -> None:
-        if self._loop is not None:
-            self._loop.close()
-
-    def _send(self, call: Callable[[Tracker], Any]) -> None:
-        def send() -> None:
-            if self._tracker is None:
-                return
+    def hear(self, event: Event) -> None:
+        """See Listener. Metrics are sent under the field's names too."""
+        tracker = self._tracker
+        assert tracker is not None, "it was started"
+        if (figures := measured(event)) is not None:
+            metrics, step, part = figures
+            names = usual_names()
+            usual = {names[name]: value for name, value in metrics.items() if name in names}
+            self._wait(tracker.log({**metrics, **usual}, step, part))
+        elif isinstance(event, RolloutDone):
+            self._rows.append(row_of(event.experience))
+            if len(self._rows) == ROLLOUTS:
+                self._send_rows(tracker)
+        elif isinstance(event, Ended):
             try:
-                result = call(self._tracker)
-                if inspect.isawaitable(result):
-                    self._loop = self._loop or asyncio.new_event_loop()
-                    self._loop.run_until_complete(result)
-            except Exception as error:
-                self._warn(f"failed: {type(error).__name__}: {error}")
+                self._send_rows(tracker)
+            finally:
+                self._close(tracker, event.failed)
 
-        self._thread.put(send)
+    def _send_rows(self, tracker: Tracker) -> None:
+        rows, self._rows = self._rows, []
+        if rows:
+            self._wait(tracker.rollouts(rows, rows[-1]["step"]))
 
-    def _warn(self, what: str) -> None:
-        if not self._warned:
-            logger.warning(
-                "the tracker %s %s (the run goes on; monitor/metrics.jsonl has its figures)",
-                self.name,
-                what,
-            )
-        self._warned = True
+    def _close(self, tracker: Tracker, failed: bool) -> None:
+        try:
+            self._wait(tracker.close(failed=failed))
+        finally:
+            if self._loop is not None:
+                self._loop.close()
+
+    def _wait(self, result: Any) -> None:
+        if inspect.isawaitable(result):
+            self._loop = self._loop or asyncio.new_event_loop()
+            self._loop.run_until_complete(result)
 
 
 def row_of(experience: Experience) -> Rollout:
@@ -240,7 +225,7 @@ def _has_methods(kind: type) -> bool:
 
 def open_trackers(
     run: TrackedRun, kinds: Sequence[str], args: Mapping[str, Any] | None, *, part: str = ""
-) -> list[Apart]:
+) -> list[Tracking]:
     """All but TensorBoard, in their order. `part`: this command has that part of the run alone,
     and a tracked run of its own.
     """
@@ -248,7 +233,7 @@ def open_trackers(
     ids = _ids(path)
     suffix = f"-{part}" if part else ""
 
-    def open_one(name: str) -> Apart:
+    def open_one(name: str) -> Tracking:
         key, made, options = name + suffix, TRACKERS.get(name), _options(kinds, name, args)
         tracked = TrackedRun(
             run.folder, run.project, run.group, run.name + suffix, run.config, ids.get(key)
@@ -259,8 +244,8 @@ def open_trackers(
                 write_json(path, _ids(path) | {key: id})
 
         if inspect.isfunction(made):
-            return Apart(name, lambda: Callback(made), started)
-        return Apart(name, lambda: made(tracked, **options), started)
+            return Tracking(name, lambda: Callback(made), started)
+        return Tracking(name, lambda: made(tracked, **options), started)
 
     return [open_one(name) for name in kinds if name != "tensorboard"]
 
@@ -416,6 +401,8 @@ _FOLDER = {"eval": "explorer", "bench": "explorer"}
 class TensorBoardMonitor:
     """Writes event files that `tensorboard --logdir` reads."""
 
+    name = "TensorBoard"
+
     def __init__(self, folder: str | Path, keep_until: Mapping[str, int] | None = None) -> None:
         """`keep_until`: what an earlier start drew of a part after this step is no longer shown."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
@@ -443,6 +430,13 @@ class TensorBoardMonitor:
         assert writer.file_writer is not None, "it is open"
         writer.file_writer.add_summary(self._summary(value=values), step)
         writer.flush()
+
+    def hear(self, event: Event) -> None:
+        """See Listener."""
+        if (figures := measured(event)) is not None:
+            self.log(*figures)
+        elif isinstance(event, Ended):
+            self.close()
 
     def close(self) -> None:
         """End the writers' threads and close their files."""

@@ -9,13 +9,14 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.files import Unreadable, json_or, out_of_the_way, write_json
 from trireme.log import get_logger
 from trireme.monitor.causes import CAUSES, Cause, Facts
+from trireme.monitor.events import Evaluated, Event, RolloutDone, StepDone
 from trireme.monitor.figures import Course, Figures, in_one_line
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
@@ -121,11 +122,15 @@ class Alarm:
         part_rows = (row for row in rows if alone in (None, row["part"]))
         self.watchdog.read(part_rows, said)
 
-    def look(self, part: str, step: int, figures: Figures) -> dict[str, float]:
-        """One step of one part; its metrics, with the flags of the known causes."""
-        new, flags = self.watchdog.look(part, step, figures)
-        self._say(new)
-        return {**figures, **flags}
+    def complete(self, event: Event) -> Event:
+        """An event as listeners hear it: a step has the flags of the known causes."""
+        if isinstance(event, StepDone | Evaluated):
+            new, flags = self.watchdog.look(event.part, event.step, event.metrics)
+            self._say(new)
+            return replace(event, metrics={**event.metrics, **flags})
+        if isinstance(event, RolloutDone):
+            self.watchdog.sample = sample_of(event.experience)
+        return event
 
     def end(self) -> list[dict[str, Any]]:
         """All that was seen, now that no step follows."""

@@ -25,6 +25,7 @@ from typing import Any
 from trireme.aio import in_thread, running
 from trireme.buffer.buffer import Clock, WallClock
 from trireme.log import get_logger
+from trireme.monitor.events import Emit, Noted
 from trireme.registry import CALLBACKS
 from trireme.sync.probe import BrokenWeights, a_few
 from trireme.usercode import Refused, UserCode, innermost, with_place
@@ -88,7 +89,7 @@ class Callbacks:
         *,
         timeout: float = math.inf,
         broken_weights: Callable[[], Sequence[str]] = tuple,
-        note: Callable[[str], None] = lambda text: None,
+        emit: Emit = lambda event: None,
         clock: Clock | None = None,
     ) -> None:
         """`args`: what they read as attributes of `args`. An event may take `timeout` seconds.
@@ -101,7 +102,7 @@ class Callbacks:
         """One of them has asked for a checkpoint, since this was last set to False."""
         self._names, self._args, self._model = list(names), SimpleNamespace(**args), model
         self._made: list[tuple[str, Any]] = []
-        self._timeout, self._broken_weights, self._note = timeout, broken_weights, note
+        self._timeout, self._broken_weights, self._emit = timeout, broken_weights, emit
         self._clock = clock or WallClock()
         self._thread = 0
         """The ident of the one that an event's calls are made in."""
@@ -132,7 +133,7 @@ class Callbacks:
             whose, line = self._place()
             most = f" (at most {self._timeout:g} s: trainer.callbacks_timeout)"
             text = f"{whose} has been in {event} for {NOTED:g} s, and the training waits for it"
-            self._note(with_place(text + most * math.isfinite(self._timeout), line))
+            self._emit(Noted(with_place(text + most * math.isfinite(self._timeout), line)))
         await self._clock.sleep(self._timeout - NOTED * (self._timeout > NOTED))
         whose, line = self._place()
         limit = f"in {self._timeout:g} s (trainer.callbacks_timeout)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,8 +192,6 @@ class Profile:
     steps: frozenset[int]
     folder: Path
     """Where traces lie; all ranks see it."""
-    say: Callable[[str], None]
-    """Tells people where a trace lies."""
 
     def stem(self, step: int) -> str | None:
         """How names of a step's files begin; None where it is not watched."""

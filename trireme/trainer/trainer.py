@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from trireme.aio import in_thread
@@ -22,6 +22,7 @@ from trireme.buffer.buffer import Buffer, Closed
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.log import get_logger
+from trireme.monitor.events import Emit, Noted, Saved, StepDone, Trained
 from trireme.monitor.figures import in_words
 from trireme.sync.probe import BrokenWeights, a_few
 from trireme.sync.synchronizer import Synchronizer
@@ -36,7 +37,6 @@ NOTHING = (
     "no train step was made: there was nothing to train on (operators or the algorithm left out "
     "everything, or a store at a path of its own holds an earlier run's of the same ids)"
 )
-Report = Callable[[str, int, dict[str, float]], None]
 
 
 class Stopped(Exception):
@@ -92,8 +92,7 @@ class Trainer:
         save_behind: bool,
         save_timeout: float,
         checkpointer: Checkpointer,
-        report: Report,
-        show: Callable[[int, Sequence[Experience]], None] | None = None,
+        emit: Emit,
         profile: Profile | None = None,
         callbacks: Callbacks | None = None,
     ) -> None:
@@ -101,7 +100,7 @@ class Trainer:
 
         `turn()` returns when the trainer may work on what it has taken. Without `sync` no engine
         follows the weights. Where the training fails, a checkpoint that is being written gets
-        `save_timeout` seconds. `show` gets each step's number and experiences, for people to see.
+        `save_timeout` seconds. `emit` is told of each step, what it learned from, and checkpoints.
         """
         self.models = models
         self.recipe = models.recipe
@@ -116,8 +115,7 @@ class Trainer:
         self.save_behind = save_behind
         self.save_timeout = save_timeout
         self.checkpointer = checkpointer
-        self.report = report
-        self.show = show
+        self.emit = emit
         self.profile = profile
         self.callbacks = callbacks or Callbacks((), {}, None)
         self.step = 0
@@ -234,7 +232,7 @@ class Trainer:
             "perf/train_tokens_per_s_per_device": rate / self.models.backend.num_ranks,
         }
         if self.profile is not None and (stem := self.profile.stem(self.step)):
-            self.profile.say(f"profile of train step {self.step}: {stem}_rank_*.json")
+            self.emit(Noted(f"profile of train step {self.step}: {stem}_rank_*.json"))
         if self.sync is not None:
             trained = time.monotonic()
             metrics |= await self.sync.trained(self.step)
@@ -245,7 +243,7 @@ class Trainer:
         shown = in_words(metrics, "training")
         count = len(experiences)
         logger.info("step %d: %d experiences in %.2f s  %s", self.step, count, elapsed, shown)
-        self.report("trainer", self.step, metrics)
+        self.emit(StepDone("trainer", self.step, metrics))
         await self.callbacks.tell("on_step_end", self.step)
         await self.callbacks.tell("on_log", self.step, logs=dict(metrics))
 
@@ -271,8 +269,7 @@ class Trainer:
             raise
         if self.models.train_state.tokens is not None:
             self.models.train_state.tokens.end(self.step + 1)
-        if self.show is not None:
-            self.show(self.step + 1, experiences)
+        self.emit(Trained(self.step + 1, experiences))
         self.step += 1  # on the device: who pushes next there finds weights and step together
         return metrics
 
@@ -305,6 +302,7 @@ class Trainer:
         await in_thread(self.checkpointer.seal_save, name="checkpoint")
         self.buffer.commit()
         logger.info("checkpoint of step %d saved", step)
+        self.emit(Saved(step))
         await self.callbacks.tell("on_save", step)
 
     async def _end_save(self) -> None:

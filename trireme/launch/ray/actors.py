@@ -29,7 +29,7 @@ from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.launch.engines import make_remote_engine
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import follow_plan, load_models, make_rank_spec
-from trireme.launch.ray.remote import Event, Reports, Worker, remote
+from trireme.launch.ray.remote import Outbox, Worker, remote
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.trainer_side import TrainerSide
 from trireme.log import setup_logging
@@ -73,7 +73,7 @@ class SideWorker(Worker, Generic[Side]):
 
     def __init__(self) -> None:
         self.side: Side | None = None
-        self._reports = Reports()
+        self._outbox = Outbox()
         self._device = Device()
         self._held = ExitStack()
         self._engine: RemoteEngine | None = None
@@ -81,7 +81,7 @@ class SideWorker(Worker, Generic[Side]):
     async def _open(self, spec: RunSpec) -> Stage:
         load_plugins(spec.plugins)
         plan = spec.plan
-        opening = open_stage(plan, spec.model_path, self._device, self._reports)
+        opening = open_stage(plan, spec.model_path, self._device, self._outbox)
         stage = await asyncio.to_thread(self._held.enter_context, opening)
         if plan.engine_urls:
             self._engine = make_remote_engine(plan, plan.engine_urls, plan.engine_key)
@@ -97,9 +97,9 @@ class SideWorker(Worker, Generic[Side]):
             return getattr(self._engine.servers, name)
         return getattr(self.opened, name)
 
-    async def events(self, heard: int, wait: float) -> list[Event]:
-        """See Reports."""
-        return await self._reports.events(heard, wait)
+    async def events(self, heard: int, wait: float) -> list[bytes]:
+        """See Outbox."""
+        return await self._outbox.events(heard, wait)
 
     @property
     def opened(self) -> Side:

@@ -6,19 +6,20 @@
   Ray's loops only hand calls over and wait. The heartbeat (`ping`) waits for no call.
 - `remote` stands for a worker in another process and has its type: a method's name becomes a text
   here alone, where it enters the wire. What a method raises travels as a value (`Failure`).
-- `Reports` keeps what a worker says until the command has it: a call whose answer is lost takes
-  nothing with it.
+- `Outbox` keeps the events of a worker's stream until the command has them: a call whose answer is
+  lost takes nothing with it.
 - `watch` sees within the heartbeat's time-out that a worker died; `who_died` says which and why.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +29,20 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from trireme.aio import first_failure
-from trireme.experience import Experience
 from trireme.log import get_logger
-from trireme.serialize import encode
+from trireme.monitor.events import (
+    Ended,
+    Evaluated,
+    Event,
+    Noted,
+    RolloutDone,
+    Saved,
+    StepDone,
+    light,
+)
+from trireme.serialize import decode, encode
 
 T = TypeVar("T")
-Event = tuple[Any, ...]
-"""A method of Console, and what it is called with."""
 
 
 class Worker:
@@ -149,39 +157,60 @@ async def answer(reference: Any) -> Any:
     return result
 
 
-class Reports:
-    """A console in another process than the run's. What is said is heard in order."""
+class Outbox:
+    """A listener that keeps what a worker's stream carries until the run's process has it."""
+
+    name = "the run's process"
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._kept: list[bytes] = []
         self._heard = 0
-        self._new = asyncio.Event()
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
-    def note(self, text: str) -> None:
-        """See Console."""
-        self._add("note", text)
+    def hear(self, event: Event) -> None:
+        """See Listener; each event is encoded once."""
+        crosses = light(event)
+        if crosses is None or isinstance(event, Ended):  # the run has an end of its own
+            return
+        self._kept.append(encode_event(crosses))
+        if (waiting := self._waiting) is not None:
+            loop, new = waiting
+            with suppress(RuntimeError):  # the worker's loop has ended
+                loop.call_soon_threadsafe(new.set)
 
-    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
-        """See Console."""
-        self._add("step", part, step, {key: float(value) for key, value in metrics.items()})
-
-    def rollout(self, experience: Experience) -> None:
-        """See Console; the experience travels as bytes."""
-        self._add("rollout", encode([experience]))
-
-    async def events(self, heard: int, wait: float) -> list[Event]:
-        """All but the first `heard` that were said; waits for one, `wait` seconds at most."""
-        del self._events[: heard - self._heard]
+    async def events(self, heard: int, wait: float) -> list[bytes]:
+        """All but the first `heard` of them, in order; waits for one, `wait` seconds at most."""
+        del self._kept[: heard - self._heard]
         self._heard = heard
-        if not self._events and wait:
-            self._new.clear()
+        new = asyncio.Event()
+        self._waiting = asyncio.get_running_loop(), new
+        if not self._kept and wait:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._new.wait(), wait)
-        return list(self._events)
+                await asyncio.wait_for(new.wait(), wait)
+        return list(self._kept)
 
-    def _add(self, *event: Any) -> None:
-        self._events.append(event)
-        self._new.set()
+
+_EVENTS = {kind.__name__: kind for kind in (Noted, StepDone, Evaluated, RolloutDone, Saved)}
+
+
+def encode_event(event: Event) -> bytes:
+    """An event as a line of JSON, and the experience that it may have."""
+    fields, data = dict(vars(event)), b""
+    fields.pop("rollouts", None)
+    if "metrics" in fields:
+        fields["metrics"] = {name: float(value) for name, value in fields["metrics"].items()}
+    if isinstance(event, RolloutDone):
+        data = encode([fields.pop("experience")])
+    return json.dumps([type(event).__name__, fields]).encode() + b"\n" + data
+
+
+def decode_event(encoded: bytes) -> Event:
+    """The event that `encode_event` wrote."""
+    line, _, data = encoded.partition(b"\n")
+    kind, fields = json.loads(line)
+    if data:
+        fields["experience"] = decode(data)[0]
+    return _EVENTS[kind](**fields)
 
 
 logger = get_logger("launcher")

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -39,14 +39,23 @@ from trireme.launch.ray.actors import (
 )
 from trireme.launch.ray.cluster import PlacementGroups, cluster
 from trireme.launch.ray.engines import EngineActor, EngineWorker, ServersOfSides
-from trireme.launch.ray.remote import RayActor, Watched, Worker, meet_all, remote, watch, who_died
+from trireme.launch.ray.remote import (
+    RayActor,
+    Watched,
+    Worker,
+    decode_event,
+    meet_all,
+    remote,
+    watch,
+    who_died,
+)
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.stop import Stop
 from trireme.launch.trainer_side import TrainerSide
 from trireme.monitor.console import Console
+from trireme.monitor.events import Noted
 from trireme.monitor.terminal import Terminal
-from trireme.serialize import decode
 
 STOP_S = 15.0
 T = TypeVar("T")
@@ -98,7 +107,7 @@ class Actors:
         """The engines as the server of agents asks them, which is here."""
         self._following: list[asyncio.Future[None]] = []
         self._heard: dict[Any, int] = {}
-        """How much of what a worker has said is shown."""
+        """How many events of a worker the run's stream has."""
         self._work: asyncio.Future[StageResult] | None = None
         self._asked: asyncio.Future[None] | None = None
 
@@ -106,7 +115,7 @@ class Actors:
         """Reserve places, start all processes side by side, then open engines and the two sides."""
         plan, stage = self._plan, self._stage
         places = self._places = PlacementGroups(plan)
-        await places.ready(may_grow=may_grow, note=stage.console.note)
+        await places.ready(may_grow=may_grow, note=lambda text: stage.emit(Noted(text)))
         engines = 0 if plan.engine_urls else plan.num_engines
         for index in range(engines):
             make = partial(self._actor, f"engine_{index}", places.engine(index), EngineWorker)
@@ -122,7 +131,7 @@ class Actors:
         await self._guarded(self._open())
 
     async def run(self, measure_end: bool, stop: Stop) -> StageResult:
-        """The mode's work, watched; meanwhile what the workers say is shown."""
+        """The mode's work, watched; meanwhile the run's stream carries what theirs do."""
         sides = [handle for handle in (self._trainer, self._explorer) if handle is not None]
         modes = self._guarded(
             self._kept(self._run_mode(measure_end, stop)), kept=self._restarts() > 0
@@ -135,7 +144,7 @@ class Actors:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
                 for pump in pumps:
                     if pump.done() and not pump.cancelled():
-                        pump.result()  # a monitor has failed
+                        pump.result()
                 return await work
         finally:
             for handle in sides:
@@ -284,22 +293,16 @@ class Actors:
         await watch(workers, timeout)
 
     async def _pump(self, handle: Any) -> None:
-        """What a worker says, to the monitors and the console, until the worker is gone."""
+        """What a worker's stream carries, into that of the run, until the worker is gone."""
         with suppress(RayError):
             while True:
                 await self._show(handle, 5.0)
 
     async def _show(self, handle: Any, wait: float) -> None:
-        console = self._stage.console
-        show: dict[str, Callable[..., None]] = {
-            "note": console.note,
-            "step": console.step,
-            "rollout": lambda data: console.rollout(decode(data)[0]),
-        }
         heard = self._heard.get(handle, 0)
-        for kind, *values in await remote(SideWorker, handle).events(heard, wait):
+        for encoded in await remote(SideWorker, handle).events(heard, wait):
             self._heard[handle] = heard = heard + 1
-            show[kind](*values)
+            self._stage.emit(decode_event(encoded))
 
 
 _FORWARDED = (

@@ -1,0 +1,35 @@
+"""The monitors and trackers of a run, told of steps by its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trireme.experience import Experience
+from trireme.monitor.events import RolloutDone, StepDone, Stream
+from trireme.monitor.monitor import open_monitors
+from trireme.monitor.trackers import TrackedRun
+
+
+class Opened:
+    """A stream with listeners."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        self._stream.emit(StepDone(part, step, metrics))
+
+    def rollout(self, experience: Experience) -> None:
+        self._stream.emit(RolloutDone(experience))
+
+    def close(self, *, failed: bool = False) -> None:
+        self._stream.close(failed=failed)
+
+
+def open_monitor(run: TrackedRun | Path, *kinds: Any, **options: Any) -> Opened:
+    stream = Stream()
+    tracked = run if isinstance(run, TrackedRun) else TrackedRun(run)
+    open_monitors(stream, tracked, *kinds, **options)
+    return Opened(stream)
