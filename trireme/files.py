@@ -43,6 +43,9 @@ _KINDS = {
 }
 _NEEDED_TYPES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
 
+_NO_SYNC = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""How file systems say that they cannot sync a folder, or anything."""
+
 _logger = logging.getLogger("trireme.files")
 Value = TypeVar("Value")
 
@@ -438,8 +441,9 @@ def sync(path: Path) -> None:
     """Bring a file (or a folder's list of names) to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # some file systems refuse this for folders
-        with suppress(PermissionError):
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(descriptor)

@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tests.limits import HANG_S
 
 STUCK = """
@@ -50,6 +52,37 @@ FORKS = """
     stop.run(work())
     print("asked:", stop.number)
 """
+UNHEARD = """
+    import asyncio, os, sys, types
+    from trireme.launch.stop import Stop
+    sys.modules["trireme.trainer.trainer"] = types.ModuleType("small")  # the other loads torch
+    sys.modules["trireme.trainer.trainer"].Stopped = InterruptedError
+
+    def lost():
+        raise FileNotFoundError("the job's folder")
+
+    async def work():
+        if sys.argv[1] == "a full pipe":
+            reader, writer = os.pipe()
+            os.dup2(writer, 2)
+            os.set_blocking(2, False)
+            while True:
+                try:
+                    os.write(2, b"x" * 65536)
+                except BlockingIOError:
+                    break
+            os.set_blocking(2, True)
+        else:
+            os.close(2)
+        print("stuck", flush=True)
+        stop.gently = lambda: True  # it says that it ends, and does not
+        await asyncio.sleep(600)
+
+    stop = Stop()
+    stop.limit, stop.what_is_left = 1.0, lost
+    stop.listen()
+    stop.run(work())
+"""
 
 
 @contextmanager
@@ -88,3 +121,13 @@ def test_a_signal_to_a_child_is_none_to_the_run() -> None:
     with program(FORKS) as process:
         out, said = process.communicate("go\n", timeout=HANG_S)
     assert (out, process.returncode) == ("asked: None\n", 0), said
+
+
+@pytest.mark.parametrize("stderr", ["a full pipe", "a closed terminal"])
+def test_a_run_ends_in_its_time_where_nobody_takes_what_it_says(stderr: str) -> None:
+    """Nor is a signal less heard: of SIGHUP a closed terminal is the reason. The folder that the
+    last sentence would speak of is gone as well.
+    """
+    with program(UNHEARD, stderr) as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=HANG_S) == 128 + signal.SIGHUP

@@ -206,3 +206,32 @@ def test_without_a_function_or_an_environment_there_is_no_reward() -> None:
     nothing = Task({"prompt": "6 x 7?"})
     asyncio.run(reward_group(judge_of(None, {}), nothing, found, []))
     assert [one.reward for one in found] == [None, 2.0]
+
+
+@pytest.mark.parametrize("value", ["{}", [1], None, 3])
+def test_a_column_called_data_dict_is_one_as_any_other(value: Any) -> None:
+    """It holds columns where it is a mapping, as ms-swift has it."""
+
+    def told(completions: list[str], data_dict: list[Any], **more: Any) -> list[float]:
+        return [float(cell == value) for cell in data_dict]
+
+    def level(completions: list[str], level: list[int], **more: Any) -> list[float]:
+        return [float(cell) for cell in level]
+
+    for judge, cell, expected in ((told, value, 1.0), (level, {"level": 4}, 4.0)):
+        task, [reply] = Task({"response": "1", "data_dict": cell}), replies("a")
+        asyncio.run(reward_group(judge_of(judge, {}), task, [reply], []))
+        assert reply.reward == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"funcs": None}, r"reward_fn_args.funcs is None: expected a list"),
+        ({"funcs": ["cosine"], "weights": 5}, r"reward_fn_args.weights is 5: expected a list"),
+        ({"funcs": ["cosine"], "weights": [10**400]}, r"the weight of reward 'cosine' is 1000"),
+    ],
+)
+def test_rewards_and_weights_that_are_no_lists_are_refused(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        judge_of(None, args)

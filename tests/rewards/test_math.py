@@ -196,3 +196,23 @@ def test_what_is_in_a_box_is_graded_and_units_are_left_off() -> None:
     assert answers.without_unit("5\\text{ cm}") == "5"
     assert answers.thinks("a<think>b</think>")
     assert not answers.thinks("</think><think>") and not answers.thinks("")
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        (r"\boxed{a \boxed{b c}", "b c"),
+        (r"} \boxed{} }", ""),
+        (r"{\boxed{x}", "x"),
+        (r"\boxed {x} \Boxed{x} boxed{x}", None),
+        (r"\boxed{" * 100_000, None),
+        (r"\boxed{" * 50_000 + "7" + "}" * 50_000, "7"),
+    ],
+    ids=lambda text: f"{text!s:.20}",
+)
+def test_the_last_whole_box_is_found_in_one_pass(text: str, inside: str | None) -> None:
+    """A model that says the beginning of a box again and again took minutes of the loop's time."""
+    assert boxed(text) == inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -253,3 +254,17 @@ def test_no_request_hides_in_another(
                 assert b"200 OK" in await ended(reader)
 
     asyncio.run(main())
+
+
+def test_a_system_that_refuses_more_files_is_served_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As macOS does, where no limit is named and there is one."""
+
+    def refuse(kind: int, limits: tuple[int, int]) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2048, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    most = connections.most_connections()
+    assert connections.LEAST_CONNECTIONS <= most <= 2048 - connections.SPARE_FILES

@@ -187,6 +187,19 @@ def test_behind_bubblewrap_there_is_no_other_file_and_nothing_stays(tmp_path: Pa
         ({"task_toml": "[environment]\nenv = {K = '${A}'}"}, "environment.env.K is"),
         ({"environment__Dockerfile": "FROM a\nENV A=1 B"}, "line 2, `ENV A=1 B`: 'B' is no"),
         ({"environment__Dockerfile": "FROM a\nENV"}, "line 2, `ENV`: nothing follows"),
+        ({"environment__Dockerfile": "FROM a\nENV A=b\0"}, "line 2, .*can be called 'A' and hold"),
+        ({"environment__Dockerfile": "FROM a\nCOPY " + "[" * 9999}, "line 2, .* is no JSON"),
+        (
+            {"task_toml": "[environment]\nenv = {'A=B' = 'x'}"},
+            "environment.env: no variable can be",
+        ),
+        ({"task_toml": "[verifier]\nenv = {'' = 'x'}"}, "verifier.env: no variable can be"),
+        ({"task_toml": '[verifier]\nenv = {K = "\\u0000"}'}, "verifier.env: no variable can be"),
+        (
+            {"task_toml": f"[agent]\ntimeout_sec = {'9' * 400}"},
+            "agent.timeout_sec is 9999.*: expected",
+        ),
+        ({"task_toml": "[agent]\ntimeout_sec = inf"}, "agent.timeout_sec is inf: expected seconds"),
         ({"environment__Dockerfile": "FROM a\nENV A='"}, "line 2, .*No closing quotation"),
         ({"environment__Dockerfile": 'FROM a\nCOPY ["a", b]'}, "line 2, .* is no JSON"),
         ({"environment__Dockerfile": 'FROM a\nCOPY ["a", 1]'}, "line 2, .*no list of texts"),
@@ -318,3 +331,13 @@ def test_a_folder_of_tasks_is_a_data_set(tmp_path: Path) -> None:
 def test_another_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a taskset of task folders"):
         HarborWorkflow.examine(Task({"prompt": "a"}))
+
+
+def test_a_link_to_nothing_is_copied_as_one(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    (folder / "environment" / "Dockerfile").unlink(missing_ok=True)
+    for name, to in (("nowhere", "gone"), ("itself", "itself")):
+        (folder / "environment" / name).symlink_to(to)
+    box = TaskBox(read_task(folder), tmp_path / "box", sandbox=False)
+    links = {path.name: os.readlink(path) for path in box.cwd.iterdir() if path.is_symlink()}
+    assert links == {"nowhere": "gone", "itself": "itself"}

@@ -36,6 +36,8 @@ MOST_FILES, DEEPEST = 100_000, 100
 """Of a task's folder: how many files and folders it has, and how deep they lie."""
 FILE_MB = 1024
 """The largest file of a task, unless `workflow_args.file_mb` says otherwise."""
+MOST_S = 1e9
+"""The longest time-out of a task: what waits takes no larger number."""
 _LARGEST = 1 << 20
 """Bytes of a file that is looked through for absolute paths."""
 
@@ -189,12 +191,20 @@ def _variables(name: str, said: dict[str, Any], section: str) -> dict[str, str]:
                 f"{name}: {section}.env.{key} is '{value}', and no task is given variables of this "
                 "machine: expected the value itself"
             )
-    return {key: str(value) for key, value in table.items()}
+    return _settable({key: str(value) for key, value in table.items()}, f"{name}: {section}.env: ")
+
+
+def _settable(variables: dict[str, str], where: str = "") -> dict[str, str]:
+    """The variables. Raises ValueError for one that no process can be given."""
+    for key, value in variables.items():
+        if not key or "=" in key or "\0" in f"{key}{value}":
+            raise ValueError(f"{where}no variable can be called {key!r:.60} and hold {value!r:.60}")
+    return variables
 
 
 def _seconds(name: str, said: dict[str, Any], section: str) -> float:
     value = _table(name, said, section).get("timeout_sec", 600.0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_S:
         raise ValueError(f"{name}: {section}.timeout_sec is {value!r}: expected seconds")
     return float(value)
 
@@ -329,7 +339,7 @@ def _assigned(rest: str) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair.lstrip("="):
             raise ValueError(f"'{pair}' is no variable with its value: expected NAME=value")
-    return dict(pair.split("=", 1) for pair in pairs)
+    return _settable(dict(pair.split("=", 1) for pair in pairs))
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str]]:
@@ -369,8 +379,8 @@ def _listed(text: str) -> list[str]:
     """The words of a COPY in its JSON form."""
     try:
         words = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{text} is no JSON ({error}): expected a list of texts") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text:.60} is no JSON ({error}): expected a list of texts") from error
     if not all(isinstance(word, str) for word in words):
         raise ValueError(f"{text} is no list of texts")
     return words

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 25.0
 """The limit before a plan is known."""
 LEFT_S = 5.0
+SAY_S = 1.0
 PYTHON = (sys.prefix, sys.base_prefix)
 """What lies there is Python's own, or a package."""
 
@@ -172,9 +174,9 @@ class Stop:
         timer.daemon = True
         timer.start()
         if self._loop is not None:
-            self._say(
+            _write(
                 f"{self.name}: ending at the next safe point, in {self.limit:g} s at most "
-                "(cluster.stop_timeout); Ctrl-C: at once"
+                "(cluster.stop_timeout); Ctrl-C: at once\n"
             )
 
     def _ask(self) -> None:
@@ -186,24 +188,32 @@ class Stop:
         calls = traceback.extract_stack(frames) if frames else []
         busy = [f for f in calls if not f.filename.startswith(PYTHON)][-1:]
         where = "".join(f"; the event loop is at {f.filename}:{f.lineno}" for f in busy)
-        awaited = self.waits_for() or "the parts of the run to end"
+        awaited, left = "the parts of the run to end", ""
+        with suppress(Exception):  # of a folder that is gone: it ends all the same
+            awaited = self.waits_for() or awaited
+            left = f"; {self.what_is_left()}"
         self._end(
             f"{self.name}: ended after {self.limit:g} s (cluster.stop_timeout), which was too "
-            f"short for {awaited}{where}; {self.what_is_left()}"
+            f"short for {awaited}{where}{left}"
         )
 
     def _end(self, text: str) -> None:
         """End the process at once: whatever else were asked first might hang."""
         with suppress(Exception):
-            if sys.stdout.isatty():
-                os.write(2, b"\x1b[?25h")  # a live display hides the cursor
-            self._say(text)
+            shows = "\x1b[?25h" if sys.stdout.isatty() else ""  # a live display hides the cursor
+            _write(f"{shows}{shown(text)}\n")
         end_now()
         os._exit(self.code)
 
-    def _say(self, text: str) -> None:
-        """Past `sys.stderr`, in the middle of whose work the signal may have come."""
-        os.write(2, f"{shown(text)}\n".encode())
+
+def _write(text: str) -> None:
+    """Say it past `sys.stderr`, in the middle of whose work a signal may have come, and only where
+    somebody takes it: a terminal that was closed is the reason for SIGHUP, and nobody may read a
+    pipe.
+    """
+    with suppress(OSError, ValueError):
+        if select.select([], [2], [], SAY_S)[1]:
+            os.write(2, text.encode())
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> int:

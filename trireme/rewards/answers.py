@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{
 _NUMBER_IN_TEXT = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
 _ONE_NUMBER = re.compile(_NUMBER_IN_TEXT.pattern + r"(?!\w)")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BRACE = re.compile("[{}]")
 _SHORT_FRACTION = re.compile(r"\\frac([^{])(?:([^{])|(?=\{))")
 _FENCES = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
@@ -80,16 +81,17 @@ def _last_formula(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """What the last complete \\boxed{...} holds, inner braces included."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
-        for at in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[at], 0)
-            if depth == 0:
-                return text[start + 7 : at]
-        end = start
-    return None
+    """What the last complete \\boxed{...} holds, inner braces included; in one pass, since a model
+    may say nothing but its beginning.
+    """
+    is_open: list[int] = []
+    last, end = -1, -1
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            is_open.append(brace.start())
+        elif is_open and (begin := is_open.pop()) > last and text.endswith("\\boxed", 0, begin):
+            last, end = begin, brace.start()
+    return text[last + 1 : end] if end >= 0 else None
 
 
 def boxed_or_all(reply: str) -> tuple[bool, str]:

@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -77,6 +78,10 @@ class Judge:
         A mapping may also hold its `weight`, where there are no `weights`. Raises ValueError for an
         unknown name or option, and for weights of another number.
         """
+        for name, given in (("funcs", funcs), ("weights", weights)):
+            optional = given is None and name == "weights"
+            if not optional and not isinstance(given, list | tuple):
+                raise ValueError(f"reward_fn_args.{name} is {given!r:.60}: expected a list")
         if weights is not None and len(weights) != len(funcs):
             raise ValueError(
                 f"reward_fn_args.weights has {len(weights)} numbers: expected {len(funcs)}, one "
@@ -240,7 +245,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 def _number_of(name: str, weight: Any) -> float:
     real = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not real or not math.isfinite(weight):
+    if not real or not abs(weight) <= sys.float_info.max:
         raise ValueError(f"the weight of reward '{name}' is {weight!r}: expected a number")
     return float(weight)
 
@@ -329,8 +334,9 @@ def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _cells(task: Task, row: Row) -> dict[str, Any]:
     """A rollout, or a sample of it, with all columns of its row of the data set."""
-    data = {k: v for k, v in task.raw_task.items() if k not in ("messages", "data_dict")}
-    data |= task.raw_task.get("data_dict") or {}
+    data = {k: v for k, v in task.raw_task.items() if k != "messages"}
+    if isinstance(data.get("data_dict"), Mapping):  # ms-swift's; else a column as any other
+        data |= data.pop("data_dict")
     return {
         **data,
         "solution": data.get("solution", task.truth),

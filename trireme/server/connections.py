@@ -16,6 +16,7 @@ import ipaddress
 import os
 import resource
 from collections import OrderedDict
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -235,8 +236,11 @@ def most_connections() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + SPARE_FILES
     if 0 <= soft < wanted:
-        soft = wanted if hard < 0 else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        raised = wanted if hard < 0 else min(wanted, hard)
+        # a system may have another limit beside the one that it names, as macOS has
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
     files = Path("/proc/self/fd")
     is_open = len(os.listdir(files)) if files.exists() else 0
     free = soft - is_open - SPARE_FILES if soft >= 0 else MOST_CONNECTIONS

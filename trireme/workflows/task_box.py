@@ -172,7 +172,10 @@ def _copy(source: Path, target: Path, root: Path, context: Path) -> None:
     _inside(target, root)
     if not source.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
+        if source.is_symlink() and not source.exists():  # to nothing, or to itself
+            target.symlink_to(os.readlink(source))
+        else:
+            shutil.copy2(source, target)
         return
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
