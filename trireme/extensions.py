@@ -64,6 +64,7 @@ KINDS = (
     "tool_call_parser",
     "tool",
     "loss_scale",
+    "command",
     "engine",
 )
 """The kinds of names: a manifest's tables."""

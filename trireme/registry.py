@@ -372,6 +372,9 @@ TOOLS = Registry("tool", kind="tool")
 SCALES = Registry("loss scale", kind="loss_scale")
 """Weights of a reply's pieces in the loss: see workflows/loss_scale.py."""
 
+COMMANDS = Registry("command", kind="command")
+"""Commands of `trireme`: functions with typer's annotations, or typer apps (cli/main.py)."""
+
 ENGINES = Registry("explorer.rollout_model.engine_type", kind="engine")
 """Kinds of engines: see config/engine_kind.py."""
 

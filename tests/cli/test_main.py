@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import trireme
 from tests.limits import HANG_S
 from trireme.cli.main import app
+from trireme.registry import COMMANDS
 
 PLAIN = {"compare": False}
-COMMANDS = ("run", "check", "convert", "algorithms", "workflows", "log", "view")
+STUBBED = ("run", "check", "convert", "algorithms", "workflows", "log", "view")
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     from trireme.cli.view import Wanted
 
     seen: dict[str, Any] = {}
-    for name in COMMANDS:
+    for name in STUBBED:
         module = ModuleType(f"trireme.cli.{name}")
 
         def command(*args: Any, name: str = name, **options: Any) -> int:
@@ -120,9 +123,56 @@ def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None
 
 def test_help_names_every_command() -> None:
     shown = CliRunner().invoke(app, ["--help"]).output
-    assert all(name in shown for name in COMMANDS)
+    assert len(COMMANDS) >= 13 and all(f"\n  {name} " in shown for name in COMMANDS)
 
 
 def test_an_unknown_command_or_option_is_an_error() -> None:
     assert invoke("rum") == 2
     assert invoke("run", "--confg", "x.yaml") == 2
+
+
+def test_a_command_is_imported_when_it_is_chosen() -> None:
+    code = (
+        "import sys; sys.argv = ['trireme', 'log', '--help']\n"
+        "from trireme.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(*[m for m in sys.modules if m.startswith('trireme.cli.commands.')])"
+    )
+    words = [sys.executable, "-c", code]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S).stdout
+    assert said.splitlines()[-1] == "trireme.cli.commands.log"
+
+
+@pytest.fixture
+def shop() -> Iterator[str]:
+    """The name of a command that a test may register."""
+    yield "shop"
+    del COMMANDS["shop"]
+
+
+def test_a_command_that_cannot_be_imported_says_so_and_the_others_work(shop: str) -> None:
+    COMMANDS.register_module(shop, "no_such_shop.command:sell", lazy=True)
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert "shop        The command shop cannot be imported" in shown
+    assert all(name in shown for name in COMMANDS)
+    chosen = CliRunner().invoke(app, [shop, "a.yaml", "--price", "3"])
+    assert chosen.exit_code == 2
+    assert "no module 'no_such_shop.command'" in " ".join(chosen.output.split())
+
+
+def test_a_command_may_be_an_app_of_several(shop: str) -> None:
+    several = typer.Typer(help="Buy and sell.", add_completion=False, rich_markup_mode=None)
+
+    @several.command()
+    def buy(price: int) -> None:
+        raise typer.Exit(price)
+
+    @several.command()
+    def sell() -> None:
+        """Sell it."""
+
+    COMMANDS.register(shop)(several)
+    assert "shop        Buy and sell." in CliRunner().invoke(app, ["--help"]).output
+    assert "Sell it." in CliRunner().invoke(app, [shop, "--help"]).output
+    assert invoke(shop, "buy", "7") == 7

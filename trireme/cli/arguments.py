@@ -1,15 +1,17 @@
-"""Arguments: the options of commands: shared ones, those with much to say, and vLLM's flags."""
+"""Arguments: the options that several commands have, and the words and flags of a configuration.
+
+What flags mean is imported when a command that takes them is called: `--help` lists without it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from typer.core import TyperCommand
-
-from trireme.cli.flag_names import IDLE
 
 Words = Annotated[
     list[str] | None,
@@ -29,122 +31,105 @@ OptionalConfig = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="The YAML of the run; without it, the built-in demo."),
 ]
-EvalConfig = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", help="A YAML with eval_tasksets, in place of --tasks."),
-]
-ServerKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        "--api_key",
-        help="The key of clients, visible in the process list; or set TRIREME_API_KEY.",
-    ),
-]
-ServerKeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key.")
-]
-EngineType = Annotated[
-    str, typer.Option("--dtype", "--torch_dtype", help="auto, float32, bfloat16 or float16.")
-]
-ModelLength = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len",
-        "--max_model_len",
-        "--vllm_max_model_len",
-        min=2,
-        help="Tokens with the prompt.",
-    ),
-]
-ToolCallParser = Annotated[
-    str | None,
-    typer.Option(
-        "--tool-call-parser",
-        "--tool_call_parser",
-        help="The format of tool calls, or a function's path; by default the template's.",
-    ),
-]
-AsyncEngine = Annotated[
-    str,
-    typer.Option(
-        "--use_async_engine",
-        "--vllm_use_async_engine",
-        help="true: no request waits for the slowest one of its batch.",
-    ),
-]
-PageFile = Annotated[
-    Path | None, typer.Option("--html", help="Write the page and its data to one file, and exit.")
-]
-PageHost = Annotated[
-    str, typer.Option("--host", help="The address to bind to; beyond loopback a key is required.")
-]
-PagePort = Annotated[
-    int | None, typer.Option("--port", min=1, max=65535, help="By default 6600, or a free one.")
-]
-PageKey = Annotated[
-    Path | None,
-    typer.Option("--api-key-file", help="A file with the page's key, instead of TRIREME_API_KEY."),
-]
-OpenBrowser = Annotated[
-    bool, typer.Option("--open/--no-open", help="Open the browser, on a machine with a desktop.")
-]
-TaskFiles = Annotated[
-    list[str] | None,
-    typer.Option("--tasks", help="A data set to try, PATH or NAME=PATH; instead of a YAML."),
-]
-Ks = Annotated[
-    list[int] | None,
-    typer.Option("--k", "-k", min=1, help="The k of pass@k; by default 1 and the rollouts."),
-]
-
-GymEnv = Annotated[
-    str | None, typer.Option("--gym_env", help="What gym_scheduler plays, where no row says.")
-]
-Thinking = Annotated[
-    str | None,
-    typer.Option("--enable_thinking", metavar="true|false", help="Passed to the chat template."),
-]
+FLAGS_HELP = (
+    "ms-swift's flags work too: --multi_turn_scheduler, --max_turns, --loss_scale, "
+    "--reward_funcs A B, --external_plugins FILE, --vllm_server_base_url URL and others: "
+    "docs/ms_swift.md"
+)
 
 
-def switch(name: str, text: str | None) -> bool | None:
-    """What a flag `true` or `false` says; None where it is not given. BadParameter else."""
-    if text is not None and text.lower() not in ("true", "false"):
-        raise typer.BadParameter(f"--{name} {text}: expected true or false")
-    return None if text is None else text.lower() == "true"
+class WithFlags(TyperCommand):
+    """A command that also takes the flags; they are in its context's `obj`."""
 
-
-_VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
-_VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
-"""Options of vLLM's engine that `trireme rollout` passes on."""
-_IDLE = {"max_length": "each request says how much it may sample; --vllm_max_model_len limits both"}
-"""Further flags without effect on it."""
-
-
-class WithEngineFlags(TyperCommand):
-    """A command that also takes vLLM's options as ms-swift spells them; they are in its context's
-    `obj`, by their keys in `explorer.rollout_model`.
-    """
+    def own_flags(self) -> Sequence[str]:
+        """Flags of this command alone, each with any number of values."""
+        return ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the flags out; what has no effect is said."""
-        own = {name.lstrip("-") for p in self.params for name in p.opts}
-        ctx.obj = {}
-        rest: list[str] = []
-        words = list(args)
-        while words:
-            word = words.pop(0)
-            name, equals, value = word.removeprefix("--").partition("=")
-            key = name.removeprefix("vllm_")
-            idle = {**IDLE, **_IDLE}
-            if not word.startswith("--") or name in own or (key not in _VLLM and name not in idle):
-                rest.append(word)
+        """Take the flags out, and what stands behind an option that may be repeated as its own."""
+        from trireme.cli.flag_names import KEYS, TASKSETS, TRANSLATED, elsewhere
+
+        own = self.own_flags()
+        options = {name.lstrip("-"): p for p in self.params for name in p.opts}
+        ctx.obj, rest = _taken(args, options, own)
+        for index, word in enumerate(rest):
+            name, _, value = word.removeprefix("--").partition("=")
+            if not word.startswith("--") or name in options:
                 continue
-            if not equals and not words:
-                raise typer.BadParameter(f"--{name} needs a value")
-            value = value if equals else words.pop(0)
-            if key in _VLLM:
-                ctx.obj[key] = yaml.safe_load(value)
-            else:
-                typer.echo(f"note: --{name} is without effect here: {idle[name]}", err=True)
+            if instead := elsewhere(name):
+                raise typer.BadParameter(f"no such option: --{name}. Set {instead}")
+            if "." in name:
+                value = value or next(iter(rest[index + 1 :]), "VALUE")
+                raise typer.BadParameter(
+                    f"no such option: --{name}. Keys of the YAML are set as KEY=VALUE: "
+                    f"{name}={value}"
+                )
+            flags = {*options, *KEYS, *TASKSETS, *TRANSLATED, *own}
+            if near := get_close_matches(name, flags, n=1, cutoff=0.75):
+                raise typer.BadParameter(f"no such option: --{name}; did you mean --{near[0]}?")
         return super().parse_args(ctx, rest)
+
+
+def _taken(
+    args: Sequence[str], options: Mapping[str, Any], own_flags: Sequence[str]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """The flags with their values, and all other words; `own_flags` are a command's own."""
+    from trireme.cli.flag_names import IDLE, KEYS, SEVERAL, TASKSETS, TRANSLATED
+
+    chosen: dict[str, list[str]] = {}
+    rest: list[str] = []
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        mine = word.startswith("--") and name not in options
+        tables = (KEYS, TASKSETS, IDLE, TRANSLATED, own_flags)
+        known = mine and any(name in table for table in tables)
+        several = (
+            name in (*SEVERAL, *own_flags) if known else getattr(options.get(name), "multiple", 0)
+        )
+        if not known and not (several and word.startswith("--")):
+            rest.append(word)
+            continue
+        values = [value] if equals else words[:1]
+        del words[: 0 if equals else 1]
+        while several and words and not _is_other(words[0]):
+            values.append(words.pop(0))
+        if known and not values:
+            raise typer.BadParameter(f"--{name} needs a value")
+        if known:
+            chosen[name] = [*chosen.get(name, []), *values] if several else values
+        else:
+            rest += [part for one in values for part in (f"--{name}", one)]
+    return chosen, rest
+
+
+def _is_other(word: str) -> bool:
+    """Whether a word behind several values is not one more of them."""
+    return word.startswith("-") or "=" in word or is_yaml(word)
+
+
+def is_yaml(word: str) -> bool:
+    """Whether a plain word names a configuration."""
+    return word.endswith((".yaml", ".yml")) and "=" not in word
+
+
+def yaml_and_keys(
+    config: Path | None, words: Sequence[str] | None, flags: Mapping[str, list[str]] | None
+) -> tuple[Path | None, list[str]]:
+    """The configuration, which may be a plain word, and the keys to set, those of flags first.
+
+    Raises BadParameter for other words.
+    """
+    from trireme.cli.flags import overrides
+
+    keys: list[str] = []
+    for word in words or ():
+        if is_yaml(word) and config is None:
+            config = Path(word)
+        elif "=" in word and not is_yaml(word):
+            keys.append(word)
+        else:
+            also = f"; the YAML is {config} already" if is_yaml(word) else ", or a YAML (*.yaml)"
+            raise typer.BadParameter(f"{word}: expected KEY=VALUE{also}")
+    return config, [*overrides(flags or {}, config), *keys]

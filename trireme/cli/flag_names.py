@@ -283,6 +283,12 @@ ELSEWHERE = {
     "push_to_hub": "nothing: trireme convert writes a folder to upload",
 }
 """No flag here: what to set instead; a name that ends in * stands for all that begin so."""
+SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
+SEVERAL += ("callbacks",)
+SEVERAL += (*REWARD_MODELS, "target_modules", "loss_type", "loss_weights")
+SEVERAL += SERVERS
+"""Flags with several values."""
 
 
 def elsewhere(name: str) -> str | None:

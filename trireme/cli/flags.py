@@ -1,17 +1,15 @@
-"""Flags: reads ms-swift's flag names, several values behind one flag, and the YAML as a word."""
+"""Flags: reads ms-swift's flag names, and several values behind one flag."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import typer
 import yaml
-from typer.core import TyperCommand
 
 from trireme.cli.flag_names import (
     CHOICES,
@@ -24,117 +22,22 @@ from trireme.cli.flag_names import (
     REWARD_MODELS,
     REWARD_OPTIONS,
     REWEIGHT_OPTIONS,
+    SERVERS,
+    SEVERAL,
     TASKSETS,
-    TRANSLATED,
-    elsewhere,
 )
 from trireme.cli.flag_values import Given, needs, number_of, scalar, system_of, text_of
 from trireme.demo import YAML as DEMO
 
-_SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
-_SEVERAL += ("callbacks",)
-_SEVERAL += (*REWARD_MODELS, "target_modules", "loss_type", "loss_weights")
 _ONE_OF = "expected one of "
 _ADVANTAGE = "algorithm.advantage_fn_args."
 _PLAIN = (None, "ppo", "grpo")
 """What a flag says of a key by default there: another flag may say more of it."""
 _RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
 SDAR = "sdar_loss_coef"
-_SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 
 Source = Path | Mapping[str, Any] | None
 """A configuration: its file, what a file would hold, or none: the demo's."""
-
-
-class WithFlags(TyperCommand):
-    """A command that also takes the flags; they are in its context's `obj`."""
-
-    own_flags: Sequence[str] = ()
-    """Flags of this command alone, each with any number of values."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the flags out, and what stands behind an option that may be repeated as its own."""
-        options = {name.lstrip("-"): p for p in self.params for name in p.opts}
-        ctx.obj, rest = _taken(args, options, self.own_flags)
-        for index, word in enumerate(rest):
-            name, _, value = word.removeprefix("--").partition("=")
-            if not word.startswith("--") or name in options:
-                continue
-            if instead := elsewhere(name):
-                raise typer.BadParameter(f"no such option: --{name}. Set {instead}")
-            if "." in name:
-                value = value or next(iter(rest[index + 1 :]), "VALUE")
-                raise typer.BadParameter(
-                    f"no such option: --{name}. Keys of the YAML are set as KEY=VALUE: "
-                    f"{name}={value}"
-                )
-            flags = {*options, *KEYS, *TASKSETS, *TRANSLATED, *self.own_flags}
-            if near := get_close_matches(name, flags, n=1, cutoff=0.75):
-                raise typer.BadParameter(f"no such option: --{name}; did you mean --{near[0]}?")
-        return super().parse_args(ctx, rest)
-
-
-def _taken(
-    args: Sequence[str], options: Mapping[str, Any], own_flags: Sequence[str]
-) -> tuple[dict[str, list[str]], list[str]]:
-    """The flags with their values, and all other words; `own_flags` are a command's own."""
-    chosen: dict[str, list[str]] = {}
-    rest: list[str] = []
-    words = list(args)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        mine = word.startswith("--") and name not in options
-        tables = (KEYS, TASKSETS, IDLE, TRANSLATED, own_flags)
-        known = mine and any(name in table for table in tables)
-        several = (
-            name in (*_SEVERAL, *_SERVERS, *own_flags)
-            if known
-            else getattr(options.get(name), "multiple", 0)
-        )
-        if not known and not (several and word.startswith("--")):
-            rest.append(word)
-            continue
-        values = [value] if equals else words[:1]
-        del words[: 0 if equals else 1]
-        while several and words and not _is_other(words[0]):
-            values.append(words.pop(0))
-        if known and not values:
-            raise typer.BadParameter(f"--{name} needs a value")
-        if known:
-            chosen[name] = [*chosen.get(name, []), *values] if several else values
-        else:
-            rest += [part for one in values for part in (f"--{name}", one)]
-    return chosen, rest
-
-
-def _is_other(word: str) -> bool:
-    """Whether a word behind several values is not one more of them."""
-    return word.startswith("-") or "=" in word or is_yaml(word)
-
-
-def is_yaml(word: str) -> bool:
-    """Whether a plain word names a configuration."""
-    return word.endswith((".yaml", ".yml")) and "=" not in word
-
-
-def yaml_and_keys(
-    config: Path | None, words: Sequence[str] | None, flags: Given | None
-) -> tuple[Path | None, list[str]]:
-    """The configuration, which may be a plain word, and the keys to set, those of flags first.
-
-    Raises BadParameter for other words.
-    """
-    keys: list[str] = []
-    for word in words or ():
-        if is_yaml(word) and config is None:
-            config = Path(word)
-        elif "=" in word and not is_yaml(word):
-            keys.append(word)
-        else:
-            also = f"; the YAML is {config} already" if is_yaml(word) else ", or a YAML (*.yaml)"
-            raise typer.BadParameter(f"{word}: expected KEY=VALUE{also}")
-    return config, [*overrides(flags or {}, config), *keys]
 
 
 def overrides(flags: Given, config: Source) -> list[str]:
@@ -162,7 +65,7 @@ def overrides(flags: Given, config: Source) -> list[str]:
     out += [
         f"{KEYS[name]}={_value(name, each.get(name, values))}"
         for name, values in flags.items()
-        if name in KEYS and name not in _SERVERS
+        if name in KEYS and name not in SERVERS
     ]
     if steps := _explore_steps(flags, each, keys.get(_RESAMPLES, 0)):
         out.append(f"buffer.total_steps={steps}")
@@ -426,7 +329,7 @@ def _value(name: str, values: Sequence[str]) -> str:
         return text_of([str(Path(value).resolve()) for value in values])
     if name == "report_to":
         values = [value for value in values if value != "none"]
-    return text_of(list(values)) if name in _SEVERAL else values[0]
+    return text_of(list(values)) if name in SEVERAL else values[0]
 
 
 def _urls(flags: Given) -> Iterator[str]:

@@ -1,11 +1,13 @@
-"""`trireme algorithms` and `trireme workflows`: what a YAML may name, plug-ins included.
+"""`trireme algorithms`, `workflows` and `extensions`: what a YAML may name, plug-ins included.
 
 Tables that a terminal or `grep` can read: each algorithm with its parts, and what each part may be,
-by formula; each workflow and reward with the first line of its docstring.
+by formula; each workflow and reward with the first line of its docstring; each extension with what
+it needs, by its manifest.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,3 +101,39 @@ def algorithms(plugin_dirs: Sequence[Path] = ()) -> int:
         ],
     )
     return 0
+
+
+def extensions() -> int:
+    """Print three tables; returns the exit code."""
+    from trireme.extensions import extensions as found
+
+    if not found():
+        say("no extension is installed")
+        return 0
+    print_table(("extension", "what it is"), [(e.name, e.about) for e in found().values()])
+    needs = [(e.name, need, _version(need) or "no") for e in found().values() for need in e.needs]
+    needs += [
+        (e.name, f"extension {other}", "yes" if other in found() else "no")
+        for e in found().values()
+        for other in e.uses
+    ]
+    if needs:
+        print_table(("extension", "needs", "installed"), needs)
+    print_table(
+        ("extension", "kind", "name"),
+        [
+            (e.name, kind, name)
+            for e in found().values()
+            for kind, names in e.names.items()
+            for name in names
+        ],
+    )
+    return 0
+
+
+def _version(package: str) -> str:
+    """The installed version of a package; empty where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

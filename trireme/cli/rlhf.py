@@ -24,7 +24,7 @@ from trireme.cli.flag_names import (
     TRANSLATED,
 )
 from trireme.cli.flag_values import Given, number_of, scalar, system_of
-from trireme.cli.flags import SDAR, WithFlags, in_effect, overrides
+from trireme.cli.flags import SDAR, in_effect, overrides
 
 FILE = "rlhf.yaml"
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
@@ -72,13 +72,9 @@ _BESIDE_REWARDS += ("max_resample_times", "reward_weights", "reward_model_plugin
 """Flags of what is made of rewards: a teacher alone has none."""
 _EVALUATION = ("eval_steps", "val_dataset")
 _ROLLOUTS = ("num_generations", "generation_batch_size", "steps_per_generation", "val_dataset")
-
-
-class WithAllFlags(WithFlags):
-    """The command's flags are all there is to its configuration."""
-
-    own_flags = ("dataset", "val_dataset", *_COUNTS, *_LOSS[1:], *_OTHERS)
-    own_flags += (*_GKD, *_CHORD, *_EXPERTS)
+OWN_FLAGS = ("dataset", "val_dataset", *_COUNTS, *_LOSS[1:], *_OTHERS)
+OWN_FLAGS += (*_GKD, *_CHORD, *_EXPERTS)
+"""Flags of this command alone."""
 
 
 def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
@@ -119,7 +115,7 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
             err=True,
         )
     tree = _with_replies(flags, folder, kind) if replies else _tree(flags, folder)
-    read = (*WithAllFlags.own_flags, "generation_batch_size", "rlhf_type")
+    read = (*OWN_FLAGS, "generation_batch_size", "rlhf_type")
     read += ("beta", "max_length") if replies else ()
     if kind == "gkd" or (not replies and _distils(flags)):
         tree = _distilled(tree, flags, kind)

@@ -1,0 +1,33 @@
+"""The command `trireme rlhf`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from trireme.cli.arguments import FLAGS_HELP, Keys, PluginDirs, WithFlags
+from trireme.text import say
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+class WithAllFlags(WithFlags):
+    """The command's flags are all there is to its configuration."""
+
+    def own_flags(self) -> Sequence[str]:
+        """The flags that only this command has."""
+        from trireme.cli.rlhf import OWN_FLAGS
+
+        return OWN_FLAGS
+
+
+@app.command(cls=WithAllFlags, epilog=FLAGS_HELP)
+def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) -> None:
+    """Run GRPO, DPO or KTO from ms-swift's flags; print the YAML they stand for."""
+    from trireme.cli.rlhf import yaml_of
+    from trireme.cli.run import run as command
+
+    path = yaml_of(ctx.obj, words or [])
+    say(f"# {path}: the same run is `trireme run {path}`\n{path.read_text()}", flush=True)
+    raise typer.Exit(command(path, [], plugin_dir or []))

@@ -1,0 +1,41 @@
+"""The command `trireme run`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trireme.cli.arguments import (
+    FLAGS_HELP,
+    OptionalConfig,
+    PluginDirs,
+    WithFlags,
+    Words,
+    yaml_and_keys,
+)
+from trireme.text import say
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(cls=WithFlags, epilog=FLAGS_HELP)
+def run(
+    ctx: typer.Context,
+    words: Words = None,
+    config: OptionalConfig = None,
+    plugin_dir: PluginDirs = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Afterwards, spend RL's time on more SFT and compare.")
+    ] = False,
+) -> None:
+    """Run an experiment, or the built-in demo."""
+    import trireme
+
+    config, keys = yaml_and_keys(config, words, ctx.obj)
+    # before the other imports, which take seconds
+    what = config or "the demo: a tiny model learns word problems, on this machine's cores"
+    say(f"trireme {trireme.__version__}: {what}", flush=True)
+    from trireme.cli.run import run as command
+
+    raise typer.Exit(command(config, keys, plugin_dir or [], compare=compare))

@@ -1,0 +1,112 @@
+"""The command `trireme view`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PageFile = Annotated[
+    Path | None, typer.Option("--html", help="Write the page and its data to one file, and exit.")
+]
+PageHost = Annotated[
+    str, typer.Option("--host", help="The address to bind to; beyond loopback a key is required.")
+]
+PagePort = Annotated[
+    int | None, typer.Option("--port", min=1, max=65535, help="By default 6600, or a free one.")
+]
+PageKey = Annotated[
+    Path | None,
+    typer.Option("--api-key-file", help="A file with the page's key, instead of TRIREME_API_KEY."),
+]
+OpenBrowser = Annotated[
+    bool, typer.Option("--open/--no-open", help="Open the browser, on a machine with a desktop.")
+]
+
+
+def view(
+    rest: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FOLDER] [N] [KEY=VALUE]...",
+            help="The folder of a run or of several. To print samples, also a store, their number "
+            "N, and keys of the YAML to override.",
+        ),
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Print samples in the terminal.")] = False,
+    html: PageFile = None,
+    host: PageHost = "127.0.0.1",
+    port: PagePort = None,
+    api_key_file: PageKey = None,
+    open_browser: OpenBrowser = True,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", "-c", help="A run's YAML: print its data set, or what it has stored."
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help="A database (sqlite:///x.db, x.db) or a .jsonl of a run."),
+    ] = None,
+    table: Annotated[
+        str | None, typer.Option("--table", help="The database's table; by default its first.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            help="The tokenizer of stored experiences; by default that of the run's model.",
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Only experiences of this explore step.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Print samples: the default.")] = True,
+    raw: Annotated[bool, typer.Option("--raw", help="With the chat template's marks.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colour; [[trained]].")] = False,
+) -> None:
+    """Open a local page over runs; with --plain, print samples.
+
+    An option about samples (--step, --best, --config, a number ...) implies --plain.
+    """
+    from trireme.cli.view import Wanted, open_page
+    from trireme.cli.view import view as command
+
+    words = rest or []
+    places = [word for word in words if not word.isdigit() and "=" not in word]
+    asks = (config, url, table, tokenizer, step)
+    said = plain or best or worst or raw or no_color
+    printed = said or any(ask is not None for ask in asks) or len(words) > len(places)
+    if not printed and len(places) <= 1 and Path(places[0] if places else "checkpoints").is_dir():
+        root = Path(places[0] if places else "checkpoints")
+        raise typer.Exit(open_page(root, host, port, api_key_file, html, open_browser=open_browser))
+    if html is not None:
+        raise typer.BadParameter("--html: expected a run's folder, and nothing that prints")
+    if len(places) > 1 or (places and (config or url)):
+        raise typer.BadParameter(f"{places[-1]}: expected one place: a folder, --config or --url")
+    if places and not Path(places[0]).is_dir():
+        if not Path(places[0]).exists():
+            raise typer.BadParameter(
+                f"{places[0]}: expected a number, KEY=VALUE, or a run's folder, and there is none"
+            )
+        url = places.pop()
+    if best and worst:
+        raise typer.BadParameter("--best and --worst: expected one of them")
+    numbers = [int(word) for word in words if word.isdigit()]
+    order = "best" if best else "worst" if worst else "newest"
+    raise typer.Exit(
+        command(
+            config,
+            url,
+            folder=Path(places[0]) if places else None,
+            overrides=[word for word in words if "=" in word],
+            table=table,
+            tokenizer=tokenizer,
+            wanted=Wanted(numbers[0] if numbers else 3, step, order, raw),
+            color=not no_color,
+        )
+    )
