@@ -66,6 +66,7 @@ KINDS = (
     "loss_scale",
     "command",
     "engine",
+    "push",
 )
 """The kinds of names: a manifest's tables."""
 _LISTS = ("needs", "uses", "files")

@@ -380,3 +380,6 @@ ENGINES = Registry("explorer.rollout_model.engine_type", kind="engine")
 
 engine = ENGINES.register
 """Decorator: an EngineKind class by this name."""
+
+PUSHES = Registry("weight push", kind="push")
+"""Ways of weights to an engine, which names its own: see sync/push.py."""

@@ -1,4 +1,4 @@
-"""A plug-in with a kind of engine of its own, which notes in a file where its engines were made."""
+"""A plug-in with a kind of engine and a weight push of its own, which note what they do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,36 @@ from typing import Any
 
 from trireme.config import Problem
 from trireme.config.engine_kind import KEY, EngineChoice, EngineRequest, Interpreter
-from trireme.registry import engine
+from trireme.registry import PUSHES, engine
 
 OPTIONS = ("noted_in", "embedded")
+NOTED: list[Path] = []
+
+
+def note(text: str) -> None:
+    with NOTED[0].open("a") as file:
+        file.write(f"{text}\n")
+
+
+@PUSHES.register("dreamt")
+class DreamtPush:
+    """See WeightPush: through memory."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @classmethod
+    def of(cls, parts: Any) -> DreamtPush:
+        from trireme.sync.push import MemorySync
+
+        return cls(MemorySync.of(parts))
+
+    async def push(self, version: int) -> dict[str, float]:
+        note(f"pushed {version}")
+        return await self.inner.push(version)
+
+    async def give(self, version: int) -> None:
+        await self.inner.give(version)
 
 
 @engine("made_up")
@@ -29,6 +56,7 @@ class MadeUpKind:
         return EngineChoice(
             "made_up",
             hosts=hosts,
+            shares=False,
             notes=[f"{KEY}.engine_type (made_up): it dreams on {request.gpus} GPUs"],
             problems=[
                 Problem(f"{KEY}.extra_engine_args.{name}", "is no argument of a dream")
@@ -45,9 +73,12 @@ class MadeUpKind:
     async def make(
         self, spec: Any, tokenizer: Any, device: Any, *, barrier: Any = None, share_with: Any = None
     ) -> Any:
+        from trireme.engines.engine import EngineTraits
         from trireme.engines.make import make_torch_engine
 
-        here = "in a process" if sys.argv[0].endswith("server/process.py") else "here"
-        with Path(spec.options["noted_in"]).open("a") as file:
-            file.write(f"{here}\n")
-        return make_torch_engine(spec, tokenizer, device, barrier=barrier, share_with=share_with)
+        NOTED.append(Path(spec.options["noted_in"]))
+        here = not sys.argv[0].endswith("server/process.py")
+        note("here" if here else "in a process")
+        made = make_torch_engine(spec, tokenizer, device, barrier=barrier, share_with=share_with)
+        made.traits = EngineTraits({"memory": "dreamt"})
+        return made

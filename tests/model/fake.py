@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tests.tiny import make_tokenizer
-from trireme.engines.engine import Completion, Health, OnToken, Sampling, StopReason
+from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, StopReason
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 
@@ -30,6 +30,9 @@ class Say:
 
 
 class FakeEngine:
+    traits = EngineTraits()
+    servers = None
+
     def __init__(
         self,
         replies: Iterable[str | Say] | Callable[[str], str | Say],

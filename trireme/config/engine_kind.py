@@ -55,6 +55,8 @@ class EngineChoice:
     """The interpreter of its processes; None: that of whoever starts them."""
     hosts: int = 0
     """Processes with an engine each, that the launcher starts; 0: it is embedded, or remote."""
+    shares: bool = True
+    """Embedded, it can read the trainer's own tensors."""
     sleeps: bool = False
     """Its processes free their memory while the trainer on their device works."""
     largest_adapter: int | None = None

@@ -174,6 +174,7 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
     inexact = against_exactness(stage, steps.own_batch, on_ray=on_ray, hosts=hosts)
     device, dtype = "cuda" if gpus else "cpu", findings.take(_dtype(stage, gpus))
     shares = lock_step and not on_ray and not config.model.lora_configs and dtype == "float32"
+    shares = shares and engine.shares
     findings.add(check_beat(stage, steps, style, inexact))
     job_dir = root / stage.name if stage.name else root
     findings.add(_check_explorer(stage))

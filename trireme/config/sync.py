@@ -12,7 +12,7 @@ import os
 from typing import Literal
 
 from trireme.config import Findings
-from trireme.config.engine_kind import KEY, sizes_of
+from trireme.config.engine_kind import KEY, kind_names, sizes_of
 from trireme.config.placement import Places
 from trireme.config.schema import SynchronizerConfig
 from trireme.config.stages import StageFacts, Steps
@@ -262,7 +262,8 @@ def check_colocated(
     if explorer.auxiliary_models:
         findings.problem("explorer.auxiliary_models", "is given: expected none in mode colocate")
     if stage.remote:
-        findings.problem(f"{KEY}.engine_type", "is remote: expected torch or vllm in mode colocate")
+        kinds = " or ".join(kind_names())
+        findings.problem(f"{KEY}.engine_type", f"is remote: expected {kinds} in mode colocate")
     if places.paired and not lock_step and not stage.reads_file and not stage.remote:
         findings.problem(
             "mode",

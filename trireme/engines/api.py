@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from trireme.engines.engine import Completion, OnToken, Sampling
+from trireme.engines.engine import Completion, EngineTraits, OnToken, Sampling
 from trireme.engines.scripted import ScriptedEngine
 from trireme.log import get_logger
 from trireme.text import as_json, joined
@@ -61,6 +61,8 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 class ApiEngine(ScriptedEngine):
     """See Engine. It has no weights, and reports one constant log-probability."""
+
+    traits = EngineTraits(takes_messages=True)
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
@@ -142,8 +142,38 @@ class Health:
     paused: bool = False
 
 
+@dataclass(frozen=True)
+class EngineTraits:
+    """What runs ask of an engine before they use it."""
+
+    pushes: Mapping[str, str] = field(default_factory=lambda: {"memory": "memory"})
+    """The names in PUSHES by which it takes new weights: for `sync_method` memory and nccl, and for
+    `paired`, where it has the device of one of the trainer's ranks.
+    """
+    takes_messages: bool = False
+    """Conversations reach it as messages, and its ids are not its own: see engines/api.py."""
+
+
+class Restartable(Protocol):
+    """Servers that may be started again while a run uses them: see engines/servers.py."""
+
+    renew: Callable[[Callable[[], bool]], Awaitable[None]] | None
+    """Brings the run's weights to all; None: there are none beside the model's own."""
+
+    async def persist(self, push: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of a push, which is done again where a server was gone."""
+        ...
+
+
 class Engine(Protocol):
     """Generates from token ids. All methods are safe to call from the event loop that owns it."""
+
+    traits: EngineTraits
+
+    @property
+    def servers(self) -> Restartable | None:
+        """The servers that it asks; None: it ends with this process."""
+        ...
 
     async def generate(
         self,

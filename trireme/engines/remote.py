@@ -21,7 +21,7 @@ import httpx
 from safetensors.torch import save
 from torch import Tensor
 
-from trireme.engines.engine import Completion, Health, OnToken, Sampling
+from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling
 from trireme.engines.servers import RequestBatcher, Servers
 from trireme.engines.weight_group import buckets
 
@@ -38,6 +38,8 @@ class Wakes(Protocol):
 
 class RemoteEngine:
     """See Engine."""
+
+    traits = EngineTraits({"memory": "http", "nccl": "group", "paired": "pairs"})
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trireme.engines.engine import Completion, Health, OnToken, Sampling, StopReason
+from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, StopReason
 from trireme.text import joined
 
 LOGPROB = math.log(0.5)
@@ -22,6 +22,9 @@ LOGPROB = math.log(0.5)
 
 class ScriptedEngine:
     """See Engine. Replies come from a list, in the order of the calls, or from a function."""
+
+    traits = EngineTraits()
+    servers = None
 
     def __init__(
         self,

@@ -15,10 +15,8 @@ from trireme.buffer.buffer import Puts
 from trireme.checkpoint.layout import EVALUATED, FAILED
 from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
-from trireme.engines.api import ApiEngine
 from trireme.engines.device import RolloutBarrier
 from trireme.engines.engine import Engine, Sampling, with_options
-from trireme.engines.remote import RemoteEngine
 from trireme.explorer.explorer import Explorer
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
@@ -154,8 +152,8 @@ def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
         timeout=plan.config.synchronizer.sync_timeout,
         dtype=plan.dtype,
     )
-    if isinstance(engine, RemoteEngine):  # servers that are started again get their weights by it
-        sync.persist, engine.servers.renew = engine.servers.persist, sync.renew
+    if (servers := engine.servers) is not None:  # those started again get their weights by it
+        sync.persist, servers.renew = servers.persist, sync.renew
     return sync
 
 
@@ -179,7 +177,7 @@ def make_scheduler(
     """
     if plan.api is not None:  # which has its own limits, in tokens of its own
         plan = dataclasses.replace(plan, max_model_len=UNLIMITED, max_prompt_tokens=UNLIMITED - 1)
-    model_type = ApiModel if isinstance(engine, ApiEngine) else Model
+    model_type = ApiModel if engine.traits.takes_messages else Model
     if model_type is ApiModel:
         read_api_calls(text.chat)
     remembered = [({}, sampling_of(plan, {}))]

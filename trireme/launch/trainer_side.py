@@ -15,16 +15,16 @@ from trireme.buffer.buffer import Buffer
 from trireme.checkpoint.layout import DATA_ROWS
 from trireme.checkpoint.save import Saving
 from trireme.engines.engine import Engine
-from trireme.engines.remote import RemoteEngine
 from trireme.launch.data import end_ids_of, make_buffer
 from trireme.launch.models import make_pairs
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
 from trireme.log import get_logger
 from trireme.monitor.events import Noted
+from trireme.registry import PUSHES
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe, WeightSource
-from trireme.sync.push import ColocatedSync, GroupSync, HttpSync, MemorySync
+from trireme.sync.push import Pairs, PushParts, WeightPush
 from trireme.sync.synchronizer import Push, Synchronizer
 from trireme.trainer.callbacks import Callbacks
 from trireme.trainer.led import Models
@@ -50,6 +50,7 @@ class TrainerSide:
         self.stage = stage
         self.models = models
         self.engine = engine
+        self._host = host
         self._saving: Saving | None = None
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
         """Where an explorer of the same run stands: checkpoints hold it too."""
@@ -65,7 +66,7 @@ class TrainerSide:
             dtype=plan.dtype,
             engine=engine if plan.mode == "both" else None,
         )
-        push = self._push(host)
+        push = self._push()
         self.buffer = stage.buffer
         state = saved.run_state if saved else {"version": 0}
         self.sync = Synchronizer(
@@ -81,9 +82,10 @@ class TrainerSide:
             pushed_step=state.get("pushed_step"),
         )
         self._refreshing = asyncio.Lock()
-        if isinstance(engine, RemoteEngine):  # servers that are started again get their weights so
-            self.sync.persist = engine.servers.persist
-            engine.servers.renew = self._renew if stage.recipe.from_data else self.sync.renew
+        servers = None if engine is None else engine.servers
+        if servers is not None:  # those that are started again get their weights so
+            self.sync.persist = servers.persist
+            servers.renew = self._renew if stage.recipe.from_data else self.sync.renew
         self.auxiliary = self._auxiliary()
         self.trainer = self._trainer()
         if stage.reads_file:
@@ -91,23 +93,11 @@ class TrainerSide:
 
     async def refresh(self) -> None:
         """Give the engine the weights as they are, without a push."""
-        assert self.engine is not None
-        engine, from_data = self.engine, self.stage.recipe.from_data
+        from_data = self.stage.recipe.from_data
         version = self.trainer.step if from_data else self.sync.version
-        backend, device = self.models.backend, self.stage.device
-
-        async def give() -> None:
-            source = self._source
-            if isinstance(engine, RemoteEngine):
-                dtype = self.stage.plan.dtype
-                http = HttpSync(source, engine, device, dtype=dtype, probe=self._probe)
-                return await http.give(version)
-            shared = self.stage.shares_tensors(backend)
-            weights = None if shared else await device.run(source.weights)
-            await engine.update_weights(weights, version)
-
+        direct = self._push_named("memory")
         async with self._refreshing:
-            await self.sync.persist(give)
+            await self.sync.persist(lambda: direct.give(version))
 
     async def _renew(self, lacking: Callable[[], bool]) -> None:
         """A supervised stage pushes nothing: an engine that was started again is refreshed."""
@@ -216,29 +206,35 @@ class TrainerSide:
             raise
         announce("stopped", trainer.step)
 
-    def _push(self, host: str) -> Push:
-        """How weights travel from here to an engine, or to explorers of other commands: by files,
-        through memory, by HTTP, over a process group that meets at `host`, or from each rank to the
-        engine on its device.
-        """
-        plan, device, engine = self.stage.plan, self.stage.device, self.engine
+    def _push(self) -> Push:
+        """How weights travel from here to an engine, as it names it, or by files."""
+        plan, device = self.stage.plan, self.stage.device
         pairs = make_pairs(plan, self.models)
         if pairs is not None and device.colocation is not None:
             device.colocation.make_room = partial(device.amid_turn, pairs.make_room)
         if plan.mode == "train" or plan.sync_method == "checkpoint":
             return self._files.push
-        source, options = self._source, {"dtype": plan.dtype, "probe": self._probe}
-        if isinstance(engine, RemoteEngine):
-            if pairs is not None:
-                return ColocatedSync(source, pairs, engine, device, **options).push
-            if plan.sync_method == "nccl":
-                transport = "nccl" if plan.device == "cuda" else "gloo"
-                options |= {"transport": transport, "host": host}
-                return GroupSync(source, engine, device, **options).push
-            return HttpSync(source, engine, device, **options).push
-        assert engine is not None and pairs is None
-        options |= {"shared": plan.share_tensors, "lock_step": plan.lock_step}
-        return MemorySync(source, engine, device, **options).push
+        return self._push_named("paired" if pairs is not None else plan.sync_method, pairs).push
+
+    def _push_named(self, way: str, pairs: Pairs | None = None) -> WeightPush:
+        """The engine's own push for this way. Raises ValueError where it has none."""
+        engine, plan = self.engine, self.stage.plan
+        assert engine is not None, "nothing is pushed where no engine is"
+        if (name := engine.traits.pushes.get(way)) is None:
+            raise ValueError(f"an engine of the kind {plan.engine_kind} takes no weights by {way}")
+        parts = PushParts(
+            self._source,
+            engine,
+            self.stage.device,
+            dtype=plan.dtype,
+            probe=self._probe,
+            shared=self.stage.shares_tensors(self.models.backend),
+            lock_step=plan.lock_step,
+            host=self._host,
+            on_gpu=plan.device == "cuda",
+            pairs=pairs,
+        )
+        return PUSHES.get(name).of(parts)
 
     def _auxiliary(self) -> dict[str, Buffer]:
         """Data sets that are mixed into the batches, where the checkpoint left them."""

@@ -25,10 +25,10 @@ from transformers.utils.logging import disable_progress_bar
 from trireme.aio import running_loop
 from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
+from trireme.config.engine_kind import EMBEDDED, kind_named
 from trireme.config.lookup import Api
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
-from trireme.engines.make import make_torch_engine
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.scripted import LOGPROB, ScriptedEngine
 from trireme.experience import Experience
@@ -253,7 +253,9 @@ async def open_scheduler(
         if make_engine is not None:
             engine = make_engine(text)
         else:
-            engine = make_torch_engine(engine_spec(plan, plan.model_path), text.tokenizer, device)
+            apart = plan.engine_hosts > 0 or plan.launcher == "ray"  # a trial starts no processes
+            kind = kind_named(EMBEDDED if apart else plan.engine_kind)
+            engine = await kind.make(engine_spec(plan, plan.model_path), text.tokenizer, device)
         held.push_async_callback(engine.close)
         others = make_auxiliary(plan, device)
         for other in others:

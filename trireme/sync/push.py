@@ -41,6 +41,45 @@ from trireme.engines.weight_group import (
 from trireme.sync.probe import Probe, WeightSource
 
 
+class WeightPush(Protocol):
+    """A way of weights to an engine, by its name in PUSHES; made by `of`."""
+
+    @classmethod
+    def of(cls, parts: PushParts) -> WeightPush:
+        """The push between these two sides."""
+        ...
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
+        ...
+
+    async def give(self, version: int) -> None:
+        """Engines at `version`, without a proof."""
+        ...
+
+
+@dataclass(frozen=True)
+class PushParts:
+    """What a push may need of a trainer and its engine."""
+
+    source: WeightSource
+    engine: Any
+    """An Engine that names the push in its `pushes`."""
+    device: Device
+    dtype: str
+    """The engine's."""
+    probe: Probe
+    shared: bool = False
+    """Engine and trainer read the same tensors."""
+    lock_step: bool = False
+    """Nothing is trained until a push has ended."""
+    host: str = "127.0.0.1"
+    """This machine as the engines see it."""
+    on_gpu: bool = False
+    pairs: Pairs | None = None
+    """The trainer's ranks, where an engine shares the device of each."""
+
+
 @dataclass(eq=False)
 class MemorySync:
     """Pushes the trainer's tensors; where they are shared only the version changes hands."""
@@ -57,6 +96,24 @@ class MemorySync:
     lock_step: bool = False
     """Nothing is trained until a push has ended, so that the engine copies from the tensors
     themselves."""
+
+    @classmethod
+    def of(cls, parts: PushParts) -> MemorySync:
+        """See WeightPush."""
+        return cls(
+            parts.source,
+            parts.engine,
+            parts.device,
+            dtype=parts.dtype,
+            probe=parts.probe,
+            shared=parts.shared,
+            lock_step=parts.lock_step,
+        )
+
+    async def give(self, version: int) -> None:
+        """See WeightPush."""
+        weights = None if self.shared else await self.device.run(self.backend.weights)
+        await self.engine.update_weights(weights, version)
 
     async def push(self, version: int) -> dict[str, float]:
         """Engine at `version`, and proof that it is the trainer's. Raises WrongWeights.
@@ -95,6 +152,11 @@ class HttpSync:
     dtype: str
     """The engine's: what is sent."""
     probe: Probe
+
+    @classmethod
+    def of(cls, parts: PushParts) -> HttpSync:
+        """See WeightPush."""
+        return cls(parts.source, parts.engine, parts.device, dtype=parts.dtype, probe=parts.probe)
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
@@ -176,6 +238,23 @@ class GroupSync:
     _group: WeightGroup | None = field(default=None, init=False)
     _met: dict[str, str] = field(default_factory=dict, init=False)
     """The engines' instances that are in it."""
+
+    @classmethod
+    def of(cls, parts: PushParts) -> GroupSync:
+        """See WeightPush."""
+        return cls(
+            parts.source,
+            parts.engine,
+            parts.device,
+            dtype=parts.dtype,
+            probe=parts.probe,
+            transport="nccl" if parts.on_gpu else "gloo",
+            host=parts.host,
+        )
+
+    async def give(self, version: int) -> None:
+        """See WeightPush; a push whose proof nobody asks for."""
+        await self.push(version)
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
@@ -282,6 +361,23 @@ class ColocatedSync:
     probe: Probe
     _met: dict[str, str] = field(default_factory=dict, init=False)
     """The engines' instances that have met their ranks."""
+
+    @classmethod
+    def of(cls, parts: PushParts) -> ColocatedSync:
+        """See WeightPush."""
+        assert parts.pairs is not None, "ranks and engines share no device"
+        return cls(
+            parts.source,
+            parts.pairs,
+            parts.engine,
+            parts.device,
+            dtype=parts.dtype,
+            probe=parts.probe,
+        )
+
+    async def give(self, version: int) -> None:
+        """See WeightPush; a push whose proof nobody asks for."""
+        await self.push(version)
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.adapter import Merged, is_adapter
 from trireme.engines.device import Device, RolloutBarrier
-from trireme.engines.engine import Completion, Health, OnToken, Sampling, broken
+from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.lean import make_lean
@@ -37,6 +37,9 @@ STEPS_PER_HOP = 8
 
 class TorchEngine:
     """See Engine."""
+
+    traits = EngineTraits()
+    servers = None
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from trireme.aio import first_failure
 from trireme.config.lookup import model_shapes, names_in, need_weight_files
 from trireme.engines.adapter import ENDS, is_adapter
-from trireme.engines.engine import Completion, Health, OnToken, Sampling, broken
+from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.shell import end_tokens_of
 from trireme.engines.vllm.options import ADAPTER, STREAM, arguments
@@ -46,6 +46,9 @@ WHOLE, CACHE = ("weights", "kv_cache"), ("kv_cache",)
 
 class VllmEngine:
     """See Engine."""
+
+    traits = EngineTraits()
+    servers = None
 
     def __init__(
         self,
