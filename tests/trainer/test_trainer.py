@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +26,7 @@ from trireme.trainer.learning import TrainState
 from trireme.trainer.led import Models
 from trireme.trainer.measure import Arithmetic, Phases, Profile
 from trireme.trainer.ranks import NotFinite
-from trireme.trainer.trainer import Stopped, Trainer
+from trireme.trainer.trainer import Stopped, Trainer, TrainerSettings
 
 SFT = ALGORITHMS.get("sft")
 
@@ -162,12 +163,15 @@ async def make(
     await buffer.put(samples(stored))
     if closed:
         await buffer.close()
-    options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
-    options = {"save_behind": True, "save_timeout": HANG_S} | options
+    options = {"sync": Sync(events)} | options
+    common = TrainerSettings(
+        batch_size=2, total_steps=None, save_interval=0, save_behind=True, save_timeout=HANG_S
+    )
+    settings = {f.name: options.pop(f.name) for f in fields(common) if f.name in options}
     trainer = Trainer(
         models=Models(cast(Any, backend), SFT, TrainState(SFT)),
         buffer=buffer,
-        batch_size=2,
+        settings=replace(common, **settings),
         device=Device(1),
         checkpointer=Folder(events, buffer),
         emit=emit,

@@ -30,7 +30,7 @@ from trireme.trainer.callbacks import Callbacks
 from trireme.trainer.led import Models
 from trireme.trainer.lora import AdapterSource
 from trireme.trainer.measure import Profile
-from trireme.trainer.trainer import Stopped, Trainer
+from trireme.trainer.trainer import Stopped, Trainer, TrainerSettings
 
 
 class TrainerSide:
@@ -251,22 +251,24 @@ class TrainerSide:
 
     def _trainer(self) -> Trainer:
         stage, plan = self.stage, self.stage.plan
+        options = plan.config.trainer
+        settings = TrainerSettings(
+            batch_size=plan.train_batch_size,
+            # Together with an explorer the trainer ends when the experiences do.
+            total_steps=options.total_steps if plan.mode == "both" else plan.train_steps,
+            save_interval=options.save_interval,
+            # its end would make the engine pause again, amid rollouts
+            save_behind=options.save_behind and not plan.takes_turns,
+            save_timeout=plan.config.cluster.stop_timeout,
+        )
         trainer = Trainer(
             models=self.models,
             buffer=self.buffer,
-            batch_size=plan.train_batch_size,
+            settings=settings,
             auxiliary=self.auxiliary,
             turn=None if stage.reads_file else self.sync.trainers_turn,
             device=stage.device,
             sync=None if stage.recipe.from_data else self.sync,
-            # Together with an explorer the trainer ends when the experiences do.
-            total_steps=(
-                plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
-            ),
-            save_interval=plan.config.trainer.save_interval,
-            # its end would make the engine pause again, amid rollouts
-            save_behind=plan.config.trainer.save_behind and not plan.takes_turns,
-            save_timeout=plan.config.cluster.stop_timeout,
             checkpointer=self,
             emit=stage.emit,
             profile=self._profile(),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trireme.aio import in_thread
@@ -74,6 +75,22 @@ class Checkpointer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How much is trained, and when it is saved."""
+
+    batch_size: int
+    """Experiences of a train step."""
+    total_steps: int | None
+    """Where the training ends; None: with the experiences."""
+    save_interval: int
+    """Train steps from one checkpoint to the next; 0: the last alone is saved."""
+    save_behind: bool
+    """Checkpoints are written while the training goes on."""
+    save_timeout: float
+    """Seconds for a checkpoint that is being written when the training fails."""
+
+
 class Trainer:
     """Buffer.take ▸ train_step ▸ Synchronizer.trained, until steps or experiences run out."""
 
@@ -82,38 +99,29 @@ class Trainer:
         *,
         models: Models,
         buffer: Buffer,
-        batch_size: int,
+        settings: TrainerSettings,
         auxiliary: Mapping[str, Buffer] | None = None,
         turn: Callable[[], Awaitable[None]] | None = None,
         device: Device,
         sync: Synchronizer | None,
-        total_steps: int | None,
-        save_interval: int,
-        save_behind: bool,
-        save_timeout: float,
         checkpointer: Checkpointer,
         emit: Emit,
         profile: Profile | None = None,
         callbacks: Callbacks | None = None,
     ) -> None:
-        """Batches of `batch_size`, some of it from `auxiliary` where the models' recipe mixes.
+        """Some of a batch is from `auxiliary` where the models' recipe mixes.
 
         `turn()` returns when the trainer may work on what it has taken. Without `sync` no engine
-        follows the weights. Where the training fails, a checkpoint that is being written gets
-        `save_timeout` seconds. `emit` is told of each step, what it learned from, and checkpoints.
+        follows the weights. `emit` is told of each step, what it learned from, and checkpoints.
         """
         self.models = models
         self.recipe = models.recipe
         self.buffer = buffer
-        self.batch_size = batch_size
+        self.settings = settings
         self.auxiliary = auxiliary or {}
         self.turn = turn
         self.device = device
         self.sync = sync
-        self.total_steps = total_steps
-        self.save_interval = save_interval
-        self.save_behind = save_behind
-        self.save_timeout = save_timeout
         self.checkpointer = checkpointer
         self.emit = emit
         self.profile = profile
@@ -160,7 +168,8 @@ class Trainer:
                 await self._end_save()
             if self._stopping:
                 await self._stop_here()
-            due = self.save_interval and self.step % self.save_interval == 0
+            interval = self.settings.save_interval
+            due = interval and self.step % interval == 0
             if (due or self.callbacks.saves) and not self._enough():
                 await self._save(last=False)
         self.ended_by = self.callbacks.ended_by
@@ -188,7 +197,11 @@ class Trainer:
         self._taking = asyncio.current_task() if self.recipe.takes_once else None
         try:
             batch, metrics = await self.recipe.take(
-                self.buffer, self.batch_size, self._version, self.auxiliary, self.step + 1
+                self.buffer,
+                self.settings.batch_size,
+                self._version,
+                self.auxiliary,
+                self.step + 1,
             )
         except asyncio.CancelledError:
             if not self._stopping:
@@ -211,8 +224,8 @@ class Trainer:
         return self.sync.version if self.sync is not None else 0
 
     def _enough(self) -> bool:
-        done = self.total_steps is not None and self.step >= self.total_steps
-        return done or self.callbacks.stops
+        total = self.settings.total_steps
+        return (total is not None and self.step >= total) or self.callbacks.stops
 
     async def _train_on(
         self, experiences: list[Experience], sampled: dict[str, float], waited: float
@@ -278,7 +291,7 @@ class Trainer:
         begun = time.monotonic()
         await self._end_save()  # one at a time
         state = await self.checkpointer.snapshot()
-        behind = self.save_behind and not last and not self._stopping
+        behind = self.settings.save_behind and not last and not self._stopping
         begin = asyncio.ensure_future(self.device.run(self._begin_save, state, last, behind))
         self._saving = asyncio.create_task(self._write(self.step, begin, behind))
         self._saved = self.step
@@ -318,10 +331,10 @@ class Trainer:
         """
         if (saving := self._saving) is None:
             return
-        await asyncio.wait({saving}, timeout=self.save_timeout)
+        await asyncio.wait({saving}, timeout=self.settings.save_timeout)
         if not saving.done():
             saving.cancel()
             text = "the checkpoint of step %d was not written in %g s (cluster.stop_timeout)"
-            logger.error(text, self._saved, self.save_timeout)
+            logger.error(text, self._saved, self.settings.save_timeout)
         elif not saving.cancelled() and (error := saving.exception()) is not None:
             logger.error("the checkpoint of step %d failed too: %s", self._saved, error)
