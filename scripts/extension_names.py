@@ -18,13 +18,18 @@ HEAD = """\
 """
 
 
+def known() -> dict[str, dict[str, str]]:
+    """Kind -> name -> extension, as the file has them."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
 def document() -> str:
     """The file with the names of all extensions of this repository that are here."""
-    known = tomllib.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    written = known()
     ours = {n: e for n, e in extensions().items() if e.package.startswith("trireme.ext.")}
     lines = [HEAD]
     for kind in KINDS:
-        names = {n: owner for n, owner in known.get(kind, {}).items() if owner not in ours}
+        names = {n: owner for n, owner in written.get(kind, {}).items() if owner not in ours}
         names |= {n: e.name for e in ours.values() for n in e.names.get(kind, {})}
         if names:
             rows = sorted(names.items(), key=lambda row: row[::-1])

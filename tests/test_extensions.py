@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import pkgutil
 import re
 import runpy
@@ -17,7 +18,7 @@ import pytest
 
 from trireme import extensions
 from trireme.extensions import Extension, kernel, names_of
-from trireme.registry import WORKFLOWS, Registry
+from trireme.registry import Registry
 
 NAMES = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "extension_names.py"))
 
@@ -135,40 +136,40 @@ def test_an_unknown_kind_of_name_is_refused() -> None:
         names_of("workflows")
 
 
-def test_a_module_is_found_by_its_former_name_and_is_the_same_one() -> None:
-    from trireme.envs.webshop import search  # pyright: ignore[reportMissingImports]
-    from trireme.ext.webshop import search as moved
-    from trireme.workflows.webshop import (  # pyright: ignore[reportMissingImports]
-        WebShopWorkflow,
+MOVED = '[formerly]\n"trireme.workflows.old_shop" = ""\n"trireme.data.old_things" = "things"\n'
+
+
+def test_a_module_is_found_by_its_former_name_and_is_the_same_one(fresh: Path) -> None:
+    install(fresh, "shop", MOVED, "price = 3\nif __name__ == '__main__':\n    print('sold')\n")
+    (fresh / "package_shop" / "__init__.py").write_text("")
+    code = (
+        "from trireme.workflows.old_shop import things as former\n"
+        "from trireme.data import old_things\n"
+        "from package_shop import things\n"
+        "assert former is things is old_things and things.price == 3\n"
+        "assert things.__spec__.name == 'package_shop.things'\n"
+        "import trireme.workflows.no_such_module\n"
     )
-
-    assert search is moved and moved.__spec__.name == "trireme.ext.webshop.search"
-    assert WORKFLOWS.get("webshop_workflow") is WebShopWorkflow
-    code = "import trireme.workflows.no_such_module"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "No module named 'trireme.workflows.no_such_module'" in done.stderr
-
-
-def test_a_program_is_run_by_its_former_name() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(fresh)}
     done = subprocess.run(
-        [sys.executable, "-m", "trireme.envs.webshop.make_catalogue", "--help"],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0 and "Make a catalogue" in done.stdout, done.stderr
+    assert done.stderr.endswith("No module named 'trireme.workflows.no_such_module'\n")
+    program = [sys.executable, "-m", "trireme.workflows.old_shop.things"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.stdout == "sold\n", done.stderr
 
 
 def test_a_name_of_an_extension_that_is_not_here_says_which(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    left = {n: e for n, e in extensions.extensions().items() if n != "webshop"}
-    monkeypatch.setattr(extensions, "extensions", lambda: left)
+    monkeypatch.setattr(extensions, "extensions", dict)
     names_of.cache_clear()
     try:
-        with pytest.raises(
-            ValueError, match=r"^workflow 'webshop_workflow' needs the extension 'w"
-        ):
-            Registry("workflow", kind="workflow").get("webshop_workflow")
+        for name, owner in NAMES["known"]()["workflow"].items():
+            sentence = f"^workflow '{name}' needs the extension '{owner}', which is not here: "
+            with pytest.raises(ValueError, match=sentence):
+                Registry("workflow", kind="workflow").get(name)
     finally:
         names_of.cache_clear()
 

@@ -1,0 +1,65 @@
+"""What is left when extensions are deleted: see scripts/without.py."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.limits import HANG_S
+from trireme.extensions import Extension
+
+ROOT = Path(__file__).parents[1]
+WITHOUT = runpy.run_path(str(ROOT / "scripts" / "without.py"))
+ALL_MODULES = """
+import importlib, pkgutil, sys, trireme
+packages = [extension.package for extension in trireme.extensions.extensions().values()]
+assert not any(package.startswith("trireme.ext.") for package in packages)
+for module in pkgutil.walk_packages(trireme.__path__, "trireme."):
+    if module.name.rpartition(".")[2] == "__main__":
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        package = (error.name or "trireme").partition(".")[0]
+        assert package in sys.argv[1:], (module.name, error)
+from trireme.registry import ALGORITHMS, REWARDS, WORKFLOWS
+for registry in (ALGORITHMS, REWARDS, WORKFLOWS):
+    for name in registry.names():
+        assert registry.get(name) is not None
+print(len(WORKFLOWS), "workflows of", trireme.__file__)
+"""
+
+
+def test_without_any_extension_every_module_and_every_name_of_the_kernel_can_be_imported() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            WITHOUT["__file__"],
+            "--all",
+            "--",
+            sys.executable,
+            "-c",
+            ALL_MODULES,
+            "vllm",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "workflows of" in done.stdout and str(ROOT) not in done.stdout.splitlines()[-1]
+
+
+def test_what_uses_a_deleted_extension_is_deleted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = {"a": (), "b": ("a",), "c": ("b",), "d": ()}
+    made = {n: Extension(n, f"trireme.ext.{n}", uses=uses) for n, uses in users.items()}
+    monkeypatch.setitem(WITHOUT["with_users"].__globals__, "ours", lambda: made)
+    assert WITHOUT["with_users"](["a"]) == ["a", "b", "c"]
+    assert WITHOUT["with_users"](["c", "d"]) == ["c", "d"]
+    with pytest.raises(SystemExit, match=r"there is no extension 'e'\. There are: a, b, c, d"):
+        WITHOUT["with_users"](["e"])
