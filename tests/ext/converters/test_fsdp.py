@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.models import random_model
-from tests.checkpoint.write_fsdp import write_fsdp
-from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
+from tests.ext.converters.write_fsdp import write_fsdp
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import load_checkpoint, read_manifest, write_manifest
 from trireme.checkpoint.save import copy_model_files, write_weights
 from trireme.cli.convert import convert
+from trireme.ext.converters.fsdp import FsdpShards, find_shards
 
 VOCAB = 101  # no two ranks hold as many rows
 

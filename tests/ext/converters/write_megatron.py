@@ -1,6 +1,6 @@
 """Writes Megatron checkpoints of Hugging Face models: one process a rank, gloo, on the CPU.
 
-    python -m tests.checkpoint.write_megatron MODEL_DIR OUT_DIR stacked|numbered|singleton ...
+    python -m tests.ext.converters.write_megatron MODEL_DIR OUT_DIR stacked|numbered|singleton ...
 
 Weights go into Megatron's modules, tensor parallel 2 by pipeline parallel 2, by loops written from
 Megatron's own layout, with nothing of the converter. The last stage leaves what Megatron's forward

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trireme.checkpoint.dcp import METADATA, DistributedCheckpoint
 from trireme.checkpoint.export import Shape, Spec
+from trireme.ext.converters.dcp import METADATA, DistributedCheckpoint
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 

@@ -45,9 +45,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
         model = random_model(folder / "model", arch, tie=tie)
         words += [str(model), str(folder / "global_step_7" / "actor" / "dist_ckpt"), layout]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.write_megatron", *words],
+        [sys.executable, "-W", "ignore", "-m", "tests.ext.converters.write_megatron", *words],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=HANG_S,

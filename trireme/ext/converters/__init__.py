@@ -1,0 +1,1 @@
+"""Converters: FSDP shards and Megatron's distributed checkpoints."""
