@@ -10,8 +10,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from trireme.workflows.harbor import HarborSettings, reward_of_task
-from trireme.workflows.task_box import total
+from trireme.ext.harbor.task_box import total
+from trireme.ext.harbor.workflow import HarborSettings, reward_of_task
 
 
 async def tried(root: Path, settings: HarborSettings) -> list[tuple[str, float, float]]:

@@ -19,15 +19,15 @@ from tests.limits import HANG_S
 from tests.workflows.addressed import played
 from tests.workflows.test_command import ASK
 from trireme.data.rows import NoRows, load_rows
-from trireme.data.task_folders import absolute_path, read_task
 from trireme.explorer.runner import Outcome
+from trireme.ext.harbor.task_box import NoReward, TaskBox, total
+from trireme.ext.harbor.task_folders import absolute_path, read_task
+from trireme.ext.harbor.workflow import HarborSettings, HarborWorkflow, reward_of_task
 from trireme.rewards.sandbox import wall
 from trireme.task import Task
-from trireme.workflows.harbor import HarborSettings, HarborWorkflow, reward_of_task
 from trireme.workflows.program import ProgramFailed
-from trireme.workflows.task_box import NoReward, TaskBox, total
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "harbor_tasks" / "make_tasks.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor_tasks" / "make_tasks.py"
 MAKE = runpy.run_path(str(EXAMPLE))
 NO_WALL = pytest.mark.skipif(not wall(), reason="bubblewrap is not installed")
 MODES = pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_absolute_paths_need_bubblewrap(tmp_path: Path) -> None:
 def test_without_bubblewrap_nothing_runs_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trireme.workflows.harbor.wall", lambda: ())
+    monkeypatch.setattr("trireme.ext.harbor.workflow.wall", lambda: ())
     with pytest.raises(ValueError, match="install bubblewrap"):
         play(folder_of(tmp_path), [], open_=False)
     with pytest.raises(ValueError, match="install bubblewrap"):

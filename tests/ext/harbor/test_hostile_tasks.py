@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_damaged_files import DAMAGES
-from tests.workflows.test_harbor import MODES, NO_WALL, VERDICT, call, earned, folder_of, play
+from tests.ext.harbor.test_harbor import MODES, NO_WALL, VERDICT, call, earned, folder_of, play
 from trireme.data.rows import NoRows, load_rows
-from trireme.data.task_folders import read_task
+from trireme.ext.harbor.task_box import NoReward, TaskBox
+from trireme.ext.harbor.task_folders import read_task
 from trireme.workflows import program
-from trireme.workflows.task_box import NoReward, TaskBox
 
 SECRET = "the-host's-own-secret"
 
@@ -105,7 +105,7 @@ def test_a_task_of_too_many_files_or_folders_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of(tmp_path)
-    monkeypatch.setattr("trireme.data.task_folders.MOST_FILES", 3)
+    monkeypatch.setattr("trireme.ext.harbor.task_folders.MOST_FILES", 3)
     with pytest.raises(ValueError, match="more than 3 files"):
         read_task(folder)
     monkeypatch.undo()

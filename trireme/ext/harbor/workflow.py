@@ -22,8 +22,9 @@ from typing import IO, Annotated, Literal
 
 from pydantic import Field
 
-from trireme.data.task_folders import TOML, TaskFolder, absolute_path, read_task
 from trireme.experience import Experience
+from trireme.ext.harbor.task_box import TaskBox, total
+from trireme.ext.harbor.task_folders import TOML, TaskFolder, absolute_path, read_task
 from trireme.model.chat_tokens import conversation_of
 from trireme.rewards.sandbox import wall
 from trireme.task import Task
@@ -53,7 +54,6 @@ from trireme.workflows.program import (
 )
 from trireme.workflows.scheduled import samples
 from trireme.workflows.scheduler import request_of
-from trireme.workflows.task_box import TaskBox, total
 from trireme.workflows.tool_calls import ToolCallScheduler
 from trireme.workflows.turns import play
 

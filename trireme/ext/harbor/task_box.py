@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trireme.data.task_folders import OWN, TaskFolder
+from trireme.ext.harbor.task_folders import OWN, TaskFolder
 from trireme.files import Unreadable, read_json, read_text, remove
 from trireme.rewards.reward import number
 from trireme.rewards.sandbox import TMP_MB, wall_around

@@ -1,0 +1,1 @@
+"""Harbor: tasks in folders, tried without a container."""
