@@ -127,7 +127,7 @@ gpu-report:
 # several explorers and trainers on a real PostgreSQL server, some of them killed: minutes
 test-postgres: setup
 	$(POSTGRES)
-	$(REQUIRE)=postgres $(BIN)/python -m pytest -q -rsfE tests/buffer tests/e2e/test_postgres.py -m large
+	$(REQUIRE)=postgres $(BIN)/python -m pytest -q -rsfE tests/buffer tests/ext/sql tests/e2e/test_postgres.py -m large
 
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
 test-vllm: setup $(VLLM_INSTALLED)
@@ -188,14 +188,14 @@ test-envs: setup
 test-sandbox: setup
 	$(LOCKED) scripts/apt_setup.sh bubblewrap bwrap
 	$(REQUIRE)="bubblewrap,limit processes" $(BIN)/python -m pytest -q -rsfE \
-	    tests/rewards/test_sandbox.py tests/workflows/test_harbor.py tests/workflows/test_hostile_tasks.py
+	    tests/rewards/test_sandbox.py tests/ext/harbor
 
 # checkpoints that Megatron itself writes, on the CPU, in an environment of its own
 test-megatron: setup
 	$(BIN)/python -m venv $(MEGATRON)
 	$(LOCKED) $(MEGATRON)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints.txt -c constraints-megatron.txt -e '.[dev,megatron]'
-	$(REQUIRE)=megatron $(MEGATRON)/bin/python -m pytest -q -rsfE tests/checkpoint/test_megatron.py
+	$(REQUIRE)=megatron $(MEGATRON)/bin/python -m pytest -q -rsfE tests/ext/converters/test_megatron.py
 
 # runs in wandb, MLflow, SwanLab and Trackio, offline: SwanLab wants an older protobuf than the rest, and MLflow an older importlib_metadata
 test-trackers: setup

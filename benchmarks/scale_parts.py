@@ -33,10 +33,10 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.replay import ReplayBuffer
-from trireme.buffer.sql import SqlBuffer
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.engines.engine import Completion
 from trireme.experience import EID, Experience
+from trireme.ext.sql.buffer import SqlBuffer
 from trireme.serialize import decode, encode
 from trireme.trainer.attention import Rows
 from trireme.trainer.backend import Backend, TrainSettings

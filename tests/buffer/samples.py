@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import pytest
+
 from tests.limits import HANG_S
 from trireme.experience import EID, Experience
 
@@ -54,3 +56,8 @@ class JumpingClock:
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a test's coroutine; a hang fails it."""
     return asyncio.run(asyncio.wait_for(coroutine, HANG_S))
+
+
+def sql_buffer(*args: Any, **options: Any) -> Any:
+    """An SqlBuffer; without the extension that has it the test is skipped."""
+    return pytest.importorskip("trireme.ext.sql.buffer").SqlBuffer(*args, **options)

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.buffer.samples import JumpingClock, run, sample, step_of, uids
+from tests.buffer.samples import JumpingClock, run, sample, sql_buffer, step_of, uids
 from trireme.buffer.buffer import Buffer, Closed, Condition, WallClock
 from trireme.buffer.file import FileBuffer
 from trireme.buffer.queue import QueueBuffer
-from trireme.buffer.sql import SqlBuffer
 from trireme.experience import EID, Experience
 
 Make = Callable[..., Any]
@@ -48,7 +47,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     def build(**options: Any) -> Any:
         if request.param == "queue":
             return QueueBuffer("experiences", **options)
-        return SqlBuffer("experiences", url, **options)
+        return sql_buffer("experiences", url, **options)
 
     return build
 
@@ -63,7 +62,7 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
             return FileBuffer("experiences", FourRows(), total_epochs=1, shuffle=False)
         buffer: Any = QueueBuffer("experiences")
         if request.param in ("sqlite", "postgres"):
-            buffer = SqlBuffer("experiences", url)
+            buffer = sql_buffer("experiences", url)
         await buffer.put(step_of(1))
         return buffer
 
@@ -171,8 +170,8 @@ def test_an_older_checkpoint_gives_again_what_later_ones_had_made_final(
 
 def reopened(buffer: Any) -> Any:
     """What a new process opens; no state is loaded yet."""
-    if isinstance(buffer, SqlBuffer):
-        return SqlBuffer("experiences", buffer._database.url.render_as_string(False))
+    if not isinstance(buffer, FileBuffer | QueueBuffer):
+        return sql_buffer("experiences", buffer._database.url.render_as_string(False))
     if isinstance(buffer, FileBuffer):
         return FileBuffer("experiences", FourRows(), total_epochs=1, shuffle=False)
     return QueueBuffer("experiences")

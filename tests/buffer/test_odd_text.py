@@ -18,13 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import MetaData, select
 
-from tests.buffer.samples import run
+from tests.buffer.samples import run, sql_buffer
 from tests.buffer.test_contract import database
 from tests.odd import ODD
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record
 from trireme.buffer.replay import ReplayBuffer
-from trireme.buffer.sql import SqlBuffer
 from trireme.buffer.table import experience_table, open_database
 from trireme.experience import EID, Experience
 from trireme.files import read_jsonl
@@ -116,7 +115,7 @@ def opened(store: str, request: pytest.FixtureRequest, folder: Path) -> Iterator
         record.close()
         return
     request.param = store
-    buffer = SqlBuffer("experiences", database(request, folder))
+    buffer = sql_buffer("experiences", database(request, folder))
     yield buffer
     buffer.dispose()
 
@@ -160,8 +159,8 @@ def test_the_other_side_reads_of_a_failure_with_odd_words(
 ) -> None:
     request.param = store
     url = database(request, tmp_path)
-    explorer = SqlBuffer("experiences", url, role="explore", party="e")
-    trainer = SqlBuffer("experiences", url, role="train", party="t")
+    explorer = sql_buffer("experiences", url, role="explore", party="e")
+    trainer = sql_buffer("experiences", url, role="train", party="t")
     for name, text in ODD.items():
         run(explorer.fail(ValueError(f"no page: {text}")))
         with pytest.raises(RuntimeError, match="no page"):

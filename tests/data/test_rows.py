@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from trireme.data.rows import load_rows
+from trireme.registry import SOURCES
 
 TRAIN = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(6)]
 TEST = TRAIN[:2]
@@ -260,7 +261,7 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
 HALF = '{"question": "1 + 1?", "more": [{"tag": "cut \\ud83d"}]}'
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "raw_task"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", *["raw_task"] * ("sql" in SOURCES)])
 def test_half_of_a_surrogate_pair_is_named_with_its_file_line_and_column(
     kind: str, tmp_path: Path
 ) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.limits import HANG_S
-from trireme.buffer.sql import SqlBuffer
 from trireme.checkpoint.layout import JobFolder
 from trireme.experience import EID, Experience
+from trireme.ext.sql.buffer import SqlBuffer
 from trireme.launch.serving import Intake
 from trireme.monitor.events import Event, StepDone
 from trireme.pipeline.pipeline import Pipeline

@@ -32,10 +32,10 @@ from sqlalchemy import Connection, Engine, MetaData
 from sqlalchemy.exc import DBAPIError
 
 from trireme.buffer.buffer import DEFAULTS, Clock, Closed, Condition, Demand, WallClock
-from trireme.buffer.claims import Claims, Reuse
-from trireme.buffer.parties import Parties, PartyHeartbeat
 from trireme.buffer.table import first_line, is_away, open_database, row_of
 from trireme.experience import Experience
+from trireme.ext.sql.claims import Claims, Reuse
+from trireme.ext.sql.parties import Parties, PartyHeartbeat
 from trireme.log import get_logger
 from trireme.serialize import Damaged, decode
 

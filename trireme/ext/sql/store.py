@@ -1,4 +1,4 @@
-"""SQL store: how the SQL buffer of a plan is checked and made; sql.py is the buffer.
+"""SQL store: how the SQL buffer of a plan is checked and made; buffer.py is the buffer.
 
 Apart from it, since a configuration is checked without SQLAlchemy.
 """
@@ -14,8 +14,8 @@ from trireme.config import Problem
 from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig
 
 if TYPE_CHECKING:
-    from trireme.buffer.claims import Reuse
-    from trireme.buffer.sql import SqlBuffer
+    from trireme.ext.sql.buffer import SqlBuffer
+    from trireme.ext.sql.claims import Reuse
 
 
 class SqlStore:
@@ -45,8 +45,8 @@ class SqlStore:
 
     def make(self, parts: StoreParts) -> SqlBuffer:
         """See Store."""
-        from trireme.buffer.sql import SqlBuffer
         from trireme.buffer.table import resolve_url
+        from trireme.ext.sql.buffer import SqlBuffer
 
         plan, config = parts.plan, parts.config
         roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
@@ -68,7 +68,7 @@ class SqlStore:
 
 
 def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
-    from trireme.buffer.claims import Reuse
+    from trireme.ext.sql.claims import Reuse
 
     if not replay.enable:
         return None

@@ -16,9 +16,9 @@ from tests.buffer.samples import JumpingClock, run, sample, step_of, uids
 from tests.limits import HANG_S
 from tests.postgres import PASSWORD, Server
 from trireme.buffer.buffer import Closed
-from trireme.buffer.claims import Reuse
-from trireme.buffer.sql import SqlBuffer
 from trireme.buffer.table import open_database
+from trireme.ext.sql.buffer import SqlBuffer
+from trireme.ext.sql.claims import Reuse
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -128,7 +128,7 @@ def test_a_trainer_killed_before_its_first_checkpoint_gets_all_again(url: str) -
 def test_another_process_feeds_this_one(url: str) -> None:
     code = (
         "import asyncio, sys\n"
-        "from tests.buffer.test_sql import open_as\n"
+        "from tests.ext.sql.test_sql import open_as\n"
         "from tests.buffer.samples import step_of\n"
         "async def main():\n"
         "    buffer = open_as('explore', sys.argv[1])\n"

@@ -16,8 +16,8 @@ from typing import Any
 from tests.buffer.samples import step_of, uids
 from tests.limits import HANG_S
 from trireme.buffer.buffer import Closed
-from trireme.buffer.sql import SqlBuffer
 from trireme.experience import Experience
+from trireme.ext.sql.buffer import SqlBuffer
 from trireme.files import write_json
 
 TASKS, RUNS = 25, 4

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.buffer.party import GO, RUNS, TASKS, made, read
+from tests.ext.sql.party import GO, RUNS, TASKS, made, read
 from tests.limits import HANG_S
 from tests.postgres import Server
 
@@ -29,7 +29,7 @@ class Parties:
     def start(self, role: str, name: str) -> None:
         words = [role, self.url, name, str(self.folder), str(self.steps)]
         self.running[name] = subprocess.Popen(
-            [sys.executable, "-m", "tests.buffer.party", *words], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.ext.sql.party", *words], stderr=subprocess.PIPE, text=True
         )
 
     def done(self, name: str) -> int:

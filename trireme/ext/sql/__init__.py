@@ -1,0 +1,1 @@
+"""SQL: experiences in a database, and tables as data sets."""
