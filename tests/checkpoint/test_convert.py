@@ -141,6 +141,24 @@ def test_a_missing_layer_is_seen_by_the_configuration(
     assert "tensor model.layers.2.self_attn.q_proj.weight is missing" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "config.json holds a list: expected an object"),
+        ("[" * 100_000, "config.json is no JSON that can be read: it is nested too deeply"),
+        ("{", "config.json is no JSON"),
+        ('{"model_type": [], "num_hidden_layers": "two"}', "has 'two' as num_hidden_layers"),
+    ],
+)
+def test_a_damaged_configuration_is_one_sentence(
+    text: str, said: str, tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = save(tmp_path, 1, tiny_dir, hf=True)
+    (step / "actor" / "huggingface" / "config.json").write_text(text)
+    assert convert(tmp_path, None) == 1
+    assert said in capsys.readouterr().out
+
+
 def test_a_checkpoint_without_configuration_asks_for_the_base_model(
     tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,12 +160,27 @@ def test_what_a_workflow_returns_is_checked(value: Any, error: type, message: st
         call(bad, [])
 
 
+DEEP: Any = []
+for _ in range(200):  # Python writes it here, and not where more calls are under way
+    DEEP = [DEEP]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("info", {"a": 1, "page": {1}}, r"info\['page'\] is no plain JSON: Object of type set"),
         ("info", {"a": {(1, 2): 3}}, r"info\['a'\] is no plain JSON: keys must be str"),
         ("messages", [{}, {"content": b"x"}], r"messages\[1\] is no plain JSON: .* bytes"),
+        (
+            "info",
+            {"a": 1, "page": DEEP},
+            r"info\['page'\] is no plain JSON: it is nested too deeply",
+        ),
+        (
+            "messages",
+            [{"content": {"a": DEEP}}],
+            r"messages\[0\] is no plain JSON: it is nested too",
+        ),
         ("tools", [print], r"tools\[0\] is no plain JSON: .* builtin_function"),
         ("response_text", ["a"], "response_text is list: expected text"),
     ],

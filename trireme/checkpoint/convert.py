@@ -32,7 +32,8 @@ from trireme.checkpoint.manifest import Damaged, list_anew, listed, prove
 from trireme.checkpoint.reader import Weights, readers, weights_in
 from trireme.checkpoint.save import copy_model_files
 from trireme.config.lookup import INDEX, model_shapes, read_shapes, weight_files
-from trireme.files import naming, whole_file
+from trireme.files import naming, read_json, whole_file
+from trireme.text import as_json
 
 
 def incomplete(hf: Path, expected: dict[str, Shape] | None) -> str | None:
@@ -54,7 +55,7 @@ def incomplete(hf: Path, expected: dict[str, Shape] | None) -> str | None:
             return f"tensor {name} {has}; expected {list(shape)}"
     config = hf / "config.json"
     if expected is None and config.exists():
-        return _against_config(list(shapes), json.loads(config.read_text(encoding="utf-8")))
+        return _against_config(list(shapes), read_json(config))
     return None
 
 
@@ -63,7 +64,7 @@ def expected_shapes(config: Path) -> dict[str, Shape] | None:
 
     None where transformers does not know the model, or stores it under other names than it has.
     """
-    return _shapes_of(config.read_text(encoding="utf-8"))
+    return _shapes_of(as_json(read_json(config)))
 
 
 @lru_cache(maxsize=4)  # a job's checkpoints have one configuration
@@ -74,7 +75,11 @@ def _shapes_of(text: str) -> dict[str, Shape] | None:
 
     values: dict[str, Any] = json.loads(text)
     kind = values.pop("model_type", None)
-    if kind not in CONFIG_MAPPING or get_checkpoint_conversion_mapping(kind):
+    if (
+        not isinstance(kind, str)
+        or kind not in CONFIG_MAPPING
+        or get_checkpoint_conversion_mapping(kind)
+    ):
         return None
     try:
         config = CONFIG_MAPPING[kind](**values)
@@ -91,6 +96,8 @@ def _shapes_of(text: str) -> dict[str, Shape] | None:
 def _against_config(names: list[str], config: dict[str, Any]) -> str | None:
     """What a configuration promises and the names don't show."""
     layers = config.get("num_hidden_layers", 0)
+    if not isinstance(layers, int):
+        return f"its config.json has {layers!r:.60} as num_hidden_layers"
     for layer in range(layers):
         if not any(f"layers.{layer}." in name or f"h.{layer}." in name for name in names):
             return f"layer {layer} of {layers} is missing"
@@ -306,7 +313,7 @@ def _names(source: Source, expected: Expected | None, hf: Path) -> list[str]:
         if name not in specs or specs[name].shape != shape:
             has = f"is {list(specs[name].shape)}" if name in specs else "is missing"
             raise ValueError(f"{name} {has} in the checkpoint; {config} makes it {list(shape)}")
-    tied = json.loads(config.read_text(encoding="utf-8")).get("tie_word_embeddings")
+    tied = read_json(config).get("tie_word_embeddings")
     left = sorted(specs.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
     if left:
         raise ValueError(f"the checkpoint has {left[0]}, which the model of {config} has not")

@@ -30,6 +30,9 @@ from trireme.task import Task
 from trireme.usercode import Refused, refuse_signature
 from trireme.workflows.classes import run_method
 
+DEEPEST = 100
+"""Lists and objects in each other, in what an experience carries beside its tokens."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -218,10 +221,20 @@ def _check_json(experience: Experience, whose: str) -> None:
 
 def _no_json(value: Any) -> str | None:
     try:
-        json.dumps(value)
+        text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-    return None
+    # who stores it may have less of the stack left
+    lists = text.count("[") + text.count("{")
+    return "it is nested too deeply" if lists > DEEPEST and _is_deep(value, DEEPEST) else None
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    """Whether more lists and objects lie in each other."""
+    if not isinstance(value, dict | list | tuple):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return not most or any(_is_deep(inner, most - 1) for inner in inside)
 
 
 def _check_numbers(experience: Experience, whose: str) -> None:
