@@ -116,12 +116,19 @@ def test_what_extends_a_row_behind_a_prefix_stays_behind_that_prefix():
     """The row that is extended is the last one, not the first, and keeps where its queries begin:
     behind two shared keys here, which is no sample's number in the chain.
     """
-    samples = [[1, 2, 9, 8, 7, 6], [1, 2, 9, 6], [3, 0], [1, 2, 3, 4, 5], [1, 2, 9, 8, 7]]
+    samples = [
+        [1, 2, 9, 8, 7, 6],
+        [1, 2, 9, 6],
+        [3, 0],
+        [1, 2, 3, 4, 5],
+        [1, 2, 9, 8, 7],
+        [1, 1, 0],
+    ]
     layout = pack(batch := of_tokens(samples))
-    assert len(layout.tokens) == 8
+    assert len(layout.tokens) == 9
     seen = _paths(layout)
     for m in range(batch.num_tokens):
         before = samples[int(batch.sample_ids[m])][: int(batch.positions[m])]
         assert seen[int(layout.predecessors[m])] == before
     asked = [set(row.tolist()) for rows in buckets(layout) for row in rows.queries]
-    assert sorted(map(len, asked)) == [1, 3, 4] and len(set.union(*asked)) == 8
+    assert sorted(map(len, asked)) == [1, 2, 3, 3] and len(set.union(*asked)) == 9
