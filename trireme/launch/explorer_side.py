@@ -49,10 +49,6 @@ class ExplorerSide:
     ) -> None:
         """Without a `buffer` it only evaluates."""
         plan, config = stage.plan, stage.plan.config.explorer
-        # several explorers would write the same files, and bench over the run's evaluations
-        if not plan.explorer_name and plan.mode != "bench":
-            stage.copy(EVALUATED)
-            stage.copy(FAILED, most=FAILED_BYTES)
         self.stage = stage
         self.engine = engine
         self.models = make_auxiliary(plan, stage.device)
@@ -87,6 +83,10 @@ class ExplorerSide:
             name=plan.explorer_name or "explorer",
             max_pending=_max_pending(plan),
         )
+        # several explorers would write the same files, and bench over the run's evaluations
+        if not plan.explorer_name and plan.mode != "bench":
+            stage.copy(EVALUATED)
+            stage.copy(FAILED, most=FAILED_BYTES)
         if stage.resumed is not None and plan.mode == "both":
             self.explorer.load_state(stage.resumed.run_state["explorer"])
 
