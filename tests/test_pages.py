@@ -207,7 +207,8 @@ def test_a_command_is_one_that_there_is(line: str) -> None:
         if words[0].startswith("-"):
             assert words[0] in group.params[0].opts
             return
-        command = group.commands[words[0]]
+        command = group.get_command(typer.Context(group), words[0])
+        assert command is not None, words[0]
         command.make_context(words[0], words[1:])
     elif first == "python" and words[0] == "-m":
         assert words[1] in ("venv", "pip") or importlib.util.find_spec(words[1]), words[1]

@@ -42,7 +42,7 @@ _ALFWORLD = {  # of files of this folder
     "StepWiseAlfworldWorkflow": "trinity.common.workflows.step_wise_workflow",
 }
 _RAFT = "trireme.ext.alfworld.raft"
-_AGENTSCOPE = "trireme.workflows.agentscope"
+_AGENTSCOPE = "trireme.ext.agents.agentscope"
 _REACT = {"AgentScopeReActWorkflow": _AGENTSCOPE}
 _WEBSHOP = {"WebShopWorkflow": "trireme.ext.webshop.workflow"}
 
@@ -223,14 +223,14 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "trinity.common.workflows.envs.email_searcher": {},
     "trinity.common.workflows.envs.email_searcher.workflow": {
-        "EmailSearchWorkflow": "trireme.workflows.email_search"
+        "EmailSearchWorkflow": "trireme.ext.small_worlds.email_search"
     },
     "trinity.common.workflows.envs.frozen_lake": {},
     "trinity.common.workflows.envs.frozen_lake.workflow": _GYM,
     "trinity.common.workflows.envs.intercode_sql": {},
     "trinity.common.workflows.envs.intercode_sql.intercode_sql_workflow": {
-        "InterCodeSQLWorkflow": "trireme.workflows.intercode:InterCodeSqlWorkflow",
-        "INTERCODE_SQL_SYSTEM_PROMPT": "trireme.workflows.intercode:SYSTEM_PROMPT",
+        "InterCodeSQLWorkflow": "trireme.ext.small_worlds.intercode:InterCodeSqlWorkflow",
+        "INTERCODE_SQL_SYSTEM_PROMPT": "trireme.ext.small_worlds.intercode:SYSTEM_PROMPT",
     },
     "trinity.common.workflows.envs.sciworld": {},
     "trinity.common.workflows.envs.sudoku": {},
@@ -238,8 +238,8 @@ NAMES: dict[str, dict[str, str]] = {
         "SudokuWorkflow": "trireme.workflows.gym"
     },
     "trinity.common.workflows.envs.sciworld.sciworld_workflow": {
-        "SciWorldWorkflow": "trireme.workflows.sciworld",
-        "SCIWORLD_SYSTEM_PROMPT": "trireme.workflows.sciworld:SYSTEM_PROMPT",
+        "SciWorldWorkflow": "trireme.ext.small_worlds.sciworld",
+        "SCIWORLD_SYSTEM_PROMPT": "trireme.ext.small_worlds.sciworld:SYSTEM_PROMPT",
     },
     "trinity.common.workflows.envs.webshop": _WEBSHOP,
     "trinity.common.workflows.envs.webshop.webshop_workflow": {

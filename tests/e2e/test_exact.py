@@ -17,7 +17,7 @@ import torch
 from tests.e2e.job import run, run_fresh, small_config, started, weights
 from tests.e2e.test_command import with_programs
 from tests.e2e.test_reward_model import config_of as with_a_reward_model
-from tests.workflows.test_command import ASK
+from tests.ext.agents.test_command import ASK
 
 
 @pytest.fixture(scope="module")

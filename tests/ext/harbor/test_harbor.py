@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
+from tests.ext.agents.test_command import ASK
 from tests.limits import HANG_S
 from tests.workflows.addressed import played
-from tests.workflows.test_command import ASK
 from trireme.data.rows import NoRows, load_rows
 from trireme.explorer.runner import Outcome
+from trireme.ext.agents.program import ProgramFailed
 from trireme.ext.harbor.task_box import NoReward, TaskBox, total
 from trireme.ext.harbor.task_folders import absolute_path, read_task
 from trireme.ext.harbor.workflow import HarborSettings, HarborWorkflow, reward_of_task
 from trireme.rewards.sandbox import wall
 from trireme.task import Task
-from trireme.workflows.program import ProgramFailed
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor_tasks" / "make_tasks.py"
 MAKE = runpy.run_path(str(EXAMPLE))

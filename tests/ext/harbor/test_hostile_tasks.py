@@ -13,9 +13,9 @@ import pytest
 from tests.e2e.test_damaged_files import DAMAGES
 from tests.ext.harbor.test_harbor import MODES, NO_WALL, VERDICT, call, earned, folder_of, play
 from trireme.data.rows import NoRows, load_rows
+from trireme.ext.agents import program
 from trireme.ext.harbor.task_box import NoReward, TaskBox
 from trireme.ext.harbor.task_folders import read_task
-from trireme.workflows import program
 
 SECRET = "the-host's-own-secret"
 

@@ -23,13 +23,7 @@ from typing import IO, Annotated, Literal
 from pydantic import Field
 
 from trireme.experience import Experience
-from trireme.ext.harbor.task_box import TaskBox, total
-from trireme.ext.harbor.task_folders import TOML, TaskFolder, absolute_path, read_task
-from trireme.model.chat_tokens import conversation_of
-from trireme.rewards.sandbox import wall
-from trireme.task import Task
-from trireme.workflows.classes import Workflow
-from trireme.workflows.command import (
+from trireme.ext.agents.command import (
     NOWHERE,
     Settings,
     Words,
@@ -38,7 +32,7 @@ from trireme.workflows.command import (
     options_of,
     task_json,
 )
-from trireme.workflows.program import (
+from trireme.ext.agents.program import (
     Ended,
     Limits,
     ProgramFailed,
@@ -52,6 +46,12 @@ from trireme.workflows.program import (
     shown,
     watching,
 )
+from trireme.ext.harbor.task_box import TaskBox, total
+from trireme.ext.harbor.task_folders import TOML, TaskFolder, absolute_path, read_task
+from trireme.model.chat_tokens import conversation_of
+from trireme.rewards.sandbox import wall
+from trireme.task import Task
+from trireme.workflows.classes import Workflow
 from trireme.workflows.scheduled import samples
 from trireme.workflows.scheduler import request_of
 from trireme.workflows.tool_calls import ToolCallScheduler

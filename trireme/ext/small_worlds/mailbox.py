@@ -153,7 +153,7 @@ def make_mail(number: int, seed: int) -> tuple[list[Email], list[dict[str, Any]]
 
 
 def main() -> None:
-    """`python -m trireme.envs.mailbox OUT`: mail.db, train.jsonl and test.jsonl."""
+    """`python -m trireme.ext.small_worlds.mailbox OUT`: mail.db, train.jsonl and test.jsonl."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--emails", type=int, default=120)

@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trireme.ext.agents.command import options_of
+from trireme.ext.agents.program import middle_out
 from trireme.rewards.sandbox import LONGEST, run, same_rows
 from trireme.task import Task
-from trireme.workflows.command import options_of
 from trireme.workflows.episode import EpisodeWorkflow
-from trireme.workflows.program import middle_out
 
 SYSTEM_PROMPT = """You answer a question by reading an SQLite database, one statement at a time.
 

@@ -15,14 +15,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trireme.envs.mailbox import Mailbox
 from trireme.experience import Experience
+from trireme.ext.agents.command import options_of
+from trireme.ext.small_worlds.mailbox import Mailbox
 from trireme.model.chat_tokens import conversation_of
 from trireme.rewards.judge import judged_right
 from trireme.task import Task
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow
-from trireme.workflows.command import options_of
 from trireme.workflows.scheduled import samples
 from trireme.workflows.scheduler import RolloutInferRequest, RolloutResponseChoice, request_of
 from trireme.workflows.tool_calls import ToolCallScheduler, read_calls

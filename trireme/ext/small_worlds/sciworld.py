@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trireme.envs.env import Seen
 from trireme.envs.pool import shared_pool
+from trireme.ext.agents.command import options_of
 from trireme.task import Task, as_text
-from trireme.workflows.command import options_of
 from trireme.workflows.episode import EpisodeWorkflow
 
 SYSTEM_PROMPT = """You do an experiment in a house that you know only through text, one action at \

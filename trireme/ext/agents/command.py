@@ -22,14 +22,7 @@ from typing import IO, Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from trireme.experience import Experience
-from trireme.model.openai_client import Address
-from trireme.registry import did_you_mean
-from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
-from trireme.rewards.reward import examine_columns, number, resolve, score
-from trireme.task import Task, as_text
-from trireme.text import as_json
-from trireme.workflows.classes import Workflow
-from trireme.workflows.program import (
+from trireme.ext.agents.program import (
     TAIL,
     Ended,
     Limits,
@@ -40,6 +33,13 @@ from trireme.workflows.program import (
     run_program,
     shown,
 )
+from trireme.model.openai_client import Address
+from trireme.registry import did_you_mean
+from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
+from trireme.rewards.reward import examine_columns, number, resolve, score
+from trireme.task import Task, as_text
+from trireme.text import as_json
+from trireme.workflows.classes import Workflow
 
 Options = TypeVar("Options", bound=BaseModel)
 _HOLE = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")

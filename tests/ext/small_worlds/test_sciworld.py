@@ -12,8 +12,8 @@ import pytest
 
 from tests.model.fake import make
 from trireme.envs import gyms
+from trireme.ext.small_worlds.sciworld import experiment_of
 from trireme.task import Task
-from trireme.workflows.sciworld import experiment_of
 from trireme.workflows.workflow import resolve
 
 THERE = find_spec("scienceworld") is not None and shutil.which("java") is not None

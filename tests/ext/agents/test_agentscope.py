@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from trireme.ext.agents import agentscope
 from trireme.task import Task
-from trireme.workflows import agentscope
 from trireme.workflows.workflow import resolve
 
 NAMES = (

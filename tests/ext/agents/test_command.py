@@ -17,14 +17,14 @@ from tests.e2e.job import wait_for
 from tests.limits import HANG_S
 from tests.workflows.addressed import played
 from trireme.explorer.runner import Outcome
-from trireme.task import Task
-from trireme.workflows.command import (
+from trireme.ext.agents.command import (
     CommandWorkflow,
     ProgramFailed,
     Settings,
     reward_of,
     settings_of,
 )
+from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
 ASK = """
@@ -197,7 +197,7 @@ def test_a_program_ends_with_the_process_that_started_it_however_that_ends(
     pid = tmp_path / "pid"
     code = SPAWN + "ask('a'); ids = f'{os.getpid()} {child.pid} ' + os.environ['TRIREME_WORKDIR']\n"
     code += f"open('new', 'w').write(ids); os.rename('new', {str(pid)!r}); child.wait()"
-    here = "import sys; from tests.workflows.test_command import play, task_of\n"
+    here = "import sys; from tests.ext.agents.test_command import play, task_of\n"
     here += "play(task_of(sys.argv[1], cwd=sys.argv[2], timeout=6000), limit=6000)"
     words = [sys.executable, "-c", here, code, str(tmp_path)]
     with subprocess.Popen(words, text=True) as parent:

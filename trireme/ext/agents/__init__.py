@@ -1,0 +1,1 @@
+"""Agent programs as rollouts: any program that speaks to an API, and AgentScope's agents."""

@@ -1,0 +1,1 @@
+"""Small worlds: a mailbox, a database, and experiments in text."""
