@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_a_store_is_named_by_storage_type_checked_and_made(package: None, tmp_pa
     (plan,) = make_plans(config)
     assert plan.buffer_type == "shelf"
     assert plan.buffer_path == str(plan.job_dir / "buffer" / "experience_buffer.shelf")
-    text = SimpleNamespace(tokenizer=None, template=None)
+    text: Any = SimpleNamespace(tokenizer=None, template=None)
     buffer = make_buffer(plan, JobFolder(plan.job_dir), text)
 
     async def run() -> list[str]:

@@ -16,7 +16,7 @@ PLUGIN = Path(__file__).with_name("made_up_engine.py")
 
 def trireme(folder: Path, what: str, **engine: Any) -> tuple[int, str]:
     """The exit code and the output of a command on a job with this engine."""
-    config = small_config(folder) | {"plugins": [str(PLUGIN)]}
+    config: Any = {**small_config(folder), "plugins": [str(PLUGIN)]}
     config["buffer"] |= {"total_steps": 2}
     config["explorer"]["rollout_model"] = {"engine_type": "made_up", **engine}
     words = [what if word == "run" else word for word in command(folder, config)]

@@ -181,7 +181,7 @@ def test_an_error_of_any_class_and_text_travels_as_a_value(
                 raise raised from cause
 
     async def main() -> None:
-        actor = Actor(Failing, str(tmp_path))
+        actor: Any = Actor(Failing, str(tmp_path))
         reply = await (actor.call("health") if by == "call" else actor.ping())
         wire = pickle.loads(pickle.dumps(reply))
         done = asyncio.get_running_loop().create_future()

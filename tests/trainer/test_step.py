@@ -218,7 +218,7 @@ def test_a_step_reports_the_means_of_what_a_loss_tells_and_of_the_surprise(tiny_
     samples, backend = experiences(), backend_of(tiny_dir)
     scored = [torch.tensor(_scored(backend, e)[0]) for e in samples]
     surprise = torch.cat([-own[e.mask] for own, e in zip(scored, samples, strict=True)])
-    advantages = torch.cat([e.advantages[e.mask] for e in samples])
+    advantages = torch.cat([e.advantages[e.mask] for e in samples if e.advantages is not None])
     metrics = train_step(backend, recipe, samples, version=0)
     assert metrics["perf/micro_batches"] > 1
     assert metrics["actor/entropy"] == pytest.approx(float(surprise.mean()), rel=1e-5)
