@@ -28,12 +28,16 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # these bases would cost a fifth of `import trireme`
+    Loader = MetaPathFinder = object
 
 logger = logging.getLogger(__name__)
 
