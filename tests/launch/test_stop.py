@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.limits import HANG_S
+from trireme.launch import stop
 
 STUCK = """
     import asyncio, ctypes, os, sys, types
@@ -115,6 +116,18 @@ def test_a_second_control_c_ends_it_at_once() -> None:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=HANG_S)
     assert said == "ended at once by a second Ctrl-C\n" and process.returncode == 130
+
+
+def test_of_two_threads_that_hear_a_second_control_c_one_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(stop, "_write", written.append)
+    monkeypatch.setattr(stop, "end_now", lambda: asked._end("the other thread"))
+    monkeypatch.setattr(stop.os, "_exit", lambda code: written.append(str(code)))
+    asked = stop.Stop()
+    asked._end("the first thread")
+    assert written == ["the first thread\n", "130"]
 
 
 def test_a_signal_to_a_child_is_none_to_the_run() -> None:

@@ -58,6 +58,8 @@ class Stop:
         self._left = 0
         """Coroutines that did not end."""
         self._lock = threading.RLock()  # a handler may interrupt itself
+        self._ending = threading.Lock()
+        """Held by the one thread that ends the process: two may hear a second Ctrl-C."""
         self._asked = self._heard = False
         """Whether a first signal has reached the main thread, and the one that hears of them."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -199,6 +201,8 @@ class Stop:
 
     def _end(self, text: str) -> None:
         """End the process at once: whatever else were asked first might hang."""
+        if not self._ending.acquire(blocking=False):
+            return
         with suppress(Exception):
             shows = "\x1b[?25h" if sys.stdout.isatty() else ""  # a live display hides the cursor
             _write(f"{shows}{shown(text)}\n")
