@@ -54,7 +54,7 @@ FORKS = """
     print("asked:", stop.number)
 """
 UNHEARD = """
-    import asyncio, os, sys, types
+    import asyncio, os, signal, sys, types
     from trireme.launch.stop import Stop
     sys.modules["trireme.trainer.trainer"] = types.ModuleType("small")  # the other loads torch
     sys.modules["trireme.trainer.trainer"].Stopped = InterruptedError
@@ -79,6 +79,7 @@ UNHEARD = """
         stop.gently = lambda: True  # it says that it ends, and does not
         await asyncio.sleep(600)
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's would be ignored
     stop = Stop()
     stop.limit, stop.what_is_left = 1.0, lost
     stop.listen()

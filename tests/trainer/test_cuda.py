@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -104,8 +104,8 @@ def test_a_gpus_memory_grows_in_place_except_in_colocate_or_where_the_user_has_a
             deterministic=False,
             takes_turns=takes_turns,
         )
-        with patch.object(models, "_settings"), patch.object(models, "Backend"):
-            models.make_models(plan, "", recipe)
+        with patch.object(models, "_settings"):
+            models.make_models(plan, "", recipe, make=MagicMock())
     each = [f"expandable_segments:{expands}" for expands in (True, False, True)]
     assert told == ([] if said else each)
 
