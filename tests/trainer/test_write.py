@@ -175,11 +175,15 @@ time.sleep(600)
 
 def test_a_process_killed_amid_a_write_leaves_the_checkpoint_before(tiny_dir, tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(tiny_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    errors = tmp_path.with_suffix(".err")
+    with (
+        errors.open("wb") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as process,
+    ):
         assert process.stdout is not None
         said = {process.stdout.readline().decode().strip() for _ in range(2)}
         process.kill()
-    assert said == {"half", "trained on"}
+    assert said == {"half", "trained on"}, errors.read_text()
     assert list(tmp_path.glob(".tmp-global_step_2-*")), "it was being written"
     loaded = load_checkpoint(JobFolder(tmp_path))
     assert loaded is not None and loaded.step == 1
