@@ -79,7 +79,7 @@ test: lint docs
 
 # two minutes, for the inner loop: what needs no process of its own, nor a model that is trained
 QUICK ?= tests/algorithms tests/config tests/data tests/demo tests/explorer tests/model tests/monitor tests/pipeline \
-    tests/rewards tests/sync tests/workflows tests/buffer/test_file.py tests/buffer/test_record.py tests/buffer/test_replay.py \
+    tests/rewards tests/sync tests/workflows tests/buffer/test_file.py tests/buffer/test_record.py \
     tests/test_layering.py tests/test_house.py tests/test_limits.py tests/test_targets.py tests/test_batch.py \
     tests/test_experience.py tests/test_registry.py tests/test_log.py tests/test_aio.py
 test-quick: setup

@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.buffer.queue import QueueBuffer
-from trireme.buffer.replay import ReplayBuffer
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.engines.engine import Completion
 from trireme.experience import EID, Experience
+from trireme.ext.replay.replay import ReplayBuffer
 from trireme.ext.sql.buffer import SqlBuffer
 from trireme.serialize import decode, encode
 from trireme.trainer.attention import Rows

@@ -23,9 +23,9 @@ from tests.buffer.test_contract import database
 from tests.odd import ODD
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record
-from trireme.buffer.replay import ReplayBuffer
 from trireme.buffer.table import experience_table, open_database
 from trireme.experience import EID, Experience
+from trireme.ext.replay.replay import ReplayBuffer
 from trireme.files import read_jsonl
 from trireme.serialize import Damaged, decode, encode
 from trireme.text import all_joined

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from trireme.buffer.priority import priority_problems
 from trireme.buffer.store import StoreParts
 from trireme.config import Problem
 from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig
+from trireme.ext.replay.priority import priority_problems
 
 if TYPE_CHECKING:
     from trireme.ext.sql.buffer import SqlBuffer

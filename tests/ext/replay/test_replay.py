@@ -8,8 +8,8 @@ import pytest
 
 from tests.buffer.samples import JumpingClock, run, sample, step_of, uids
 from trireme.buffer.buffer import Closed
-from trireme.buffer.priority import decay_limit_randomization, linear_decay
-from trireme.buffer.replay import ReplayBuffer
+from trireme.ext.replay.priority import decay_limit_randomization, linear_decay
+from trireme.ext.replay.replay import ReplayBuffer
 
 
 def test_the_newest_weights_come_first_and_groups_stay_together() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.buffer.samples import JumpingClock, sample, uids
-from trireme.buffer.priority import decay_limit_randomization
-from trireme.buffer.replay import ReplayBuffer
+from trireme.ext.replay.priority import decay_limit_randomization
+from trireme.ext.replay.replay import ReplayBuffer
 
 DECAY, CAPACITY = 2.0, 3
 

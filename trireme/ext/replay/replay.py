@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trireme.buffer.buffer import Closed, InMemory
-from trireme.buffer.priority import Priority, linear_decay, make_priority, priority_problems
 from trireme.buffer.store import StoreParts
 from trireme.config import Problem
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience, group_by
+from trireme.ext.replay.priority import Priority, linear_decay, make_priority, priority_problems
 from trireme.log import get_logger
 from trireme.serialize import decode, encode
 

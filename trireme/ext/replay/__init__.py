@@ -1,0 +1,1 @@
+"""Experience replay: a buffer that gives experiences several times, by priority."""
