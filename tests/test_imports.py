@@ -41,16 +41,6 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert run_python(code).split() == []
 
 
-def test_an_engine_process_needs_only_what_the_environment_of_vllm_has() -> None:
-    absent = ("omegaconf", "sqlalchemy", "datasets", "peft", "math_verify", "tensorboard", "ray")
-    needed = ("server.process", "server.app")
-    needed += ("engines.vllm.engine", "engines.vllm.options", "engines.weight_group")
-    run_python(
-        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
-        + "".join(f"import trireme.{module}\n" for module in needed)
-    )
-
-
 def costs_less_than_twice(ours: str, theirs: str) -> bool:
     """By the shortest runs of each, in turns: what else the machine does only makes them longer."""
     times: dict[str, list[float]] = {ours: [], theirs: []}

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from tests.agents.programs import EXAMPLES, PROGRAMS, Program
 from tests.agents.steered import MAX_LEN, ROOT, Steered, exactness, make_model
-from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
 from tests.limits import HANG_S
+from tests.vllm import START_S, needs_vllm, vllm_host
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine

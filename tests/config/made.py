@@ -60,6 +60,14 @@ def values(folder: Path, rows: int = 32) -> dict[str, Any]:
     }
 
 
+def values_with(folder: Path, **facts: Any) -> dict[str, Any]:
+    """`values` whose model's config.json has these facts."""
+    out = values(folder)
+    file = Path(out["model"]["model_path"]) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+    return out
+
+
 def config_of(folder: Path, tree: dict[str, Any], *overrides: str) -> Config:
     """The plain values as a loaded file."""
     path = folder / "config.yaml"

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scripts import memory_page
-from tests.config.made import SEEDS, config_of, values
-from trireme.config import ConfigError, Plan, load_config
+from tests.config.made import SEEDS, config_of, values, values_with
+from trireme.config import ConfigError, load_config
 from trireme.config.plan import gpu_bytes
-from trireme.engines.vllm import kind as vllm_kind
 from trireme.launch.check import draft, make_plans
 
 ENGINES = "explorer.rollout_model.engine_num"
@@ -27,6 +22,10 @@ def machine(monkeypatch):
 
     has(0)
     return has
+
+
+def four(tmp_path):
+    return values_with(tmp_path, **FOUR)
 
 
 def plan_of(tmp_path, *overrides):
@@ -173,18 +172,19 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machin
     machine(8)
     given = ("cluster.gpu_per_node=8", f"{MODEL}.engine_type=torch")
     tokens = "trainer.max_token_len_per_gpu=16384"
-    (said,) = [
-        p for p in problems(tmp_path, *given, tokens, f"{ENGINES}=6", **SEVEN) if "short" in p
-    ]
+    found = draft(
+        config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens, f"{ENGINES}=6")
+    )
+    (said,) = [p for p in map(str, found.problems) if "short" in p]
     assert said.startswith("trainer needs ") and "for each of 2 ranks" in said
     assert "a GPU has 80.0 GiB" in said and "GiB are short" in said
-    (plan,), _, _ = draft(config_of(tmp_path, tree(tmp_path, SEVEN), *given, tokens))
+    (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens))
     assert plan.trainer_ranks == 7 and plan.gradient_checkpointing
     assert sum(plan.memory.values()) < 80 * 2**30
-    (small,), _, _ = draft(config_of(tmp_path, tree(tmp_path, {}), *given))
+    (small,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given))
     assert not small.gradient_checkpointing
     asked = "trainer.enable_gradient_checkpointing=true"
-    (small,), _, _ = draft(config_of(tmp_path, tree(tmp_path, {}), *given, asked))
+    (small,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given, asked))
     assert small.gradient_checkpointing
 
 
@@ -194,7 +194,7 @@ def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, mach
 
     def memory(engines, shards):
         asked = (f"{ENGINES}={engines}", f"trainer.fsdp_size={shards}")
-        (plan,), _, _ = draft(config_of(tmp_path, tree(tmp_path, SEVEN), *given, *asked))
+        (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, *asked))
         return plan.memory
 
     assert memory(4, 2) == memory(6, -1) != memory(4, -1) == memory(4, 4)
@@ -212,7 +212,7 @@ def test_a_teacher_is_charged_where_it_lies_on_the_trainers_gpu(tmp_path, machin
     machine(1)
 
     def charged(*given):
-        config = config_of(tmp_path, tree(tmp_path, FOUR), "cluster.launcher=local", *given)
+        config = config_of(tmp_path, four(tmp_path), "cluster.launcher=local", *given)
         (plan,), _, _ = draft(config)
         return plan.memory["auxiliary models"]
 
@@ -231,7 +231,7 @@ def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
     machine(1)
 
     def engine(*given):
-        config = config_of(tmp_path, tree(tmp_path, FOUR), "cluster.launcher=local", *given)
+        config = config_of(tmp_path, four(tmp_path), "cluster.launcher=local", *given)
         (plan,), _, _ = draft(config)
         return plan.share_tensors, plan.memory["engine"], plan.memory["engine's cache"] > 0
 
@@ -256,10 +256,10 @@ def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
 def test_a_plan_that_does_not_fit_can_be_tried_all_the_same(tmp_path, machine, monkeypatch):
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 24 * 2**30)
     machine(1)
-    config = config_of(tmp_path, tree(tmp_path, FOUR))
+    config = config_of(tmp_path, four(tmp_path))
     (said,) = [str(p) for p in draft(config).problems]
     assert "ignore_validator_suggestions: true" in said and "trainer.offload" not in said
-    config = config_of(tmp_path, tree(tmp_path, FOUR), "ignore_validator_suggestions=true")
+    config = config_of(tmp_path, four(tmp_path), "ignore_validator_suggestions=true")
     (plan,), found, _ = draft(config)
     assert not found and any("GiB are short" in note for note in plan.notes)
 
@@ -268,7 +268,7 @@ def test_the_copy_that_saves_behind_is_asked_for_and_its_memory_is_noted(tmp_pat
     machine(4)
 
     def noted(*given):
-        config = config_of(tmp_path, tree(tmp_path, FOUR), *given)
+        config = config_of(tmp_path, four(tmp_path), *given)
         (plan,), _, _ = draft(config)
         return plan.trainer_ranks, [note for note in plan.notes if "save_behind" in note]
 
@@ -287,7 +287,7 @@ def test_where_the_gpu_is_not_known_nothing_is_computed_again_unasked(
 ):
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: None)
     machine(1)
-    (plan,), _, _ = draft(config_of(tmp_path, tree(tmp_path, FOUR)))
+    (plan,), _, _ = draft(config_of(tmp_path, four(tmp_path)))
     assert plan.memory and not plan.gradient_checkpointing
 
 
@@ -345,135 +345,8 @@ def test_torch_engines_are_no_more_than_there_are_gpus_beside_the_trainers(tmp_p
     assert plan_of(tmp_path, *asked).engine_hosts == 2
 
 
-ARGUMENTS = ("max_num_seqs", "block_size", "seed", "weight_transfer_config")
-FOUND = vllm_kind.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS)
-
-
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND)
-
-
-def plan(tmp_path: Path, *overrides: str, **facts: Any) -> Plan:
-    return make_plans(config_of(tmp_path, tree(tmp_path, facts), *overrides))[0]
-
-
-def problems(tmp_path: Path, *overrides: str, **facts: Any) -> list[str]:
-    _, found, _ = draft(config_of(tmp_path, tree(tmp_path, facts), *overrides))
-    return [str(problem) for problem in found]
-
-
-def tree(tmp_path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """A configuration whose model's config.json has these facts."""
-    out = values(tmp_path)
-    file = Path(out["model"]["model_path"]) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
-    return out
-
-
-def key(name: str) -> str:
-    return f"explorer.rollout_model.{name}"
-
-
-VLLM = f"{key('engine_type')}=vllm"
-
-
-@pytest.mark.usefixtures("vllm")
-def test_vllm_generates_where_it_is_found_and_check_says_which(tmp_path: Path) -> None:
-    found = plan(tmp_path, VLLM, f"{key('engine_num')}=2", head_dim=64)
-    assert (found.engine_kind, found.engine_python, found.engine_hosts) == ("vllm", FOUND.python, 2)
-    assert (found.sync_method, found.share_tensors, found.deterministic) == ("nccl", False, False)
-    assert f"{VLLM.replace('=', ' (')}): vLLM 0.32.0 of {FOUND.python}" in found.notes
-    method = "synchronizer.sync_method=memory"
-    assert plan(tmp_path, VLLM, method, head_dim=64).sync_method == "memory"
-
-
-def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
-    found = plan(tmp_path, VLLM)
-    assert (found.engine_kind, found.engine_hosts) == ("torch", 0)
-    assert any("generates in its place, since no Python with vLLM was" in n for n in found.notes)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "has_vllm", "kind", "says"),
-    [
-        (2, True, "vllm", f"vLLM 0.32.0 of {FOUND.python} generates in its place"),
-        (2, False, "torch", "the embedded torch engine generates in its place, since no Python"),
-        (0, True, "torch", "the embedded torch engine generates in its place, since this machine"),
-    ],
-)
-def test_sglang_is_vllm_where_a_gpu_and_vllm_are(
-    gpus: int,
-    has_vllm: bool,
-    kind: str,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
-    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND if has_vllm else None)
-    found = plan(tmp_path, f"{key('engine_type')}=sglang", head_dim=64)
-    assert found.engine_kind == kind
-    said = [note for note in found.notes if note.startswith(f"{key('engine_type')} (sglang): ")]
-    assert says in said[0] and len([n for n in found.notes if "in its place" in n]) == 1
-
-
-def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
-    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
-    (said,) = problems(tmp_path, VLLM)
-    assert said.startswith(f"{key('engine_type')} is vllm, and no Python with vLLM was found")
-    assert "pip install vllm" in said and vllm_kind.VARIABLE in said
-
-
-def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
-    (said,) = problems(tmp_path, VLLM, f"{key('engine_python')}={sys.executable}")
-    assert said.startswith(f"{key('engine_python')} is '{sys.executable}': expected a Python that")
-
-
-@pytest.mark.usefixtures("vllm")
-@pytest.mark.parametrize(
-    ("override", "facts", "said"),
-    [
-        ("tensor_parallel_size=3", {"num_attention_heads": 4}, "is 3: expected a divisor of the m"),
-        ("extra_engine_args.max_num_seq=4", {}, "engine: did you mean max_num_seqs?"),
-        ("extra_engine_args.seed=4", {}, f"what sets it is {key('seed')}"),
-        ("tool_call_parser=mistrl", {}, "; did you mean 'mistral'?"),
-    ],
-)
-def test_what_vllm_cannot_do_is_found_before_it_starts(
-    tmp_path: Path, override: str, facts: dict[str, Any], said: str
-) -> None:
-    found = problems(tmp_path, VLLM, key(override), **{"head_dim": 64, **facts})
-    assert len(found) == 1 and said in found[0]
-
-
-@pytest.mark.parametrize(
-    ("version", "old"),
-    [("0.9.1", True), ("0.31.2+cpu", True), ("0.32.0rc1", False), ("0.33.1.dev5", False)],
-)
-def test_a_vllm_whose_weight_transfer_is_another_is_refused(
-    tmp_path: Path, version: str, old: bool, monkeypatch: Any
-) -> None:
-    """Older ones may have the argument already, and other calls behind it."""
-    found = vllm_kind.Vllm(FOUND.python, version, ARGUMENTS)
-    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: found)
-    said = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=64)
-    assert [f"vLLM {version} of {FOUND.python} is too old" in each for each in said] == [True] * old
-
-
-@pytest.mark.usefixtures("vllm")
-def test_heads_that_its_cpu_kernels_lack_are_named(tmp_path: Path) -> None:
-    (said,) = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=8)
-    assert "no attention on a CPU for heads of 8: expected 32, 64" in said
-
-
-def test_several_torch_engines_are_processes(tmp_path: Path) -> None:
-    found = plan(tmp_path, f"{key('engine_type')}=torch", f"{key('engine_num')}=2")
+def test_several_torch_engines_are_processes(tmp_path):
+    torch = f"{MODEL}.engine_type=torch"
+    found = plan_of(tmp_path, torch, f"{ENGINES}=2")
     assert (found.engine_kind, found.engine_hosts, found.sync_method) == ("torch", 2, "nccl")
-    assert plan(tmp_path, f"{key('engine_num')}=2").engine_hosts == 0
+    assert plan_of(tmp_path, f"{ENGINES}=2").engine_hosts == 0

@@ -1,6 +1,4 @@
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +6,6 @@ import pytest
 from tests.config.made import SEEDS, config_of, values
 from trireme.config import ConfigError, load_config
 from trireme.config.check import UNASKED_SAVE_INTERVAL
-from trireme.config.engine_kind import EngineChoice, adapter_rank_of
-from trireme.engines.vllm.kind import largest_adapter
 from trireme.launch.check import draft, make_plans
 
 
@@ -340,20 +336,6 @@ def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
 def test_an_adapter_is_pushed_alone_where_the_engine_can_hold_it(tmp_path, lora, others, rank):
     plan = plan_of(tmp_path, f"model.lora_configs=[{lora}]", *others)
     assert plan.adapter_rank == rank and plan.has_adapter
-
-
-@pytest.mark.parametrize(("model_type", "rank"), [("qwen3", 8), ("gpt2", 0)])
-def test_vllm_gets_merged_weights_of_a_model_that_it_has_no_adapters_for(
-    tmp_path, model_type, rank
-):
-    plan = plan_of(tmp_path, "model.lora_configs=[{lora_rank: 8}]")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    model = plan.config.model.model_copy(update={"model_path": str(tmp_path)})
-    config = plan.config.model_copy(update={"model": model})
-    stage: Any = SimpleNamespace(config=config, remote=False, reads_file=False)
-    vllm = EngineChoice("vllm", largest_adapter=largest_adapter(config))
-    assert adapter_rank_of(stage, vllm, "memory") == rank
-    assert adapter_rank_of(stage, EngineChoice("torch"), "memory") == 8
 
 
 OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"

@@ -13,9 +13,9 @@ import pytest
 from tests.e2e.job import run, small_config
 from tests.e2e.test_modes import metrics
 from tests.e2e.test_two_commands import Pair
-from tests.engines.vllm.made import needs_vllm
 from tests.ext.agents.test_command import ASK
 from tests.tiny import make_model
+from tests.vllm import needs_vllm
 
 AGENT = f"""{ASK}
 begun = [{{"role": "user", "content": sys.argv[1]}}]

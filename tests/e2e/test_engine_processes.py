@@ -19,9 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from typer.testing import CliRunner
 
 from tests.e2e.job import run, small_config, started, wait_for
-from tests.engines.vllm.made import needs_vllm
 from tests.limits import HANG_S
 from tests.tiny import make_model
+from tests.vllm import needs_vllm
 from trireme.cli.main import app
 from trireme.engines.remote import RemoteEngine
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
 from tests.limits import HANG_S
 from tests.server.made import on_port, torch_rollouts
 from tests.tiny import make_model
+from tests.vllm import START_S, needs_vllm, vllm_host
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from tests.e2e.job import run, small_config, started, wait_for
-from tests.engines.vllm.made import needs_vllm
 from tests.limits import HANG_S
 from tests.server.made import command, fails
 from tests.tiny import make_model
+from tests.vllm import needs_vllm
 
 
 @pytest.mark.parametrize(

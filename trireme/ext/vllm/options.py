@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-WORKER = "trireme.engines.vllm.worker.TriremeWorker"
+WORKER = "trireme.ext.vllm.worker.TriremeWorker"
 TRANSFER = "trireme"
 """What vLLM knows our weight transfer by."""
 STREAM = "trireme_stream"

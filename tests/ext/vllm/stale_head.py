@@ -5,7 +5,7 @@ Runs in vLLM's environment: an engine takes it by `extra_engine_args.worker_exte
 
 from __future__ import annotations
 
-from trireme.engines.vllm.worker import TriremeWorker
+from trireme.ext.vllm.worker import TriremeWorker
 
 
 class StaleHead(TriremeWorker):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trireme.config.schema import Config
     from trireme.engines.device import Device, RolloutBarrier
     from trireme.engines.make import EngineSpec
-    from trireme.engines.vllm.engine import VllmEngine
+    from trireme.ext.vllm.engine import VllmEngine
 
 VARIABLE = "TRIREME_VLLM_PYTHON"
 OLDEST = (0, 32)
@@ -180,7 +180,7 @@ class VllmKind:
         share_with: Any = None,
     ) -> VllmEngine:
         """See EngineKind; it shares nothing with a trainer."""
-        from trireme.engines.vllm.engine import VllmEngine
+        from trireme.ext.vllm.engine import VllmEngine
 
         return await VllmEngine.start(
             spec.model,

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from trireme.engines.adapter import A, B, write_adapter
 from trireme.engines.sampling import inverse_cdf, uniforms
-from trireme.engines.vllm.options import ADAPTER, STREAM
-from trireme.engines.vllm.transfer import Arriving, GroupTransfer, read
 from trireme.engines.weight_group import fingerprint
+from trireme.ext.vllm.options import ADAPTER, STREAM
+from trireme.ext.vllm.transfer import Arriving, GroupTransfer, read
 
 _outputs: Any = import_module("vllm.v1.outputs")
 _ops: Any = import_module("vllm.v1.sample.ops.topk_topp_sampler")

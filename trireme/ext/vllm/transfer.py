@@ -21,8 +21,8 @@ from torch import Tensor
 
 from trireme.config.lookup import names_in, weight_files
 from trireme.engines.adapter import is_adapter
-from trireme.engines.vllm.options import TRANSFER
 from trireme.engines.weight_group import Meeting, WeightGroup, fingerprint
+from trireme.ext.vllm.options import TRANSFER
 
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
 _factory: Any = import_module("vllm.distributed.weight_transfer.factory")

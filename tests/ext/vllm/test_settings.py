@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.made import PYTHON, needs_vllm
 from tests.tiny import make_model
+from tests.vllm import PYTHON, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
@@ -22,7 +22,7 @@ import vllm
 from transformers import AutoTokenizer
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import async_llm
-from trireme.engines.vllm.engine import VllmEngine
+from trireme.ext.vllm.engine import VllmEngine
 
 made = {}
 
@@ -47,7 +47,7 @@ except SystemExit:
 RANKS = """
 import json
 from types import SimpleNamespace
-from trireme.engines.vllm import transfer
+from trireme.ext.vllm import transfer
 
 ranks = []
 transfer.WeightGroup = lambda meeting: (ranks.append(meeting.rank), SimpleNamespace(connect=int))[1]
@@ -67,7 +67,7 @@ SCORES = """
 import json
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trireme.engines.vllm import worker
+from trireme.ext.vllm import worker
 
 class Largest(TorchDispatchMode):
     numbers = 0

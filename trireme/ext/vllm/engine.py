@@ -30,8 +30,8 @@ from trireme.engines.adapter import ENDS, is_adapter
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.shell import end_tokens_of
-from trireme.engines.vllm.options import ADAPTER, STREAM, arguments
 from trireme.engines.weight_group import Meeting, WeightGroup
+from trireme.ext.vllm.options import ADAPTER, STREAM, arguments
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is another, see vllm/sampler.py

@@ -13,10 +13,10 @@ import torch
 from tests.engines.test_adapter import adapted, change
 from tests.engines.test_torch_engine import reference
 from tests.engines.test_torch_engine import run as embedded
-from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
 from tests.limits import HANG_S
 from tests.tiny import make_model
 from tests.trainer.samples import backend_of
+from tests.vllm import START_S, needs_vllm, vllm_host
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.device import Device
 from trireme.engines.engine import Completion, Engine, Sampling
@@ -30,7 +30,7 @@ from trireme.trainer.lora import AdapterSource
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 PROMPT = [5, 6, 7, 8]
-WORKERS = "tests.engines.vllm.stale_head"
+WORKERS = "tests.ext.vllm.stale_head"
 
 
 def close_to(own: torch.Tensor, found: list[float]) -> bool:
@@ -267,7 +267,7 @@ def test_two_workers_of_an_engine_take_their_parts(
 
 def test_a_tied_head_that_stays_old_is_seen_by_both_proofs(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "a", head_dim=32)
-    worker = {"worker_extension_cls": "tests.engines.vllm.stale_head.StaleHead"}
+    worker = {"worker_extension_cls": "tests.ext.vllm.stale_head.StaleHead"}
 
     async def main(engine: RemoteEngine) -> None:
         device, large = Device(1), trained(folder, 0.1)

@@ -1,0 +1,169 @@
+"""vLLM as a kind of engine: where it is found, what it is refused for, and what a stage gets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.config.made import config_of, values_with
+from tests.limits import HANG_S
+from trireme.config import Plan
+from trireme.config.engine_kind import EngineChoice, adapter_rank_of
+from trireme.ext.vllm import kind as vllm_kind
+from trireme.ext.vllm.kind import largest_adapter
+from trireme.launch.check import draft, make_plans
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 0)
+
+
+ARGUMENTS = ("max_num_seqs", "block_size", "seed", "weight_transfer_config")
+FOUND = vllm_kind.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS)
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND)
+
+
+def plan(tmp_path: Path, *overrides: str, **facts: Any) -> Plan:
+    return make_plans(config_of(tmp_path, values_with(tmp_path, **facts), *overrides))[0]
+
+
+def problems(tmp_path: Path, *overrides: str, **facts: Any) -> list[str]:
+    _, found, _ = draft(config_of(tmp_path, values_with(tmp_path, **facts), *overrides))
+    return [str(problem) for problem in found]
+
+
+def key(name: str) -> str:
+    return f"explorer.rollout_model.{name}"
+
+
+VLLM = f"{key('engine_type')}=vllm"
+
+
+@pytest.mark.usefixtures("vllm")
+def test_vllm_generates_where_it_is_found_and_check_says_which(tmp_path: Path) -> None:
+    found = plan(tmp_path, VLLM, f"{key('engine_num')}=2", head_dim=64)
+    assert (found.engine_kind, found.engine_python, found.engine_hosts) == ("vllm", FOUND.python, 2)
+    assert (found.sync_method, found.share_tensors, found.deterministic) == ("nccl", False, False)
+    assert f"{VLLM.replace('=', ' (')}): vLLM 0.32.0 of {FOUND.python}" in found.notes
+    method = "synchronizer.sync_method=memory"
+    assert plan(tmp_path, VLLM, method, head_dim=64).sync_method == "memory"
+
+
+def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
+    found = plan(tmp_path, VLLM)
+    assert (found.engine_kind, found.engine_hosts) == ("torch", 0)
+    assert any("generates in its place, since no Python with vLLM was" in n for n in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_vllm", "kind", "says"),
+    [
+        (2, True, "vllm", f"vLLM 0.32.0 of {FOUND.python} generates in its place"),
+        (2, False, "torch", "the embedded torch engine generates in its place, since no Python"),
+        (0, True, "torch", "the embedded torch engine generates in its place, since this machine"),
+    ],
+)
+def test_sglang_is_vllm_where_a_gpu_and_vllm_are(
+    gpus: int,
+    has_vllm: bool,
+    kind: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND if has_vllm else None)
+    found = plan(tmp_path, f"{key('engine_type')}=sglang", head_dim=64)
+    assert found.engine_kind == kind
+    said = [note for note in found.notes if note.startswith(f"{key('engine_type')} (sglang): ")]
+    assert says in said[0] and len([n for n in found.notes if "in its place" in n]) == 1
+
+
+def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
+    (said,) = problems(tmp_path, VLLM)
+    assert said.startswith(f"{key('engine_type')} is vllm, and no Python with vLLM was found")
+    assert "pip install vllm" in said and vllm_kind.VARIABLE in said
+
+
+def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
+    (said,) = problems(tmp_path, VLLM, f"{key('engine_python')}={sys.executable}")
+    assert said.startswith(f"{key('engine_python')} is '{sys.executable}': expected a Python that")
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("override", "facts", "said"),
+    [
+        ("tensor_parallel_size=3", {"num_attention_heads": 4}, "is 3: expected a divisor of the m"),
+        ("extra_engine_args.max_num_seq=4", {}, "engine: did you mean max_num_seqs?"),
+        ("extra_engine_args.seed=4", {}, f"what sets it is {key('seed')}"),
+        ("tool_call_parser=mistrl", {}, "; did you mean 'mistral'?"),
+    ],
+)
+def test_what_vllm_cannot_do_is_found_before_it_starts(
+    tmp_path: Path, override: str, facts: dict[str, Any], said: str
+) -> None:
+    found = problems(tmp_path, VLLM, key(override), **{"head_dim": 64, **facts})
+    assert len(found) == 1 and said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("0.9.1", True), ("0.31.2+cpu", True), ("0.32.0rc1", False), ("0.33.1.dev5", False)],
+)
+def test_a_vllm_whose_weight_transfer_is_another_is_refused(
+    tmp_path: Path, version: str, old: bool, monkeypatch: Any
+) -> None:
+    """Older ones may have the argument already, and other calls behind it."""
+    found = vllm_kind.Vllm(FOUND.python, version, ARGUMENTS)
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: found)
+    said = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=64)
+    assert [f"vLLM {version} of {FOUND.python} is too old" in each for each in said] == [True] * old
+
+
+@pytest.mark.usefixtures("vllm")
+def test_heads_that_its_cpu_kernels_lack_are_named(tmp_path: Path) -> None:
+    (said,) = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=8)
+    assert "no attention on a CPU for heads of 8: expected 32, 64" in said
+
+
+@pytest.mark.parametrize(("model_type", "rank"), [("qwen3", 8), ("gpt2", 0)])
+def test_vllm_gets_merged_weights_of_a_model_that_it_has_no_adapters_for(
+    tmp_path: Path, model_type: str, rank: int
+) -> None:
+    lora = plan(tmp_path, "model.lora_configs=[{lora_rank: 8}]")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    model = lora.config.model.model_copy(update={"model_path": str(tmp_path)})
+    config = lora.config.model_copy(update={"model": model})
+    stage: Any = SimpleNamespace(config=config, remote=False, reads_file=False)
+    vllm = EngineChoice("vllm", largest_adapter=largest_adapter(config))
+    assert adapter_rank_of(stage, vllm, "memory") == rank
+    assert adapter_rank_of(stage, EngineChoice("torch"), "memory") == 8
+
+
+def test_an_engine_process_needs_only_what_the_environment_of_vllm_has() -> None:
+    absent = ("omegaconf", "sqlalchemy", "datasets", "peft", "math_verify", "tensorboard", "ray")
+    needed = ("server.process", "server.app", "engines.weight_group")
+    needed += ("ext.vllm.engine", "ext.vllm.options")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "".join(
+        f"import trireme.{module}\n" for module in needed
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
