@@ -1,14 +1,16 @@
 """API page: docs/api.md, one entry for each name that `import trireme` offers.
 
 `python scripts/api_page.py` writes it; a test holds that it was written. mkdocstrings reads the
-docstrings when the site is built.
+docstrings when the site is built. The entry of a name whose extension is not here stays.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import trireme
+from trireme.extensions import extensions, needed_for
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 _HEAD = """# Python API
@@ -34,18 +36,37 @@ _GROUPS = {
 """Heading -> the names under it; a new public name has to be put under one, or the script fails."""
 
 
+_ENTRY = re.compile(r"^### `(\w+)`\n\n::: ([\w.]+)$", re.M)
+
+
 def document() -> str:
     """The whole page. Raises ValueError where a public name stands under no heading."""
+    written = dict(_ENTRY.findall(PAGE.read_text(encoding="utf-8")))
     placed = [name for names in _GROUPS.values() for name in names.split()]
-    if unplaced := sorted(set(trireme.__all__) ^ set(placed)):
-        raise ValueError(f"scripts/api_page.py: {unplaced} must stand in _GROUPS and __all__ once")
+    paths = {
+        name: written[name]
+        for name in placed
+        if name not in _paths() and name in written and needed_for("public", name)
+    } | _paths()
+    if unplaced := sorted(set(paths) ^ set(placed)):
+        raise ValueError(f"scripts/api_page.py: {unplaced} must stand in _GROUPS and be public")
     lines = [_HEAD]
     for heading, names in _GROUPS.items():
         lines.append(f"## {heading}\n")
         for name in names.split():
-            path = trireme._NAMES[name].replace(":", ".")
-            lines.append(f"### `{name}`\n\n::: {path}\n    options: {{show_root_heading: false}}\n")
+            lines.append(
+                f"### `{name}`\n\n::: {paths[name]}\n    options: {{show_root_heading: false}}\n"
+            )
     return "\n".join(lines)
+
+
+def _paths() -> dict[str, str]:
+    """Public name -> dotted path, in the kernel and our extensions."""
+    ours = [e for e in extensions().values() if e.package.startswith("trireme.ext.")]
+    places = dict(trireme._NAMES)
+    for extension in ours:
+        places |= extension.names.get("public", {})
+    return {name: place.replace(":", ".") for name, place in places.items()}
 
 
 if __name__ == "__main__":

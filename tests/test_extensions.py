@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import trireme
 from trireme import extensions
 from trireme.extensions import Extension, kernel, names_of
 from trireme.registry import Registry
@@ -174,9 +175,60 @@ def test_a_name_of_an_extension_that_is_not_here_says_which(
         names_of.cache_clear()
 
 
+PUBLIC = '[public]\nprice = "things:cost"\nTask = "things:cost"\n'
+
+
+def test_an_extension_adds_names_to_those_of_trireme(fresh: Path) -> None:
+    install(fresh, "shop", PUBLIC, "cost = 3\n")
+    (fresh / "package_shop" / "__init__.py").write_text("")
+    code = (
+        "import sys, trireme\n"
+        "from trireme import Task, config, experience\n"
+        "from trireme.extensions import extensions\n"
+        "assert Task.__name__ == 'Task'\n"
+        "assert not hasattr(trireme, '__hidden__') and extensions.cache_info().misses == 0\n"
+        "assert 'price' in trireme.__all__ and 'price' in dir(trireme)\n"
+        "assert 'package_shop' not in sys.modules\n"
+        "from trireme import *\n"
+        "assert price == trireme.price == 3\n"
+        "assert not hasattr(trireme, 'nothing')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(fresh)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_public_name_of_an_extension_that_is_not_here_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trireme, "needed_for", lambda kind, name: kind == "public" and "shop")
+    sentence = r"trireme\.price needs the extension 'shop', which is not here: `trireme extensions`"
+    with pytest.raises(ImportError, match=sentence):
+        exec("from trireme import price")
+
+
+def test_type_checkers_see_the_public_names_of_an_extension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shop = Extension(
+        "shop", "trireme.ext.shop", names={"public": {"price": "trireme.ext.shop.things:cost"}}
+    )
+    monkeypatch.setitem(NAMES["stub"].__globals__, "ours", lambda: {"shop": shop})
+    mall = "from trireme.ext.mall.things import floor as floor\n"
+    sold = "from trireme.ext.shop.things import sold as sold\n"
+    lines = NAMES["stub"](mall + sold).removeprefix(NAMES["STUB_HEAD"])
+    assert lines == f"\n{mall}from trireme.ext.shop.things import cost as price\n"
+
+
 def test_the_list_of_the_extensions_names_is_up_to_date() -> None:
     written = NAMES["FILE"].read_text(encoding="utf-8")
     assert written == NAMES["document"](), "run: python scripts/extension_names.py"
+    stub = NAMES["STUB"].read_text(encoding="utf-8")
+    assert stub == NAMES["stub"](stub), "run: python scripts/extension_names.py"
 
 
 ROOT = Path(__file__).parents[1]
@@ -211,6 +263,9 @@ def test_the_kernel_imports_no_extension() -> None:
         if "ext" in file.relative_to(ROOT / "trireme").parts[:-1]:
             continue
         for line, module in imported(file):
+            if (file.name, module) == ("__init__.py", "trireme.ext.*"):
+                assert file.parent.name == "trireme"  # for type checkers alone: test_trinity.py
+                continue
             within = f"{module}."
             assert not within.startswith("trireme.ext."), f"{file}:{line} imports {module}"
             assert not within.startswith(tuple(f"{old}." for old in former)), f"{file}:{line}"

@@ -1,10 +1,15 @@
-"""Trireme: reinforcement fine-tuning of language models. The names below are imported when used."""
+"""Trireme: reinforcement fine-tuning of language models.
+
+The names below are imported when used, and so are those that extensions add to them.
+"""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
 
+from trireme.extensions import names_of, needed_for
 from trireme.registry import lazy_names
 
 __version__ = "0.1.0"  # the one place: the build and `trireme --version` read it here
@@ -44,15 +49,39 @@ _NAMES = {
     for there, _, here in (word.partition("=") for word in words.split())
 }
 
-__all__ = sorted(_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
-__getattr__ = lazy_names(__name__, _NAMES)
+_of_kernel = lazy_names(__name__, _NAMES)
+
+
+def _public_names() -> list[str]:
+    return sorted({*_NAMES, *names_of("public")})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return _public_names()
+    if name in _NAMES or name.startswith("__") or _is_module(name):
+        return _of_kernel(name)
+    names = names_of("public")
+    if name not in names and (owner := needed_for("public", name)):
+        # no AttributeError: `from trireme import NAME` would drop its sentence
+        raise ImportError(
+            f"trireme.{name} needs the extension '{owner}', which is not here: "
+            "`trireme extensions` lists what is"
+        )
+    return lazy_names(__name__, names)(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES})
+    return sorted({*globals(), *_public_names()})
 
 
-# for type checkers and editors; a test holds that it is the same
+def _is_module(name: str) -> bool:
+    """Whether `from trireme import NAME` means a module: Python asks for an attribute first."""
+    return PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None  # noqa: F405
+
+
+# For type checkers and editors: what no run imports. Tests hold that it is the same. The names of
+# extensions stand in a file that lies with them, and this is the one import of them.
 if TYPE_CHECKING:
     from trireme.algorithms.advantage import by_group
     from trireme.algorithms.recipes import algorithm
@@ -60,6 +89,7 @@ if TYPE_CHECKING:
     from trireme.engines.engine import Completion, Engine, Sampling
     from trireme.engines.scripted import ScriptedEngine
     from trireme.experience import EID, Experience, group_by
+    from trireme.ext import *  # noqa: F403
     from trireme.launch.check import make_plans
     from trireme.launch.train import Run, train
     from trireme.launch.trial import Trial, try_workflow

@@ -71,6 +71,7 @@ KINDS = (
     "command",
     "engine",
     "push",
+    "public",
 )
 """The kinds of names: a manifest's tables."""
 _LISTS = ("needs", "uses", "files")

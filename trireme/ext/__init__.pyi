@@ -1,0 +1,4 @@
+"""What `from trireme import ...` finds in extensions, for type checkers and editors.
+
+Written by scripts/extension_names.py.
+"""
