@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from trireme.envs.env import extra
 from trireme.envs.generated import Problems
 from trireme.envs.gyms import ArenaGame, TextGym
 
@@ -29,9 +28,3 @@ def test_a_missing_package_is_named(
         ModuleNotFoundError, match=r"not installed: pip install 'trireme-rl\[envs\]'"
     ):
         make()
-
-
-def test_a_missing_package_names_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'trireme-rl\[mcp\]'"):
-        extra("mcp", "the MCP client", "mcp")

@@ -21,7 +21,9 @@ from trireme.log import get_logger
 
 
 class Env(Protocol):
-    """An environment with text to read and text to act by. Both may be coroutines."""
+    """An environment with text to read and text to act by. Both may be coroutines; a method
+    `blocking` then gives the same environment for a thread.
+    """
 
     def reset(self) -> Any:
         """The first observation, or `(observation, info)`."""
@@ -88,6 +90,14 @@ class OpenEnv:
             get_logger("explorer").warning(
                 "%s.close failed", type(self.env).__name__, exc_info=True
             )
+
+
+def for_thread(env: Any) -> Any:
+    """The environment for code that does not await: what its `blocking` gives where `reset` is a
+    coroutine and there is one, else itself.
+    """
+    blocking = getattr(env, "blocking", None) if is_async(getattr(env, "reset", None)) else None
+    return env if blocking is None else blocking()
 
 
 def after_reset(returned: Any) -> Seen:

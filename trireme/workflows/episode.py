@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from trireme.envs.env import OpenEnv, Seen, after_reset, after_step
-from trireme.envs.pool import LentEnv
+from trireme.envs.env import OpenEnv, Seen, after_reset, after_step, for_thread
 from trireme.experience import Experience
 from trireme.model.chat_tokens import Message
 from trireme.task import Task
@@ -121,8 +120,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
             cls.run = cls._play_by_itself  # type: ignore[method-assign, assignment]
 
     def _play_by_itself(self) -> list[Experience]:
-        env = self.make_env()
-        env = env.blocking() if isinstance(env, LentEnv) else env
+        env = for_thread(self.make_env())
         try:
             return self.generate_env_inference_samples(env, self.repeat_times)
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.model.fake import make
-from trireme.envs import gyms
+from trireme.ext.small_worlds import experiment
 from trireme.ext.small_worlds.sciworld import experiment_of
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
@@ -70,12 +70,12 @@ class World:
 
 
 def test_a_wrong_row_leaves_the_world_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gyms, "extra", lambda *_: SimpleNamespace(ScienceWorldEnv=World))
-    monkeypatch.setattr(gyms, "_idle", [])
+    monkeypatch.setattr(experiment, "extra", lambda *_: SimpleNamespace(ScienceWorldEnv=World))
+    monkeypatch.setattr(experiment, "_idle", [])
     for name, number in (("fly", 0), ("boil", 2), ("fly", 1)):
         with pytest.raises(ValueError, match="has"):
-            gyms.Experiment(name, number)
-    gyms.Experiment("boil", 1)
+            experiment.Experiment(name, number)
+    experiment.Experiment("boil", 1)
     assert World.started == 1
 
 
@@ -89,7 +89,7 @@ def test_as_many_actions_are_played_as_the_yaml_says() -> None:
 
 @pytest.mark.skipif(not THERE, reason="scienceworld or Java is not installed")
 def test_the_gold_actions_earn_1_and_fewer_a_part() -> None:
-    from trireme.envs.gyms import Experiment
+    from trireme.ext.small_worlds.experiment import Experiment
 
     env = Experiment("find-plant", 1)
     gold = env.reset()[1]["gold"]

@@ -94,7 +94,7 @@ class SciWorldWorkflow(EpisodeWorkflow):
         """The experiment of the task, in a worker process."""
         settings = options_of(self.task, Settings, "sciworld_workflow")
         pool = shared_pool(
-            "trireme.envs.gyms:Experiment",
+            "trireme.ext.small_worlds.experiment:Experiment",
             workers=settings.env_workers,
             timeout_s=settings.env_timeout,
         )
