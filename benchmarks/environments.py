@@ -17,9 +17,9 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from trireme.envs.household import Household, Layout, clumsy_action
-from trireme.envs.pool import EnvPool
 from trireme.ext.alfworld.make_games import make_games
+from trireme.ext.environments.household import Household, Layout, clumsy_action
+from trireme.ext.environments.pool import EnvPool
 from trireme.ext.webshop.env import Shop, WebShopEnv, open_shop
 from trireme.ext.webshop.make_catalogue import make_catalogue
 

@@ -113,11 +113,11 @@ def test_only_the_file_that_gives_a_name_is_imported() -> None:
         "import sys\n"
         "from trireme.registry import MULTI_TURNS, REWARDS, SELECTORS, WORKFLOWS\n"
         "mine = WORKFLOWS.register('mine')(print)\n"
-        "assert WORKFLOWS.get('mine') is print and 'gym_workflow' in WORKFLOWS.names()\n"
+        "assert WORKFLOWS.get('mine') is print and 'tool_call_workflow' in WORKFLOWS.names()\n"
         "assert 'torch' not in sys.modules and SELECTORS.get('shuffle')\n"
         "assert 'trireme.data.selectors' in sys.modules and 'torch' not in sys.modules\n"
         "assert WORKFLOWS.get('math_workflow')\n"
-        "assert 'trireme.workflows.gym' not in sys.modules\n"
+        "assert 'trireme.pipeline.operators' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -80,7 +80,7 @@ def _named(module: str, **names: str) -> dict[str, str]:
 
 
 _SINGLE, _ANSWERS = "trireme.workflows.single_turn", "trireme.rewards.answers"
-_GYM = {"FrozenLakeWorkflow": "trireme.workflows.gym"}
+_GYM = {"FrozenLakeWorkflow": "trireme.ext.environments.workflow"}
 _SELECTOR = {"BaseSelector": "trireme.data.selectors", "SELECTORS": "trireme.registry"}
 _SECTIONS = (
     *("FormatConfig", "GenerationConfig", "DataSelectorConfig", "TasksetConfig", "BufferConfig"),
@@ -235,7 +235,7 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.workflows.envs.sciworld": {},
     "trinity.common.workflows.envs.sudoku": {},
     "trinity.common.workflows.envs.sudoku.sudoku_workflow": {
-        "SudokuWorkflow": "trireme.workflows.gym"
+        "SudokuWorkflow": "trireme.ext.environments.workflow"
     },
     "trinity.common.workflows.envs.sciworld.sciworld_workflow": {
         "SciWorldWorkflow": "trireme.ext.small_worlds.sciworld",

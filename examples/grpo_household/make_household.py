@@ -14,7 +14,7 @@ import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.household import Household, Layout, clumsy_action
+from trireme.ext.environments.household import Household, Layout, clumsy_action
 from trireme.files import write_jsonl
 
 NUM_TRAIN, NUM_TEST, NUM_DEMONSTRATIONS = 3000, 500, 1000

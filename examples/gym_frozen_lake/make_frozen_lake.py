@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.gyms import TextGym
+from trireme.ext.environments.gyms import TextGym
 from trireme.files import write_jsonl
 
 ACTIONS = ("left", "down", "right", "up")

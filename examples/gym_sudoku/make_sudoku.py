@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.sudoku import Sudoku, make_puzzle, solutions
+from trireme.ext.environments.sudoku import Sudoku, make_puzzle, solutions
 from trireme.files import write_jsonl
 
 NUM_TRAIN, NUM_TEST, NUM_EPISODES = 4000, 200, 2000

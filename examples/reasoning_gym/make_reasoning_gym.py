@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.generated import problems
+from trireme.ext.environments.generated import problems
 from trireme.files import write_jsonl
 
 SUMS = (

@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.gyms import ArenaGame
+from trireme.ext.environments.gyms import ArenaGame
 from trireme.files import write_jsonl
 
 NUM_TRAIN, NUM_TEST, NUM_GAMES = 2000, 200, 1000

@@ -11,8 +11,8 @@ import pytest
 from tests.agents.programs import tool_call
 from tests.agents.steered import Steered, exactness, make_model
 from tests.agents.test_programs import scripted
-from trireme.envs.generated import Environment, Played, environment, made_rows
 from trireme.explorer.runner import Outcome
+from trireme.ext.environments.generated import Environment, Played, environment, made_rows
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

@@ -316,9 +316,6 @@ def test_a_fixed_beat_that_would_stop_for_ever_names_the_other_style(tmp_path):
 
 def test_a_batch_of_several_explore_steps_is_no_problem_where_the_explorer_goes_on(tmp_path):
     assert problems_of(tmp_path, "buffer.train_batch_size=64") == []  # mode both
-    agent = "buffer.explorer_input.taskset.default_workflow_type=sudoku_workflow"
-    found = problems_of(tmp_path, "mode=explore", "buffer.train_batch_size=64", agent)
-    assert not any("train_batch_size" in str(problem) for problem in found)
 
 
 def test_reading_data_needs_a_batch_size_a_mode_and_columns(tmp_path):

@@ -208,7 +208,7 @@ def test_a_run_reads_no_data_set_twice(tmp_path: Path) -> None:
 def test_gdpo_refuses_before_the_run_what_has_no_parts_or_changes_the_reward(checked: Any) -> None:
     gdpo = "algorithm.algorithm_type=gdpo"
     assert "no problems" in checked(gdpo)
-    for name in ("gym_workflow", "textarena_workflow", "math_trainable_ruler_workflow"):
+    for name in ("math_trainable_ruler_workflow",):
         output = checked(gdpo, f"{WORKFLOW}={name}")
         assert f"workflow '{name}' gives rewards without parts" in output
         assert "without parts" not in checked(f"{WORKFLOW}={name}")

@@ -175,11 +175,6 @@ def test_a_users_class_may_have_rows_without_prompt_and_answer() -> None:
     assert not resolve(Attributes).reads_prompt and not resolve(Nested).reads_prompt
     assert resolve("math_workflow").reads_prompt and not resolve("toolcall_workflow").reads_prompt
     taskset({"seed": 1}, reads_prompt=False, response_key="answer")
-    lake = resolve("frozen_lake_workflow")
-    assert lake.examine is not None and not lake.reads_prompt
-    lake.examine(Task(raw_task={"seed": 1, "size": 4}))
-    with pytest.raises(ValueError, match="the column 'seed' or 'prompt'"):
-        lake.examine(Task(raw_task={"size": 4}))
     with pytest.raises(ValueError, match="has no column 'prompt'"):
         taskset({"seed": 1})
     with pytest.raises(ValueError, match="has no column 'asked'"):

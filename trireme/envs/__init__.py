@@ -1,1 +1,1 @@
-"""Environments: what agents act in. Each has `reset` and `step`; engines and models know none."""
+"""Environments: the contract of what agents act in; engines and models know none."""

@@ -16,9 +16,9 @@ from tests.limits import HANG_S
 pytest.importorskip("textworld", reason="ALFWorld is not installed: make test-extras runs these")
 
 from tests.model.fake import make
-from trireme.envs.pool import EnvError, EnvPool
 from trireme.ext.alfworld.game import Game
 from trireme.ext.alfworld.make_games import TASKS, make_games
+from trireme.ext.environments.pool import EnvError, EnvPool
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

@@ -12,9 +12,9 @@ from tests.model.fake import TOKENIZER, engine_of, make
 from trireme.experience import Experience
 from trireme.ext.alfworld.raft import NOTE, REFLECT
 from trireme.ext.alfworld.workflow import SYSTEM_PROMPT
+from trireme.ext.environments.workflow import HouseholdWorkflow
 from trireme.model.model import Model
 from trireme.task import Task
-from trireme.workflows.gym import HouseholdWorkflow
 from trireme.workflows.workflow import resolve
 
 LOOK, WAIT = "<action>look</action>", "<action>wait</action>"

@@ -19,9 +19,9 @@ import torch
 
 from trireme.experience import Experience
 from trireme.ext.alfworld.workflow import AlfworldWorkflow
+from trireme.ext.environments.workflow import HouseholdWorkflow
 from trireme.model.model import Model
 from trireme.workflows.episode import EpisodeWorkflow
-from trireme.workflows.gym import HouseholdWorkflow
 
 REFLECT = (
     "The task was not done. In a few sentences: what went wrong, and what will you do differently "

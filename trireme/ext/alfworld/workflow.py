@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme.envs.env import Seen, after_step
-from trireme.envs.pool import BlockingEnv, EnvPool, shared_pool
 from trireme.experience import Experience
+from trireme.ext.environments.pool import BlockingEnv, EnvPool, shared_pool
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 from trireme.workflows.step_wise import RewardPropagationWorkflow

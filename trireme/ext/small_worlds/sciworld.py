@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trireme.envs.env import Seen
-from trireme.envs.pool import shared_pool
 from trireme.ext.agents.command import options_of
+from trireme.ext.environments.pool import shared_pool
 from trireme.task import Task, as_text
 from trireme.workflows.episode import EpisodeWorkflow
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("textarena", reason="textarena is not installed: make test-extras")
 
 from tests.model.fake import make
-from trireme.envs.gyms import ArenaGame
+from trireme.ext.environments.gyms import ArenaGame
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

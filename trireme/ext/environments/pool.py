@@ -273,7 +273,7 @@ class _Worker:
         self._end()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trireme.envs.worker", self._factory],
+            [sys.executable, "-m", "trireme.ext.environments.worker", self._factory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.limits import HANG_S
-from trireme.envs.pool import EnvError, EnvLost, EnvPool
+from trireme.ext.environments.pool import EnvError, EnvLost, EnvPool
 
-FACTORY = "tests.envs.fakes:make"
+FACTORY = "tests.ext.environments.fakes:make"
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trireme.envs.generated import Problems
-from trireme.envs.gyms import ArenaGame, TextGym
+from trireme.ext.environments.generated import Problems
+from trireme.ext.environments.gyms import ArenaGame, TextGym
 
 
 @pytest.mark.parametrize(

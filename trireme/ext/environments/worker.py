@@ -1,7 +1,8 @@
 """Worker: the process in which a pool's environments live. One request a line, one reply a line.
 
-Run as `python -m trireme.envs.worker package.module:factory`. What an environment prints goes to
-the standard error; the pipe that the pool reads is ours alone. It ends when its input does.
+Run as `python -m trireme.ext.environments.worker package.module:factory`. What an environment
+prints goes to the standard error; the pipe that the pool reads is ours alone. It ends when its
+input does.
 """
 
 from __future__ import annotations

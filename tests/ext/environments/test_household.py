@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trireme.envs.household import NOTHING, PLACES, Household, Layout, clumsy_action
+from trireme.ext.environments.household import NOTHING, PLACES, Household, Layout, clumsy_action
 
 LAYOUT = Layout(
     things=(("key", "box"), ("cup", "desk"), ("pen", "desk")),

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("gymnasium", reason="gymnasium is not installed: make test-extras runs these")
 
 from tests.model.fake import make
-from trireme.envs.gyms import TextGym
+from trireme.ext.environments.gyms import TextGym
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

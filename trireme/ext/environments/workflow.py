@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme.envs.env import Seen
-from trireme.envs.generated import problems
-from trireme.envs.gyms import ArenaGame, TextGym
-from trireme.envs.household import Household, Layout
-from trireme.envs.sudoku import Sudoku, make_puzzle
+from trireme.ext.environments.generated import problems
+from trireme.ext.environments.gyms import ArenaGame, TextGym
+from trireme.ext.environments.household import Household, Layout
+from trireme.ext.environments.sudoku import Sudoku, make_puzzle
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 from trireme.workflows.single_turn import THINK_ANSWER, SimpleWorkflow

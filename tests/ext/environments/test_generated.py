@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trireme.config.schema_rollout import TasksetConfig
-from trireme.envs.generated import generated
+from trireme.ext.environments.generated import generated
 from trireme.launch.data import rows_of
 
 

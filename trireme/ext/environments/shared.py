@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trireme.engines.engine import what_is_wrong
 from trireme.envs.env import Seen, extra
-from trireme.envs.generated import VERIFIERS, environment
 from trireme.experience import Experience
+from trireme.ext.environments.generated import VERIFIERS, environment
 from trireme.task import Task
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.model.fake import make
-from trireme.envs.sudoku import Sudoku, make_puzzle, solutions
+from trireme.ext.environments.sudoku import Sudoku, make_puzzle, solutions
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

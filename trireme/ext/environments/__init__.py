@@ -1,0 +1,1 @@
+"""Environments to act in (gyms, reasoning-gym, verifiers, OpenEnv) and processes to run them in."""
