@@ -76,7 +76,8 @@ REGISTRIES = [thing for thing in vars(trireme.registry).values() if isinstance(t
 
 
 def test_every_kind_of_name_has_one_registry() -> None:
-    assert Counter(registry._kind for registry in REGISTRIES) == Counter(KINDS)
+    looked_up = [kind for kind in KINDS if kind != "public"]  # these are attributes of trireme
+    assert Counter(registry._kind for registry in REGISTRIES) == Counter(looked_up)
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda given: given.name)
