@@ -3,12 +3,15 @@
     python scripts/without.py webshop sql             # the quick tests of a copy without these two
     python scripts/without.py --all -- trireme run    # any command, without any extension
 
-An extension that uses a deleted one is deleted too. The exit code is the command's.
+An extension that uses a deleted one is deleted too, and so is a test file that imports from one,
+itself or by another test file. A test that only names one is marked `extension`. The exit code is
+the command's.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
@@ -59,6 +62,42 @@ def copy_without(names: Iterable[str], to: Path) -> None:
             shutil.copy2(ROOT / file, to / file)
 
 
+def imported_by(file: Path) -> set[str]:
+    """The modules that a file of Python imports from, with the names that may be modules."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def drop_broken_tests(copy: Path) -> list[str]:
+    """Delete the test files of a copy that import what is not in it, and return them, sorted."""
+    imports = {file: imported_by(file) for file in (copy / "tests").rglob("*.py")}
+    dropped: list[str] = []
+
+    def is_gone(module: str) -> bool:
+        parts = module.split(".")
+        if parts[0] != "tests" and parts[:2] != ["trireme", "ext"]:
+            return False
+        place = copy.joinpath(*parts)
+        in_a_module = any(
+            copy.joinpath(*parts[:cut]).with_suffix(".py").is_file()
+            or copy.joinpath(*parts[:cut], "__init__.py").is_file()
+            for cut in range(max(len(parts) - 1, 1), len(parts) + 1)
+        )
+        return not in_a_module and not place.is_dir()
+
+    while broken := [file for file, modules in imports.items() if any(map(is_gone, modules))]:
+        for file in broken:
+            del imports[file]
+            file.unlink()
+            dropped.append(file.relative_to(copy).as_posix())
+    return sorted(dropped)
+
+
 def main() -> int:
     """Return the exit code of the command in the copy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -75,6 +114,8 @@ def main() -> int:
         raise SystemExit("name the extensions to delete, or --all")
     with tempfile.TemporaryDirectory(prefix="trireme_without_") as folder:
         copy_without(names, Path(folder))
+        if dropped := drop_broken_tests(Path(folder)):
+            print(f"dropped, since they import one: {', '.join(dropped)}")
         print(f"without {', '.join(names)}: {' '.join(command)}", flush=True)
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         bin_folder = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -19,13 +19,20 @@ from tests.postgres import Server, binaries, serving
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, visibly, where torch has none; files begin with the longest:
-    those that have a test marked `slow`, then the other whole runs. TRIREME_ONLY: a word of the
+    those that have a test marked `slow`, then the other whole runs. A test is skipped where an
+    extension is deleted that its mark `extension` names. TRIREME_ONLY: a word of the
     reason for which the tests that are run would be skipped elsewhere.
     """
     if only := os.environ.get("TRIREME_ONLY"):
         others = [item for item in items if not _skips(item, only)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+    from trireme.extensions import extensions
+
+    for item in items:
+        needed = {name for mark in item.iter_markers("extension") for name in mark.args}
+        if gone := needed - {*extensions()}:
+            item.add_marker(pytest.mark.skip(reason=f"needs extensions: {', '.join(sorted(gone))}"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "e2e"))
     if wanted := [item for item in items if item.get_closest_marker("gpu")]:

@@ -63,3 +63,24 @@ def test_what_uses_a_deleted_extension_is_deleted_too(monkeypatch: pytest.Monkey
     assert WITHOUT["with_users"](["c", "d"]) == ["c", "d"]
     with pytest.raises(SystemExit, match=r"there is no extension 'e'\. There are: a, b, c, d"):
         WITHOUT["with_users"](["e"])
+
+
+def test_a_test_file_that_imports_what_is_deleted_goes_too(tmp_path: Path) -> None:
+    files = {
+        "trireme/ext/here/__init__.py": "",
+        "trireme/ext/here/things.py": "",
+        "tests/__init__.py": "",
+        "tests/stays.py": "import trireme.ext.here.things\nfrom tests import __doc__\n",
+        "tests/names.py": "PLACE = 'trireme.ext.away.things:thing'\n",
+        "tests/goes.py": "def test():\n    from trireme.ext.away.things import thing\n",
+        "tests/goes_too.py": "from tests.goes import test\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert WITHOUT["drop_broken_tests"](tmp_path) == ["tests/goes.py", "tests/goes_too.py"]
+    assert sorted(file.name for file in (tmp_path / "tests").iterdir()) == [
+        "__init__.py",
+        "names.py",
+        "stays.py",
+    ]

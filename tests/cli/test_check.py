@@ -3,8 +3,8 @@ from io import StringIO
 import pytest
 from huggingface_hub import constants
 
-from tests.config.made import config_of, values
-from tests.config.test_placement import SEVEN, tree
+from tests.config.made import config_of, values, values_with
+from tests.config.test_placement import SEVEN
 from trireme.cli.check import check
 from trireme.config import ConfigError, load_config
 from trireme.launch.check import checked
@@ -50,7 +50,7 @@ def test_a_folder_that_holds_a_run_says_so(tmp_path):
 
 
 def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):
-    config_of(tmp_path, tree(tmp_path, SEVEN))
+    config_of(tmp_path, values_with(tmp_path, **SEVEN))
     code, text = printed(tmp_path / "config.yaml")
     assert code == 0
     assert "memory        " in text and " each trainer " in text
@@ -59,7 +59,7 @@ def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):
 
 def test_a_mixture_that_the_memory_plan_does_not_know_is_named(tmp_path):
     facts = {"model_type": "deepseek_v3", "n_routed_experts": 64, "num_experts_per_tok": 6}
-    config_of(tmp_path, tree(tmp_path, {**SEVEN, **facts}))
+    config_of(tmp_path, values_with(tmp_path, **(SEVEN | facts)))
     code, text = printed(tmp_path / "config.yaml")
     assert code == 0 and "memory        " not in text
     assert "note: model.model_path: there is no memory plan and no MFU for this kind " in text

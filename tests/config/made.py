@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from trireme.config import Config, load_config
+from trireme.config import Config, Plan, load_config
+from trireme.launch.check import draft, make_plans
 
 SEEDS = Path(__file__).parent / "seeds"
 
@@ -66,6 +67,17 @@ def values_with(folder: Path, **facts: Any) -> dict[str, Any]:
     file = Path(out["model"]["model_path"]) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | facts))
     return out
+
+
+def plan_of(folder: Path, *overrides: str, **facts: Any) -> Plan:
+    """The plan of `values_with`, overridden."""
+    return make_plans(config_of(folder, values_with(folder, **facts), *overrides))[0]
+
+
+def problems_of(folder: Path, *overrides: str, **facts: Any) -> list[str]:
+    """The problems of `values_with`, overridden, as lines."""
+    found = draft(config_of(folder, values_with(folder, **facts), *overrides)).problems
+    return [str(problem) for problem in found]
 
 
 def config_of(folder: Path, tree: dict[str, Any], *overrides: str) -> Config:

@@ -7,10 +7,10 @@ import subprocess
 import pytest
 
 from scripts import memory_page
-from tests.config.made import SEEDS, config_of, values, values_with
+from tests.config.made import SEEDS, config_of, plan_of, values, values_with
 from trireme.config import ConfigError, load_config
 from trireme.config.plan import gpu_bytes
-from trireme.launch.check import draft, make_plans
+from trireme.launch.check import draft
 
 ENGINES = "explorer.rollout_model.engine_num"
 
@@ -26,10 +26,6 @@ def machine(monkeypatch):
 
 def four(tmp_path):
     return values_with(tmp_path, **FOUR)
-
-
-def plan_of(tmp_path, *overrides):
-    return make_plans(config_of(tmp_path, values(tmp_path), *overrides))[0]
 
 
 def test_the_alfworld_seed_splits_eight_gpus_into_halves(machine):

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.config.made import config_of, values_with
+from tests.config.made import plan_of, problems_of
 from tests.limits import HANG_S
-from trireme.config import Plan
 from trireme.config.engine_kind import EngineChoice, adapter_rank_of
 from trireme.ext.vllm import kind as vllm_kind
 from trireme.ext.vllm.kind import largest_adapter
-from trireme.launch.check import draft, make_plans
+from trireme.launch.engines import engine_spec
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +33,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND)
 
 
-def plan(tmp_path: Path, *overrides: str, **facts: Any) -> Plan:
-    return make_plans(config_of(tmp_path, values_with(tmp_path, **facts), *overrides))[0]
-
-
-def problems(tmp_path: Path, *overrides: str, **facts: Any) -> list[str]:
-    _, found, _ = draft(config_of(tmp_path, values_with(tmp_path, **facts), *overrides))
-    return [str(problem) for problem in found]
-
-
 def key(name: str) -> str:
     return f"explorer.rollout_model.{name}"
 
@@ -52,19 +42,19 @@ VLLM = f"{key('engine_type')}=vllm"
 
 @pytest.mark.usefixtures("vllm")
 def test_vllm_generates_where_it_is_found_and_check_says_which(tmp_path: Path) -> None:
-    found = plan(tmp_path, VLLM, f"{key('engine_num')}=2", head_dim=64)
+    found = plan_of(tmp_path, VLLM, f"{key('engine_num')}=2", head_dim=64)
     assert (found.engine_kind, found.engine_python, found.engine_hosts) == ("vllm", FOUND.python, 2)
     assert (found.sync_method, found.share_tensors, found.deterministic) == ("nccl", False, False)
     assert f"{VLLM.replace('=', ' (')}): vLLM 0.32.0 of {FOUND.python}" in found.notes
     method = "synchronizer.sync_method=memory"
-    assert plan(tmp_path, VLLM, method, head_dim=64).sync_method == "memory"
+    assert plan_of(tmp_path, VLLM, method, head_dim=64).sync_method == "memory"
 
 
 def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
-    found = plan(tmp_path, VLLM)
+    found = plan_of(tmp_path, VLLM)
     assert (found.engine_kind, found.engine_hosts) == ("torch", 0)
     assert any("generates in its place, since no Python with vLLM was" in n for n in found.notes)
 
@@ -87,7 +77,7 @@ def test_sglang_is_vllm_where_a_gpu_and_vllm_are(
 ) -> None:
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
     monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND if has_vllm else None)
-    found = plan(tmp_path, f"{key('engine_type')}=sglang", head_dim=64)
+    found = plan_of(tmp_path, f"{key('engine_type')}=sglang", head_dim=64)
     assert found.engine_kind == kind
     said = [note for note in found.notes if note.startswith(f"{key('engine_type')} (sglang): ")]
     assert says in said[0] and len([n for n in found.notes if "in its place" in n]) == 1
@@ -98,13 +88,13 @@ def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
 ) -> None:
     monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
-    (said,) = problems(tmp_path, VLLM)
+    (said,) = problems_of(tmp_path, VLLM)
     assert said.startswith(f"{key('engine_type')} is vllm, and no Python with vLLM was found")
     assert "pip install vllm" in said and vllm_kind.VARIABLE in said
 
 
 def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
-    (said,) = problems(tmp_path, VLLM, f"{key('engine_python')}={sys.executable}")
+    (said,) = problems_of(tmp_path, VLLM, f"{key('engine_python')}={sys.executable}")
     assert said.startswith(f"{key('engine_python')} is '{sys.executable}': expected a Python that")
 
 
@@ -121,7 +111,7 @@ def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) ->
 def test_what_vllm_cannot_do_is_found_before_it_starts(
     tmp_path: Path, override: str, facts: dict[str, Any], said: str
 ) -> None:
-    found = problems(tmp_path, VLLM, key(override), **{"head_dim": 64, **facts})
+    found = problems_of(tmp_path, VLLM, key(override), **{"head_dim": 64, **facts})
     assert len(found) == 1 and said in found[0]
 
 
@@ -135,21 +125,46 @@ def test_a_vllm_whose_weight_transfer_is_another_is_refused(
     """Older ones may have the argument already, and other calls behind it."""
     found = vllm_kind.Vllm(FOUND.python, version, ARGUMENTS)
     monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: found)
-    said = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=64)
+    said = problems_of(tmp_path, VLLM, num_attention_heads=4, head_dim=64)
     assert [f"vLLM {version} of {FOUND.python} is too old" in each for each in said] == [True] * old
 
 
 @pytest.mark.usefixtures("vllm")
 def test_heads_that_its_cpu_kernels_lack_are_named(tmp_path: Path) -> None:
-    (said,) = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=8)
+    (said,) = problems_of(tmp_path, VLLM, num_attention_heads=4, head_dim=8)
     assert "no attention on a CPU for heads of 8: expected 32, 64" in said
+
+
+@pytest.mark.usefixtures("vllm")
+def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
+    wide = key("data_parallel_size")
+    said = f"{wide} is 2: expected 1 in mode colocate"
+    assert said in problems_of(tmp_path, "mode=colocate", VLLM, f"{wide}=2")
+    found = plan_of(tmp_path, "mode=colocate", VLLM, head_dim=64)
+    assert (found.engine_hosts, found.sync_method, found.takes_turns) == (1, "memory", True)
+    assert any("only pauses while the trainer works" in note for note in found.notes)
+    behind = plan_of(tmp_path, "mode=colocate", VLLM, "trainer.save_behind=true", head_dim=64)
+    assert any(
+        "save_behind: checkpoints are written at once all the same" in note for note in behind.notes
+    )
+    options = engine_spec(found, "model").options
+    assert (options["enable_sleep_mode"], options["gpu_memory_utilization"]) == (True, 0.25)
+    apart = plan_of(
+        tmp_path, "mode=colocate", VLLM, "synchronizer.sync_style=fully_async", head_dim=64
+    )
+    assert (apart.engine_hosts, apart.takes_turns) == (0, False)
+    assert any("which needs sync_style fixed, sync_interval 1" in note for note in apart.notes)
+    assert (
+        "enable_sleep_mode"
+        not in engine_spec(plan_of(tmp_path, VLLM, head_dim=64), "model").options
+    )
 
 
 @pytest.mark.parametrize(("model_type", "rank"), [("qwen3", 8), ("gpt2", 0)])
 def test_vllm_gets_merged_weights_of_a_model_that_it_has_no_adapters_for(
     tmp_path: Path, model_type: str, rank: int
 ) -> None:
-    lora = plan(tmp_path, "model.lora_configs=[{lora_rank: 8}]")
+    lora = plan_of(tmp_path, "model.lora_configs=[{lora_rank: 8}]")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     model = lora.config.model.model_copy(update={"model_path": str(tmp_path)})
     config = lora.config.model_copy(update={"model": model})
