@@ -184,7 +184,7 @@ def _cells(section: type[Section], name: str, item: FieldInfo) -> tuple[str, ...
 
 _WITHOUT = {
     "": "",
-    "ray": "without Ray",
+    "spread": "without Ray",
     "auxiliary": "but for auxiliary models",
 }
 

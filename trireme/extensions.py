@@ -72,6 +72,7 @@ KINDS = (
     "engine",
     "push",
     "public",
+    "launcher",
 )
 """The kinds of names: a manifest's tables."""
 _LISTS = ("needs", "uses", "files")

@@ -383,3 +383,5 @@ engine = ENGINES.register
 
 PUSHES = Registry("weight push", kind="push")
 """Ways of weights to an engine, which names its own: see sync/push.py."""
+LAUNCHERS = Registry("cluster.launcher", kind="launcher")
+"""What starts the parts of a stage in processes of their own: see config/launcher.py."""

@@ -110,7 +110,7 @@ def test_a_named_cluster_means_ray(tmp_path, monkeypatch):
 
 
 def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, machine, monkeypatch):
-    monkeypatch.setattr("trireme.config.placement.find_spec", lambda name: None)
+    monkeypatch.setattr("trireme.launch.ray.launcher.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="the package ray is not installed"):
         plan_of(tmp_path, "cluster.launcher=ray")
     machine(4)

@@ -113,7 +113,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if trains or explores:
         rows.append(("buffer", f"{plan.buffer_type}, {plan.buffer_path}"))
     gpus = ", ".join(f"{role} {count}" for role, count in plan.gpus.items())
-    if plan.launcher == "ray":
+    if plan.spread:
         rows.append(("places", _places(plan)))
     rows += [
         ("GPUs", f"{gpus} ({plan.device}, {plan.dtype})"),
@@ -166,7 +166,7 @@ def _lengths(plan: Plan) -> str:
 
 
 def _engines(plan: Plan) -> str:
-    if plan.launcher == "ray" or plan.engine_hosts:
+    if plan.spread or plan.engine_hosts:
         return f"{plan.num_engines} {plan.engine_kind} engine{'s' * (plan.num_engines > 1)}"
     return f"the embedded {plan.engine_kind} engine"
 

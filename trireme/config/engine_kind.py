@@ -41,7 +41,8 @@ class EngineRequest(NamedTuple):
 
     config: Config
     gpus: int
-    on_ray: bool = False
+    spread: bool = False
+    """A launcher starts it, in a process with devices of its own."""
     colocated: bool = False
     """Trainer and engine have one device."""
 
@@ -166,13 +167,13 @@ def check_engine_types(stage: StageFacts) -> Findings:
     return findings
 
 
-def choose_engine(stage: StageFacts, gpus: int, *, on_ray: bool) -> tuple[EngineChoice, Findings]:
+def choose_engine(stage: StageFacts, gpus: int, *, spread: bool) -> tuple[EngineChoice, Findings]:
     """Choose the engine of a stage."""
     model = stage.config.explorer.rollout_model
     if stage.config.mode == "train" or stage.reads_file or stage.remote or stage.asks_api:
         return EngineChoice(), Findings()
     kind = kind_of(model.engine_type) or kind_named(_default_kind(model, gpus))
-    choice = kind.examine(EngineRequest(stage.config, gpus, on_ray, stage.colocated))
+    choice = kind.examine(EngineRequest(stage.config, gpus, spread, stage.colocated))
     return choice, Findings([*choice.problems], [*choice.notes])
 
 

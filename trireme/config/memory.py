@@ -364,9 +364,9 @@ def plan_memory(
         if trains:
             findings.add(_note_without_plan(stage))
         return MemoryPlan({}, bool(asked)), findings
-    on_ray = places.launcher == "ray"
+    spread = places.spread
     engine: dict[str, Any] = {}
-    if device == "cuda" and (takes_turns or not on_ray):
+    if device == "cuda" and (takes_turns or not spread):
         facts = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
         engine = _engine_of(stage, shape, shared=shared, apart=places.paired, **facts)
         engine["auxiliary"] = _auxiliary_of(stage, facts["width"])
@@ -377,7 +377,7 @@ def plan_memory(
     if stage.has_critic:  # it turns nothing into words, and has no head for that
         critic = replace(shape_at(config.model.critic_model_path) or shape, tied=True)
     use = Use(
-        ranks=shards if on_ray else 1,
+        ranks=shards if spread else 1,
         tokens=tokens,
         half=half,
         device=device,

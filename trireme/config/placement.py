@@ -7,20 +7,18 @@ sizes make together, auxiliary models on GPUs take one, and the trainer has the 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from trireme.config import Findings
 from trireme.config.engine_kind import SIZES, size_of, sizes_of
+from trireme.config.launcher import AUTO, LOCAL, choose_launcher
 from trireme.config.stages import StageFacts
-
-Launcher = Literal["local", "ray"]
 
 
 class Places(NamedTuple):
     """Who gets what; counted in places."""
 
-    launcher: Launcher
+    launcher: str
     nodes: int
     per_node: int
     """0: the machine is not known, and nothing was asked for."""
@@ -31,6 +29,11 @@ class Places(NamedTuple):
     """For the models that the explorer's process holds beside the engines: a GPU for all."""
     paired: bool = False
     """Each place is a rank's and an engine's, which take turns."""
+
+    @property
+    def spread(self) -> bool:
+        """Whether a launcher starts each part in a process of its own."""
+        return self.launcher != LOCAL
 
     @property
     def total(self) -> int:
@@ -56,9 +59,12 @@ def places_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
     """Decide the places of a stage on a machine with `present` GPUs."""
     findings = Findings()
     cluster, model = stage.config.cluster, stage.config.explorer.rollout_model
-    launcher: Launcher = findings.take(_launcher(stage, present))
-    if stage.colocated and launcher == "ray":
-        return findings.take(_pairs_of(stage, present)), findings
+    launcher = LOCAL
+    if not stage.asks_api:
+        launcher = findings.take(choose_launcher(stage.config, present))
+    spread = launcher != LOCAL
+    if stage.colocated and spread:
+        return findings.take(_pairs_of(stage, launcher, present)), findings
     engines, size = model.engine_num, size_of(model)
     generates = stage.config.mode != "train" or stage.evaluates
     if stage.remote or stage.asks_api or not generates:
@@ -69,41 +75,41 @@ def places_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
         if other.engine_type not in ("remote", "external")
     ]
     explores = generates and stage.config.mode != "serve"  # which has no explorer to hold them
-    auxiliary = int(launcher == "ray" and present > 0 and explores and bool(loaded))
+    auxiliary = int(spread and present > 0 and explores and bool(loaded))
     nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node
-    if not per_node and launcher == "ray":
+    if not per_node and spread:
         trains = stage.config.mode in ("both", "train")
         per_node = present or engines * size + trains
     rest = max(nodes * per_node - engines * size - auxiliary, 0)
     ranks = rest if stage.config.mode in ("both", "train") else 0
     places = Places(launcher, nodes, per_node, engines, size, ranks, auxiliary)
-    if places.total > 1 or launcher == "ray":
+    if places.total > 1 or spread:
         findings.add(_check_split(stage, places))
     here = cluster.ray_address in ("auto", "local") and nodes == 1
-    if cluster.launcher == "auto" and here:
+    if cluster.launcher == AUTO and here:
         findings.add(_check_present(stage, places, present))
     return places, findings
 
 
-def _pairs_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
+def _pairs_of(stage: StageFacts, launcher: str, present: int) -> tuple[Places, Findings]:
     """Decide the places of `mode: colocate` on several devices: a rank and an engine on each."""
     findings = Findings()
     cluster = stage.config.cluster
     nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node or max(present, 1)
     total = nodes * per_node
     engines = 0 if stage.reads_file and not stage.evaluates else total
-    places = Places("ray", nodes, per_node, engines, 1, total, paired=True)
+    places = Places(launcher, nodes, per_node, engines, 1, total, paired=True)
     findings.add(_check_ranks(stage, total))
     if nodes > 1:
         findings.problem("cluster.node_num", f"is {nodes}: expected 1 in mode colocate")
-    if cluster.launcher == "auto" and cluster.ray_address in ("auto", "local"):
+    if cluster.launcher == AUTO and cluster.ray_address in ("auto", "local"):
         findings.add(_check_present(stage, places, present))
     return places, findings
 
 
 def gpus_of(places: Places, present: int) -> dict[str, int]:
     """The GPUs of each role; in one process they share one."""
-    if places.launcher == "local":
+    if not places.spread:
         return {"explorer": min(present, 1), "trainer": min(present, 1)}
     engines = places.num_engines * places.engine_size + places.auxiliary
     return {"explorer": engines if present else 0, "trainer": places.trainer_ranks * bool(present)}
@@ -115,7 +121,7 @@ def note_places(stage: StageFacts, places: Places, present: int) -> Findings:
     asked, nodes = places.total, places.nodes
     if stage.asks_api:
         return findings
-    if places.launcher == "ray":
+    if places.spread:
         if not present:
             findings.note(
                 f"cluster: this machine has no GPU, so each of the {asked} places is a CPU process "
@@ -135,33 +141,6 @@ def note_places(stage: StageFacts, places: Places, present: int) -> Findings:
             f"{here}"
         )
     return findings
-
-
-def _launcher(stage: StageFacts, present: int) -> tuple[Launcher, Findings]:
-    """`auto` is Ray where several GPUs are here and asked for, or a cluster is named."""
-    findings = Findings()
-    cluster = stage.config.cluster
-    if stage.asks_api:
-        return "local", findings
-    if cluster.ray_address.startswith("ray://"):
-        findings.problem(
-            "cluster.ray_address",
-            f"is {cluster.ray_address}: expected auto, or HOST:PORT of the cluster's head, from a "
-            f"machine of the cluster",
-        )
-    asked = max(cluster.node_num, 1) * cluster.gpu_per_node
-    named = cluster.ray_address not in ("auto", "", "local")
-    wanted = cluster.launcher == "ray" or (
-        cluster.launcher == "auto" and (named or min(present, asked) > 1)
-    )
-    if wanted and find_spec("ray") is None:
-        lacks = "the package ray is not installed: pip install 'trireme-rl[ray]'"
-        if cluster.launcher == "ray" or named:
-            findings.problem("cluster.launcher", f"is {cluster.launcher}, and {lacks}")
-        else:
-            findings.note(f"cluster.launcher ({cluster.launcher}): one process, since {lacks}")
-        return "local", findings
-    return ("ray" if wanted else "local"), findings
 
 
 def _check_split(stage: StageFacts, places: Places) -> Findings:

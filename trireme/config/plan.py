@@ -10,9 +10,10 @@ from pathlib import Path
 from trireme.config import Findings
 from trireme.config.check import note_idle
 from trireme.config.engine_kind import adapter_rank_of, choose_engine, kind_named
+from trireme.config.launcher import LOCAL
 from trireme.config.lookup import Api, api_of, gpu_bytes, num_gpus
 from trireme.config.memory import plan_memory
-from trireme.config.placement import Launcher, gpus_of, note_places, places_of
+from trireme.config.placement import gpus_of, note_places, places_of
 from trireme.config.schema import Config
 from trireme.config.stages import StageFacts, check_fates, lengths_of, steps_of
 from trireme.config.store import store_of
@@ -100,8 +101,8 @@ class Plan:
     """A store's URL, a queue's copy (URL or .jsonl), or a data set's path."""
     listen_address: str
     """Where `mode: serve` listens."""
-    launcher: Launcher
-    """Who starts the parts: one process, or Ray's actors."""
+    launcher: str
+    """Who starts the parts: a name of LAUNCHERS, or `local` where they are in one process."""
     nodes: int
     places_per_node: int
     """Devices that a run takes of each machine: GPUs, or CPU processes where there are none."""
@@ -131,6 +132,11 @@ class Plan:
         return self.job_dir if self.stage_name is None else self.job_dir.parent
 
     @property
+    def spread(self) -> bool:
+        """Whether a launcher starts each part in a process of its own."""
+        return self.launcher != LOCAL
+
+    @property
     def has_adapter(self) -> bool:
         """Whether the trained weights may begin as others than those that engines load."""
         return bool(self.config.model.lora_configs)
@@ -156,30 +162,30 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
     config, sync, explorer = stage.config, stage.config.synchronizer, stage.config.explorer
     counted, gpus = gpus, num_gpus() if gpus is None else gpus
     places = findings.take(places_of(stage, gpus))
-    on_ray = places.launcher == "ray"
+    spread = places.spread
     named = config.cluster.ray_address not in ("auto", "", "local")
-    elsewhere = counted is not None or (on_ray and named)
-    engine = findings.take(choose_engine(stage, gpus, on_ray=on_ray))
-    hosts = 0 if on_ray else engine.hosts
-    findings.add(check_fates(stage, on_ray=on_ray, engine_keys=kind_named(engine.kind).keys))
+    elsewhere = counted is not None or (spread and named)
+    engine = findings.take(choose_engine(stage, gpus, spread=spread))
+    hosts = 0 if spread else engine.hosts
+    findings.add(check_fates(stage, spread=spread, engine_keys=kind_named(engine.kind).keys))
     findings.add(note_places(stage, places, gpus))
     lengths, steps = findings.take(lengths_of(stage)), findings.take(steps_of(stage))
     style: SyncStyle = findings.take(style_of(stage, steps.own_batch))
-    method: SyncMethod = findings.take(method_of(stage, on_ray, hosts))
+    method: SyncMethod = findings.take(method_of(stage, spread, hosts))
     in_turns = takes_lock_step(stage, steps.own_batch, method)
-    lock_step = in_turns and (places.paired or (not on_ray and not hosts))
+    lock_step = in_turns and (places.paired or (not spread and not hosts))
     takes_turns = findings.take(
         check_colocated(stage, places, gpus, hosts=hosts, lock_step=lock_step)
     )
-    inexact = against_exactness(stage, steps.own_batch, on_ray=on_ray, hosts=hosts)
+    inexact = against_exactness(stage, steps.own_batch, launcher=places.launcher, hosts=hosts)
     device, dtype = "cuda" if gpus else "cpu", findings.take(_dtype(stage, gpus))
-    shares = lock_step and not on_ray and not config.model.lora_configs and dtype == "float32"
+    shares = lock_step and not spread and not config.model.lora_configs and dtype == "float32"
     shares = shares and engine.shares
     findings.add(check_beat(stage, steps, style, inexact))
     job_dir = root / stage.name if stage.name else root
     findings.add(_check_explorer(stage))
     buffer_type, buffer_path = findings.take(store_of(stage, job_dir))
-    findings.add(_note_engine(stage, on_ray or hosts > 0))
+    findings.add(_note_engine(stage, spread or hosts > 0))
     findings.add(note_idle(stage, steps))
     max_tokens = _max_tokens(stage, lengths.max_model_len)
     memory = findings.take(
@@ -224,22 +230,22 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
         sync_offset=sync.sync_offset,
         lock_step=lock_step,
         share_tensors=shares,
-        deterministic=((lock_step and not inexact) or (stage.reads_file and not on_ray))
+        deterministic=((lock_step and not inexact) or (stage.reads_file and not spread))
         and config.deterministic is not False,
         buffer_type=buffer_type,
         buffer_path=buffer_path,
         listen_address=listen_address,
         launcher=places.launcher,
-        nodes=places.nodes if on_ray else 1,
-        places_per_node=places.per_node if on_ray else 1,
-        num_engines=places.num_engines if on_ray else max(hosts, 1),
-        engine_size=places.engine_size if on_ray else 1,
+        nodes=places.nodes if spread else 1,
+        places_per_node=places.per_node if spread else 1,
+        num_engines=places.num_engines if spread else max(hosts, 1),
+        engine_size=places.engine_size if spread else 1,
         auxiliary_places=places.auxiliary,
         engine_kind=engine.kind,
         engine_python=engine.python,
         engine_hosts=hosts,
         takes_turns=takes_turns,
-        trainer_ranks=places.trainer_ranks if on_ray else 1,
+        trainer_ranks=places.trainer_ranks if spread else 1,
         gpus=gpus_of(places, gpus),
         notes=tuple(findings.notes),
         **lengths._asdict(),

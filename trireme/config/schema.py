@@ -6,10 +6,10 @@ The sections of tasks, explorer and buffer are in `schema_rollout`.
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PrivateAttr
+from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PrivateAttr
 
 from trireme.config.options import Share
-from trireme.config.schema_rollout import BufferConfig, DataProcessorConfig, ExplorerConfig
+from trireme.config.schema_rollout import BufferConfig, DataProcessorConfig, ExplorerConfig, small
 from trireme.config.section import Count, Mapped, Moved, NoEffect, Refused, Section
 
 Mode = Literal["both", "explore", "train", "bench", "serve", "colocate"]
@@ -221,10 +221,10 @@ class ClusterConfig(Section):
     """Placement. Engines take `engine_num * tensor_parallel_size * pipeline_parallel_size *
     data_parallel_size` places, auxiliary models on GPUs one, the trainer the rest."""
 
-    launcher: Literal["auto", "local", "ray"] = "auto"
-    """One process, or Ray's actors; auto: Ray where several GPUs are here and asked for, or
-    `ray_address` names a cluster."""
-    ray_address: Annotated[str, Mapped("this run is one process and uses no Ray", on="ray")] = (
+    launcher: Annotated[str, BeforeValidator(small)] = "auto"
+    """local: one process; ray: Ray's actors; or another launcher's name. auto: Ray where several
+    GPUs are here and asked for, or `ray_address` names a cluster."""
+    ray_address: Annotated[str, Mapped("this run is one process and uses no Ray", on="spread")] = (
         "auto"
     )
     """HOST:PORT of a Ray cluster; auto: the one that runs here, or one started for the run; local:
@@ -294,7 +294,7 @@ class TrainerConfig(Section):
     """Training backend; torch and verl both mean Trireme's own."""
     trainer_strategy: Annotated[
         Literal["fsdp", "fsdp2", "megatron"],
-        Mapped("one process trains, so nothing is sharded", on="ray"),
+        Mapped("one process trains, so nothing is sharded", on="spread"),
     ] = "fsdp"
     """How weights are spread over ranks: always by FSDP2; one process spreads nothing."""
     save_interval: NonNegativeInt = 0
@@ -329,11 +329,11 @@ class TrainerConfig(Section):
     max_token_len_per_gpu: Annotated[int | None, Ge(1)] = None
     """Tokens of a micro-batch; not given: twice `max_model_len`."""
     ulysses_sequence_parallel_size: Annotated[
-        Count, Mapped("one process trains, on whole sequences", on="ray")
+        Count, Mapped("one process trains, on whole sequences", on="spread")
     ] = 1
     """Ranks that share one sequence; a divisor of the attention heads and of the ranks."""
     fsdp_size: Annotated[
-        int, Ge(-1), Mapped("one process trains, so nothing is sharded", on="ray")
+        int, Ge(-1), Mapped("one process trains, so nothing is sharded", on="spread")
     ] = -1
     """Ranks that hold the model in shards together, best those of one machine; the others hold it
     again, and only gradients travel between them. A divisor of the ranks; -1: all."""
@@ -348,7 +348,9 @@ class TrainerConfig(Section):
     use_torch_compile: bool = False
     """Compile each block of the model by torch, one graph for all, as it is first called: the first
     step takes a minute longer."""
-    offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="ray")] = False
+    offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="spread")] = (
+        False
+    )
     """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
     park_optimizer: bool = False
     """In mode colocate the optimizer's state lies in the CPU's memory while engines generate."""
@@ -371,7 +373,7 @@ class TrainerConfig(Section):
     ] = {}
     """Options of a Megatron trainer."""
     collective_timeout: Annotated[
-        PositiveFloat, Mapped("one process trains, and waits for no other", on="ray")
+        PositiveFloat, Mapped("one process trains, and waits for no other", on="spread")
     ] = 1800
     """Seconds that trainer ranks may wait for one another; dead ones are seen sooner."""
     profile: ProfileConfig = ProfileConfig()
@@ -473,7 +475,9 @@ class Config(Section):
     """Root of all jobs' folders; relative to the working directory."""
     continue_from_checkpoint: bool = True
     """Resume the run of this folder; false starts a new one, with the time in its name."""
-    ray_namespace: Annotated[str, Mapped("this run is one process and uses no Ray", on="ray")] = ""
+    ray_namespace: Annotated[
+        str, Mapped("this run is one process and uses no Ray", on="spread")
+    ] = ""
     """Name of the job in a Ray cluster."""
     ignore_validator_suggestions: bool = False
     """Start although a GPU's memory looks too small: the estimate is then a note."""

@@ -141,8 +141,8 @@ class TasksetConfig(Section):
     """Seconds between them."""
 
 
-def _small(name: Any) -> Any:
-    """The name of a kind in small letters; a dotted path as it is."""
+def small(name: Any) -> Any:
+    """The name of an engine or a launcher in small letters; a dotted path as it is."""
     return name.lower() if isinstance(name, str) and not is_path(name) else name
 
 
@@ -155,7 +155,7 @@ class RolloutModelConfig(Section):
     """Only auxiliary models name their own; the rollout model is `model.model_path`."""
     engine_type: Annotated[
         str | None,
-        BeforeValidator(_small),
+        BeforeValidator(small),
         Refused(
             values={
                 "external": "is for explorer.auxiliary_models alone, since an OpenAI API takes "

@@ -32,8 +32,9 @@ class Fate:
 
     text: str = "is not supported yet"
     """The sentence that says so, after the key."""
-    on: Literal["", "ray", "engine", "auxiliary"] = ""
-    """Where the key works: in a run on Ray, for engines that take it, for an auxiliary model."""
+    on: Literal["", "spread", "engine", "auxiliary"] = ""
+    """Where the key works: where a launcher starts the parts, for engines that take it, for an
+    auxiliary model."""
 
 
 @dataclass(frozen=True, eq=False)

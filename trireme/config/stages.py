@@ -266,7 +266,7 @@ def moved_keys(config: Config) -> Iterator[tuple[str, str, Any]]:
 
 
 def check_fates(
-    stage: StageFacts, *, on_ray: bool = False, engine_keys: Collection[str] = ()
+    stage: StageFacts, *, spread: bool = False, engine_keys: Collection[str] = ()
 ) -> Findings:
     """Notes what is mapped or without effect, and as a problem what is refused.
 
@@ -289,7 +289,7 @@ def check_fates(
             if refused := fate.values.get(value) if fate.values else fate.text:
                 idle += (key,)
                 findings.problem(key, f"({_short(key, value)}) {refused}")
-        elif (on_ray and fate.on == "ray") or (
+        elif (spread and fate.on == "spread") or (
             fate.on == "engine" and key.rpartition(".")[2] in engine_keys
         ):
             continue

@@ -13,6 +13,7 @@ from typing import Literal
 
 from trireme.config import Findings
 from trireme.config.engine_kind import KEY, kind_names, sizes_of
+from trireme.config.launcher import LOCAL
 from trireme.config.placement import Places
 from trireme.config.schema import SynchronizerConfig
 from trireme.config.stages import StageFacts, Steps
@@ -54,7 +55,7 @@ def style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findi
     return style, findings
 
 
-def method_of(stage: StageFacts, on_ray: bool, hosts: int) -> tuple[SyncMethod, Findings]:
+def method_of(stage: StageFacts, spread: bool, hosts: int) -> tuple[SyncMethod, Findings]:
     """Decide how weights travel here: inside the process where both sides live in it, else by
     files; to engines in other processes as asked, or by HTTP.
     """
@@ -71,7 +72,7 @@ def method_of(stage: StageFacts, on_ray: bool, hosts: int) -> tuple[SyncMethod, 
         return "memory", findings
     if stage.reads_file or mode == "bench" or asked == "checkpoint":
         return "checkpoint", findings
-    if mode == "both" and (hosts or (on_ray and not stage.remote)):
+    if mode == "both" and (hosts or (spread and not stage.remote)):
         return ("nccl" if asked == "nccl" else "memory"), findings
     how = "explorer and trainer share one process, so weights are handed over in memory"
     if stage.remote:
@@ -132,7 +133,7 @@ def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
 
 
 def against_exactness(
-    stage: StageFacts, train_batch_size: int, *, on_ray: bool, hosts: int
+    stage: StageFacts, train_batch_size: int, *, launcher: str, hosts: int
 ) -> list[str]:
     """What is expected where nothing but the seed may decide what is learned (no clock, and no
     other program), and is not so. `hosts`: engine processes of this machine.
@@ -140,7 +141,10 @@ def against_exactness(
     explorer = stage.config.explorer
     external = [model.base_urls for model in explorer.auxiliary_models if model.base_urls]
     kept = [
-        (not on_ray, "one process (cluster.launcher local), not Ray"),
+        (
+            launcher == LOCAL,
+            f"one process (cluster.launcher local), not {launcher.capitalize()}",
+        ),
         (
             not hosts,
             "one process (explorer.rollout_model.engine_type torch, engine_num 1), not engines in "

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -34,6 +33,7 @@ from trireme.config.check import (
     job_folder,
 )
 from trireme.config.engine_kind import check_engine_types
+from trireme.config.launcher import LOCAL, check_launcher, choose_launcher, launcher_named
 from trireme.config.load import read_config
 from trireme.config.lookup import ModelFacts, located, near_model, num_gpus
 from trireme.config.plan import derive
@@ -217,15 +217,14 @@ def _plan_of(parts: Parts, root: Path, gpus: int | None) -> Plan:
 def _gpus_elsewhere(stages: Sequence[StageFacts]) -> tuple[int | None, Findings]:
     """GPUs of a named cluster's machine, where this one has none; None: they are counted here."""
     findings = Findings()
-    if num_gpus() or find_spec("ray") is None or all(stage.asks_api for stage in stages):
+    if num_gpus() or all(stage.asks_api for stage in stages):
         return None, findings
-    cluster = stages[0].config.cluster
-    if cluster.launcher == "local" or cluster.ray_address in ("auto", "", "local"):
+    config = stages[0].config
+    launcher, _ = choose_launcher(config, 0)  # its findings are those of the stages
+    if launcher == LOCAL:
         return None, findings
-    from trireme.launch.ray.cluster import gpus_of
-
     try:
-        return gpus_of(cluster), findings
+        return launcher_named(launcher).gpus_of(config.cluster), findings
     except (TimeoutError, ValueError, RuntimeError) as error:  # a run ends of it, and says so too
         findings.note(f"cluster.ray_address: this plan counts no GPU, since {error}")
         return None, findings
@@ -243,6 +242,7 @@ def make_parts(
     findings.notes += notes
     parts = Parts(stage, findings)
     if names_are_known:
+        findings.add(check_launcher(stage.config.cluster.launcher))
         findings.add(check_engine_types(stage))
         _make_recipe(parts)
     stage = parts.stage
@@ -474,8 +474,8 @@ def without_hub(plans: Sequence[Plan], parts: Sequence[Parts]) -> str:
         return ""
     for plan, made in zip(plans, parts, strict=True):
         path = plan.model_path
-        if plan.launcher == "ray" or plan.api or plan.model_from_stage is not None:
-            continue  # another machine of Ray's may have the model
+        if plan.spread or plan.api or plan.model_from_stage is not None:
+            continue  # another machine may have the model
         if located(path, "models") is None:
             text = f"({path}) is not on this machine, and {away}{near_model(path)}"
             made.findings.problem("model.model_path", text)

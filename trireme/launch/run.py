@@ -1,8 +1,8 @@
 """Run: runs the plans of a YAML one after the other, each from the model of the one before.
 
 `stage_meta.json` in the job's folder holds what finished stages came to: they are not run again.
-A stage has explorer, trainer and engine on one event loop of this process, or on Ray each in its
-own; `launch/modes.py` says what they do together.
+A stage has explorer, trainer and engine on one event loop of this process, or a launcher starts
+each in one of its own; `launch/modes.py` says what they do together.
 
 `trireme run --compare` asks what the reinforcement stage's time would have bought as more
 supervised training. The supervised stage goes on from where it ended, for as many steps as take as
@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
+from trireme.config.launcher import launcher_named
 from trireme.engines.device import ColocationLock, Device
 from trireme.engines.remote import RemoteEngine
 from trireme.files import Unreadable, read_json, write_json
@@ -174,10 +175,8 @@ async def run_plan(
     device = Device()
     try:
         with open_run(plan, model_path, device, console) as (stage, alarm):
-            if plan.launcher == "ray":
-                from trireme.launch.ray.run import run_on_ray
-
-                result = await run_on_ray(stage, stop, measure_end)
+            if plan.spread:
+                result = await launcher_named(plan.launcher).run(stage, stop, measure_end)
             else:
                 work = partial(_run_here, stage, stop, measure_end)
                 result = await with_engines(plan, model_path, work)

@@ -131,10 +131,10 @@ def train(
         )
     ).plans
     local = _has_function(reward) or any(map(callable, [workflow, *tools, *callbacks]))
-    if plans[-1].launcher == "ray" and local:
+    if plans[-1].spread and local:
         raise ValueError(
-            "Ray's processes cannot see a function of this one: put it into a file, and name it as "
-            "my_file:name"
+            f"{plans[-1].launcher.capitalize()}'s processes cannot see a function of this one: put "
+            "it into a file, and name it as my_file:name"
         )
     summary = _in_thread(plans)
     saved = Path(summary.model_dir) if summary.model_dir else None

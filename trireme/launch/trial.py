@@ -26,6 +26,7 @@ from trireme.aio import running_loop
 from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
 from trireme.config.engine_kind import EMBEDDED, kind_named
+from trireme.config.launcher import launcher_named
 from trireme.config.lookup import Api
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
@@ -221,10 +222,8 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
 
     if api is not None:
         return await measured(lambda text: make_api_engine(plan, api, text))
-    if plan.launcher == "ray":
-        from trireme.launch.ray.run import evaluate_on_ray
-
-        return await evaluate_on_ray(plan, rollouts)
+    if plan.spread:
+        return await launcher_named(plan.launcher).evaluate(plan, rollouts)
     return await with_engines(
         plan,
         plan.model_path,
@@ -253,7 +252,7 @@ async def open_scheduler(
         if make_engine is not None:
             engine = make_engine(text)
         else:
-            apart = plan.engine_hosts > 0 or plan.launcher == "ray"  # a trial starts no processes
+            apart = plan.engine_hosts > 0 or plan.spread  # a trial starts no processes
             kind = kind_named(EMBEDDED if apart else plan.engine_kind)
             engine = await kind.make(engine_spec(plan, plan.model_path), text.tokenizer, device)
         held.push_async_callback(engine.close)

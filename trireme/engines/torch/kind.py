@@ -24,9 +24,9 @@ class TorchKind:
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """See EngineKind."""
-        config, gpus, on_ray, _ = request
+        config, gpus, spread, _ = request
         model = config.explorer.rollout_model
-        if model.engine_type != EMBEDDED or model.engine_num == 1 or on_ray:
+        if model.engine_type != EMBEDDED or model.engine_num == 1 or spread:
             return EngineChoice()
         trainers = int(config.mode == "both")
         if gpus and model.engine_num > gpus - trainers:

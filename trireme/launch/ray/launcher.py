@@ -1,0 +1,83 @@
+"""Ray as a launcher: which stages it starts, and what is wrong with what is asked of it."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from trireme.config import Plan, Problem
+from trireme.config.launcher import AUTO, KEY, LauncherChoice
+from trireme.config.schema import ClusterConfig, Config
+
+if TYPE_CHECKING:
+    from trireme.explorer.metrics import Evaluated
+    from trireme.launch.results import StageResult
+    from trireme.launch.stage import Stage
+    from trireme.launch.stop import Stop
+
+NAME = "ray"
+
+
+class RayLauncher:
+    """See Launcher."""
+
+    def examine(self, config: Config, gpus: int) -> LauncherChoice:
+        """See Launcher. `auto` is Ray where several GPUs are here and asked for, or a cluster is
+        named.
+        """
+        cluster, problems = config.cluster, list[Problem]()
+        if cluster.ray_address.startswith("ray://"):
+            text = (
+                f"is {cluster.ray_address}: expected auto, or HOST:PORT of the cluster's head, "
+                "from a machine of the cluster"
+            )
+            problems.append(Problem("cluster.ray_address", text))
+        asked = max(cluster.node_num, 1) * cluster.gpu_per_node
+        named = names_cluster(cluster)
+        automatic = cluster.launcher == AUTO and (named or min(gpus, asked) > 1)
+        starts = cluster.launcher == NAME or automatic
+        if not starts or find_spec("ray") is not None:
+            return LauncherChoice(starts, problems=problems)
+        lacks = "the package ray is not installed: pip install 'trireme-rl[ray]'"
+        if cluster.launcher == NAME or named:
+            problems.append(Problem(KEY, f"is {cluster.launcher}, and {lacks}"))
+            return LauncherChoice(False, problems=problems)
+        note = f"{KEY} ({cluster.launcher}): one process, since {lacks}"
+        return LauncherChoice(False, [note], problems)
+
+    def gpus_of(self, cluster: ClusterConfig) -> int | None:
+        """See Launcher."""
+        if not names_cluster(cluster):
+            return None
+        _quiet()
+        from trireme.launch.ray.cluster import gpus_of
+
+        return gpus_of(cluster)
+
+    async def run(self, stage: Stage, stop: Stop, measure_end: bool) -> StageResult:
+        """See Launcher."""
+        _quiet()
+        from trireme.launch.ray.run import run_on_ray
+
+        return await run_on_ray(stage, stop, measure_end)
+
+    async def evaluate(self, plan: Plan, rollouts: int | None) -> list[Evaluated]:
+        """See Launcher."""
+        _quiet()
+        from trireme.launch.ray.run import evaluate_on_ray
+
+        return await evaluate_on_ray(plan, rollouts)
+
+
+def names_cluster(cluster: ClusterConfig) -> bool:
+    """Whether the section gives the address of a cluster."""
+    return cluster.ray_address not in ("auto", "", "local")
+
+
+def _quiet() -> None:
+    """Have Ray print nothing between our lines: it would print, by the page, how each of its
+    processes ended. Who died is said in one sentence, the cause is in error.log. Ray reads this
+    when it is imported.
+    """
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
