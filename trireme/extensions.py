@@ -73,6 +73,9 @@ KINDS = (
     "push",
     "public",
     "launcher",
+    "dialect",
+    "key",
+    "flags",
 )
 """The kinds of names: a manifest's tables."""
 _LISTS = ("needs", "uses", "files")
@@ -217,13 +220,32 @@ def names_of(kind: str) -> Mapping[str, str]:
     return MappingProxyType(names)
 
 
-def needed_for(kind: str, name: str) -> str | None:
-    """The extension of this release that gives a name and is not here; None where there is none."""
+@cache
+def _owners() -> Mapping[str, Mapping[str, str]]:
+    """Kind -> name -> the extension of this release that gives it."""
     import tomllib
 
-    file = Path(__file__).with_name("extensions.toml")
-    owner = tomllib.loads(file.read_text(encoding="utf-8")).get(kind, {}).get(name)
+    return tomllib.loads(Path(__file__).with_name("extensions.toml").read_text(encoding="utf-8"))
+
+
+def absent(kind: str) -> Mapping[str, str]:
+    """Name -> extension, of the names that extensions of this release give which are not here."""
+    there = extensions()
+    return {n: owner for n, owner in _owners().get(kind, {}).items() if owner not in there}
+
+
+def needed_for(kind: str, name: str) -> str | None:
+    """The extension of this release that gives a name and is not here; None where there is none."""
+    owner = _owners().get(kind, {}).get(name)
     return None if owner in extensions() else owner
+
+
+def missing(kind: str, name: str) -> str:
+    """The rest of a sentence on a name that an extension gives which is not here; else ''."""
+    owner = needed_for(kind, name)
+    if owner is None:
+        return ""
+    return f"needs the extension '{owner}', which is not here: `trireme extensions` lists what is"
 
 
 class _Moved(MetaPathFinder):

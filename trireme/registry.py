@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from trireme.extensions import names_of, needed_for
+from trireme.extensions import missing, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +98,8 @@ class Registry(MutableMapping[str, Any]):
             return thing
         if key in self._refused:
             raise UnknownName(f"{kind} '{key}' {self._refused[key]}")
-        if owner := self._kind and needed_for(self._kind, key):
-            raise UnknownName(
-                f"{kind} '{key}' needs the extension '{owner}', which is not here: "
-                "`trireme extensions` lists what is"
-            )
+        if need := self._kind and missing(self._kind, key):
+            raise UnknownName(f"{kind} '{key}' {need}")
         if not is_path(key):
             known = ", ".join(self.names()) or "none"
             hint = did_you_mean(key, self.names()) or "."
@@ -385,3 +382,10 @@ PUSHES = Registry("weight push", kind="push")
 """Ways of weights to an engine, which names its own: see sync/push.py."""
 LAUNCHERS = Registry("cluster.launcher", kind="launcher")
 """What starts the parts of a stage in processes of their own: see config/launcher.py."""
+
+DIALECTS = Registry("dialect", kind="dialect")
+"""What other systems' keys, options and classes mean: see config/dialect.py."""
+DIALECT_KEYS = Registry("key of a dialect", kind="key")
+"""Keys of files that only a dialect reads, each with that one."""
+FLAGS = Registry("flags", kind="flags")
+"""What other systems' flags mean: see cli/arguments.py."""

@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trireme.algorithms.kl import LOSS_AGG_MODES
+from trireme.algorithms.recipes import PARTS, Recipe, Schema
 from trireme.algorithms.sample import Takes, staleness_control
 from trireme.experience import TOKEN_FIELDS, Experience, group_by
 from trireme.log import get_logger
+from trireme.registry import refuse_unknown_options
 from trireme.usercode import Refused, UserCode
 
 logger = get_logger("trainer")
@@ -308,6 +311,24 @@ def aggregate_loss(
     if loss_agg_mode == "seq-mean-token-sum-norm":
         return sums.sum() / (normalizer or mask.shape[-1])
     raise ValueError(f"loss_agg_mode is '{loss_agg_mode}': expected one of {LOSS_AGG_MODES}")
+
+
+def recipe_of(name: str, kind: type[AlgorithmType]) -> Recipe:
+    """The recipe of an algorithm in the class form. Raises ValueError for a key that it is not."""
+    keys = dict(kind.default_config())
+    schemas: dict[str, Schema] = {"experience": "experience", "sft": "sft", "dpo": "dpo"}
+    schema = schemas.get(kind.schema)
+    if schema is None:
+        raise ValueError(
+            f"algorithm '{name}' has the schema '{kind.schema}': expected experience, sft or dpo"
+        )
+    size = keys.pop("repeat_times", 1)
+    options = {part: keys.pop(f"{part}_args", None) for part in PARTS}
+    known = {field.name for field in fields(Recipe)}
+    refuse_unknown_options(f"default_config of algorithm '{name}'", keys, known)
+    keys.setdefault("policy_loss_fn", "ppo")
+    given = {part: args for part, args in options.items() if args}
+    return Recipe(name, **keys, schema=schema, group_size=size or 1, options=given)
 
 
 def as_function(kind: str, name: str, part: Any) -> Any:

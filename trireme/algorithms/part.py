@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from trireme.algorithms.classes import as_function
 from trireme.batch import Columns
+from trireme.config.dialect import adapted, options_in, unread
 from trireme.config.options import checked_options, checked_value
-from trireme.config.verl import LAYOUT
+from trireme.extensions import absent
 from trireme.registry import Registry, refuse_unknown_options
 from trireme.usercode import UserCode
 
@@ -91,7 +91,14 @@ class Part:
 
 def make_part(kind: str, registry: Registry, name: str, args: Mapping[str, Any] | None) -> Part:
     """The part called `name` with `args` over its defaults. ValueError for an unknown one."""
-    function = as_function(kind, name, registry.get(name, kind=f"algorithm.{kind}"))
+    function = adapted(kind, name, registry.get(name, kind=f"algorithm.{kind}"))
+    if inspect.isclass(function):
+        forms = ", ".join(sorted(set(absent("dialect").values())))
+        other = f"; forms of other systems need an extension that is not here: {forms}"
+        raise ValueError(
+            f"algorithm.{kind} '{function.__name__}' is a class: expected a function"
+            f"{other if forms else ''}"
+        )
     if not callable(function):
         raise ValueError(
             f"algorithm.{kind} '{name}' is not a function but {type(function).__name__}"
@@ -110,9 +117,13 @@ def part_of(
     # what averages has its coefficient itself
     own = kind == "entropy_loss_fn" and getattr(function, "averages", False)
     settings = {} if own else dict(SETTINGS.get(kind, {}))
-    if kind == "policy_loss_fn":
-        options = {k: v for k, v in options.items() if k in allowed or k not in LAYOUT}
-    whose = f"algorithm.{kind} '{name}'"
+    whose, section = f"algorithm.{kind} '{name}'", f"algorithm.{kind}_args"
+    for other, _, _ in options_in(section, options):  # which has no effect
+        if other not in allowed:
+            options.pop(other, None)
+    for option in options:
+        if option not in allowed and (need := unread(f"{section}.{option}")):
+            raise ValueError(f"{section}.{option} {need}")
     refuse_unknown_options(whose, options, [*allowed, *settings])
     for key, default in settings.items():
         chosen = options.pop(key, default)

@@ -7,9 +7,8 @@ algorithm.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from types import EllipsisType
 from typing import Any, Literal, ParamSpec
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from trireme.algorithms.assign import assign_advantages, reward_metrics
 from trireme.algorithms.check import check
-from trireme.algorithms.classes import AlgorithmType
 from trireme.algorithms.kl import weights
 from trireme.algorithms.part import Part, make_part, part_of
 from trireme.algorithms.policy_loss import rollout_correction
 from trireme.algorithms.sample import Sample, Takes, own_share
 from trireme.batch import Batch, Columns
+from trireme.config.dialect import adapted
 from trireme.config.options import parameters_of
 from trireme.experience import Experience
 from trireme.registry import (
@@ -35,7 +34,6 @@ from trireme.registry import (
     POLICY_LOSSES,
     SAMPLES,
     Registry,
-    refuse_unknown_options,
 )
 from trireme.usercode import UserCode
 
@@ -389,30 +387,10 @@ algorithm = _registered(recipe)
 
 def row_of(algorithm_type: str) -> Recipe:
     """An algorithm as it is registered. Raises ValueError for an unknown one."""
-    row = ALGORITHMS.get(algorithm_type)
-    if inspect.isclass(row) and issubclass(row, AlgorithmType):
-        row = _of_class(algorithm_type, row)
+    row = adapted("algorithm_type", algorithm_type, ALGORITHMS.get(algorithm_type))
     if not isinstance(row, Recipe):
         raise ValueError(f"algorithm.algorithm_type '{algorithm_type}' is not a Recipe: {row!r}")
     return row
-
-
-def _of_class(name: str, kind: type[AlgorithmType]) -> Recipe:
-    """The recipe of an algorithm in the class form. Raises ValueError for a key that it is not."""
-    keys = dict(kind.default_config())
-    schemas: dict[str, Schema] = {"experience": "experience", "sft": "sft", "dpo": "dpo"}
-    schema = schemas.get(kind.schema)
-    if schema is None:
-        raise ValueError(
-            f"algorithm '{name}' has the schema '{kind.schema}': expected experience, sft or dpo"
-        )
-    size = keys.pop("repeat_times", 1)
-    options = {part: keys.pop(f"{part}_args", None) for part in PARTS}
-    known = {field.name for field in fields(Recipe)}
-    refuse_unknown_options(f"default_config of algorithm '{name}'", keys, known)
-    keys.setdefault("policy_loss_fn", "ppo")
-    given = {part: args for part, args in options.items() if args}
-    return Recipe(name, **keys, schema=schema, group_size=size or 1, options=given)
 
 
 def get_recipe(config: Any) -> Recipe:

@@ -5,13 +5,16 @@ What flags mean is imported when a command that takes them is called: `--help` l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 from typer.core import TyperCommand
+
+from trireme.extensions import absent
+from trireme.registry import FLAGS
 
 Words = Annotated[
     list[str] | None,
@@ -31,15 +34,46 @@ OptionalConfig = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="The YAML of the run; without it, the built-in demo."),
 ]
-FLAGS_HELP = (
-    "ms-swift's flags work too: --multi_turn_scheduler, --max_turns, --loss_scale, "
-    "--reward_funcs A B, --external_plugins FILE, --vllm_server_base_url URL and others: "
-    "docs/ms_swift.md"
-)
+
+Given = Mapping[str, list[str]]
+"""Flag, without its dashes -> its values."""
+Source = Path | Mapping[str, Any] | None
+"""A configuration: its file, what a file would hold, or none: the demo's."""
+
+
+class FlagDialect(Protocol):
+    """Another system's flags, by its name in FLAGS; made without arguments."""
+
+    about: str
+    """What `--help` says of them."""
+    names: Collection[str]
+    """Flags that set keys, without their dashes."""
+    idle: Collection[str]
+    """Flags that are accepted and change nothing."""
+    several: Collection[str]
+    """Flags with several values."""
+
+    def instead(self, name: str) -> str | None:
+        """What to set in place of a flag of that system which is not taken here; None: unknown."""
+        ...
+
+    def overrides(self, flags: Given, config: Source) -> list[str]:
+        """`key=value` for flags of a command. Raises BadParameter for what they cannot be."""
+        ...
+
+
+def flag_dialects() -> list[FlagDialect]:
+    """All dialects of flags, in the order of their names."""
+    return [FLAGS.get(name)() for name in FLAGS.names()]
 
 
 class WithFlags(TyperCommand):
-    """A command that also takes the flags; they are in its context's `obj`."""
+    """A command that also takes other systems' flags; they are in its context's `obj`."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Say which flags work too."""
+        self.epilog = "\n\n".join(dialect.about for dialect in flag_dialects())
+        super().format_epilog(ctx, formatter)
 
     def own_flags(self) -> Sequence[str]:
         """Flags of this command alone, each with any number of values."""
@@ -47,16 +81,15 @@ class WithFlags(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the flags out, and what stands behind an option that may be repeated as its own."""
-        from trireme.cli.flag_names import KEYS, TASKSETS, TRANSLATED, elsewhere
-
-        own = self.own_flags()
+        own, dialects = self.own_flags(), flag_dialects()
         options = {name.lstrip("-"): p for p in self.params for name in p.opts}
-        ctx.obj, rest = _taken(args, options, own)
+        ctx.obj, rest = _taken(args, options, own, dialects)
+        away = ", ".join(sorted({*absent("flags").values()}))
         for index, word in enumerate(rest):
             name, _, value = word.removeprefix("--").partition("=")
             if not word.startswith("--") or name in options:
                 continue
-            if instead := elsewhere(name):
+            if instead := next(filter(None, (one.instead(name) for one in dialects)), None):
                 raise typer.BadParameter(f"no such option: --{name}. Set {instead}")
             if "." in name:
                 value = value or next(iter(rest[index + 1 :]), "VALUE")
@@ -64,30 +97,34 @@ class WithFlags(TyperCommand):
                     f"no such option: --{name}. Keys of the YAML are set as KEY=VALUE: "
                     f"{name}={value}"
                 )
-            flags = {*options, *KEYS, *TASKSETS, *TRANSLATED, *own}
+            flags = {*options, *(flag for one in dialects for flag in one.names), *own}
             if near := get_close_matches(name, flags, n=1, cutoff=0.75):
                 raise typer.BadParameter(f"no such option: --{name}; did you mean --{near[0]}?")
+            if away:
+                raise typer.BadParameter(
+                    f"no such option: --{name}. Other systems' flags need an extension that is not "
+                    f"here: {away}"
+                )
         return super().parse_args(ctx, rest)
 
 
 def _taken(
-    args: Sequence[str], options: Mapping[str, Any], own_flags: Sequence[str]
+    args: Sequence[str],
+    options: Mapping[str, Any],
+    own_flags: Sequence[str],
+    dialects: Sequence[FlagDialect],
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The flags with their values, and all other words; `own_flags` are a command's own."""
-    from trireme.cli.flag_names import IDLE, KEYS, SEVERAL, TASKSETS, TRANSLATED
-
+    taken = {*own_flags, *(flag for one in dialects for flag in (*one.names, *one.idle))}
+    repeated = {*own_flags, *(flag for one in dialects for flag in one.several)}
     chosen: dict[str, list[str]] = {}
     rest: list[str] = []
     words = list(args)
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        mine = word.startswith("--") and name not in options
-        tables = (KEYS, TASKSETS, IDLE, TRANSLATED, own_flags)
-        known = mine and any(name in table for table in tables)
-        several = (
-            name in (*SEVERAL, *own_flags) if known else getattr(options.get(name), "multiple", 0)
-        )
+        known = word.startswith("--") and name not in options and name in taken
+        several = name in repeated if known else getattr(options.get(name), "multiple", 0)
         if not known and not (several and word.startswith("--")):
             rest.append(word)
             continue
@@ -121,8 +158,7 @@ def yaml_and_keys(
 
     Raises BadParameter for other words.
     """
-    from trireme.cli.flags import overrides
-
+    ours: list[str] = []
     keys: list[str] = []
     for word in words or ():
         if is_yaml(word) and config is None:
@@ -132,4 +168,8 @@ def yaml_and_keys(
         else:
             also = f"; the YAML is {config} already" if is_yaml(word) else ", or a YAML (*.yaml)"
             raise typer.BadParameter(f"{word}: expected KEY=VALUE{also}")
-    return config, [*overrides(flags or {}, config), *keys]
+    for dialect in flag_dialects():
+        theirs = {*dialect.names, *dialect.idle}
+        said = {name: values for name, values in (flags or {}).items() if name in theirs}
+        ours += dialect.overrides(said, config)
+    return config, [*ours, *keys]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 import yaml
 
-Given = Mapping[str, list[str]]
-"""Flag, without its dashes -> its values."""
+from trireme.cli.arguments import Given
 
 
 def number_of(name: str, text: str) -> float:

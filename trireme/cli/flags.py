@@ -11,6 +11,7 @@ from typing import Any
 import typer
 import yaml
 
+from trireme.cli.arguments import Given, Source
 from trireme.cli.flag_names import (
     CHOICES,
     ENGINE,
@@ -25,8 +26,10 @@ from trireme.cli.flag_names import (
     SERVERS,
     SEVERAL,
     TASKSETS,
+    TRANSLATED,
+    elsewhere,
 )
-from trireme.cli.flag_values import Given, needs, number_of, scalar, system_of, text_of
+from trireme.cli.flag_values import needs, number_of, scalar, system_of, text_of
 from trireme.demo import YAML as DEMO
 
 _ONE_OF = "expected one of "
@@ -36,8 +39,26 @@ _PLAIN = (None, "ppo", "grpo")
 _RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
 SDAR = "sdar_loss_coef"
 
-Source = Path | Mapping[str, Any] | None
-"""A configuration: its file, what a file would hold, or none: the demo's."""
+
+class SwiftFlags:
+    """ms-swift's flags."""
+
+    about = (
+        "ms-swift's flags work too: --multi_turn_scheduler, --max_turns, --loss_scale, "
+        "--reward_funcs A B, --external_plugins FILE, --vllm_server_base_url URL and others: "
+        "docs/ms_swift.md"
+    )
+    names = (*KEYS, *TASKSETS, *TRANSLATED)
+    idle = tuple(IDLE)
+    several = SEVERAL
+
+    def instead(self, name: str) -> str | None:
+        """What to set in place of a flag that is not taken."""
+        return elsewhere(name)
+
+    def overrides(self, flags: Given, config: Source) -> list[str]:
+        """`key=value` for each flag."""
+        return overrides(flags, config)
 
 
 def overrides(flags: Given, config: Source) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 import yaml
 
+from trireme.cli.arguments import Given
 from trireme.cli.flag_names import (
     CHOICES,
     KEYS,
@@ -23,7 +24,7 @@ from trireme.cli.flag_names import (
     TASKSETS,
     TRANSLATED,
 )
-from trireme.cli.flag_values import Given, number_of, scalar, system_of
+from trireme.cli.flag_values import number_of, scalar, system_of
 from trireme.cli.flags import SDAR, in_effect, overrides
 
 FILE = "rlhf.yaml"

@@ -18,9 +18,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from trireme.config import ConfigError, Problem, verl
+from trireme.config import ConfigError, Problem
+from trireme.config.dialect import dialects, unread
 from trireme.config.options import converted, misfit_text, range_text, without_none
-from trireme.config.saved import drop_computed
 from trireme.config.schema import Config
 from trireme.config.section import Section, section_in
 from trireme.config.stages import moved_keys
@@ -62,7 +62,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     typed = [_override(tree, override, problems) for override in overrides]
     folder = path.parent.resolve()
     plain = _resolved(tree, "", problems)
-    notes = drop_computed(plain)
+    notes = [note for dialect in dialects() for note in dialect.keys(plain)]
     values = _values_of(plain, folder, typed, problems)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # `my_file:name` of a file beside the YAML
@@ -198,7 +198,7 @@ def _locate(
 
 def _move(values: dict[str, Any], problems: list[Problem]) -> None:
     """Give the values of keys that are read as others to these."""
-    for key, target, value in list(moved_keys(Config.model_validate(values))):
+    for key, target, value, gives_way in list(moved_keys(Config.model_validate(values))):
         *path, name = (int(p) if p.isdigit() else p for p in re.findall(r"[^.\[\]]+", target))
         place: Any = values
         for part in path:
@@ -207,7 +207,7 @@ def _move(values: dict[str, Any], problems: list[Problem]) -> None:
             place = place[part]
         if place.get(name) is None:
             place[name] = value
-        elif place[name] != value and verl.KEY not in key:
+        elif place[name] != value and not gives_way:
             text = f"is {value!r} and {target} {place[name]!r}: they are one, set either"
             problems.append(Problem(key, text))
     _mend(values, problems)
@@ -291,7 +291,7 @@ def _sentence(misfit: _Misfit, value: Any) -> str:
     """What is wrong with a value, after its key; nothing where its default is meant."""
     kind = misfit.kind
     if kind is None:
-        return f"is not a known key; {_meant(misfit)}"
+        return unread(misfit.key) or f"is not a known key; {_meant(misfit)}"
     if value is None and (section_in(kind) or get_origin(without_none(kind)) in (list, dict)):
         return ""
     if misfit.reason in ("greater_than", "greater_than_equal", "less_than_equal"):

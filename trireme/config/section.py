@@ -55,6 +55,8 @@ class Moved(Mapped):
 
     to: str = ""
     """The other key: from the stage's root, or beside this one where it begins with a dot."""
+    gives_way: bool = False
+    """Both may be given, with different values: the other key's counts."""
 
     def target(self, key: str, root: str = "") -> str:
         """The other key's full name, for this one's; `root` is the stage's, `stages[0].`."""

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from trireme.config import Findings, verl
+from trireme.config import Findings
+from trireme.config.dialect import options_in, unread
 from trireme.config.hidden import without_secrets
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import TasksetConfig
@@ -238,13 +239,9 @@ def given_keys(value: Section, prefix: str = "") -> Iterator[tuple[str, Fate | N
         key = f"{prefix}{name}"
         if held == getattr(plain, name):
             continue
-        yield key, fate_of(item), held
-        if key.endswith(verl.KEY):
-            yield from ((f"{key}.{at}", fate, part) for at, part, fate in verl.options(held))
-            continue
-        if name == "policy_loss_fn_args":
-            layout = verl.LAYOUT.intersection(held)
-            yield from ((f"{key}.{at}", NoEffect(), held[at]) for at in sorted(layout))
+        need = unread(key)
+        yield key, Refused(need) if need else fate_of(item), held
+        yield from ((f"{key}.{at}", fate, part) for at, part, fate in options_in(key, held))
         inside = [(key, held)]
         if isinstance(held, list):
             inside = [(f"{key}[{index}]", part) for index, part in enumerate(held)]
@@ -255,14 +252,24 @@ def given_keys(value: Section, prefix: str = "") -> Iterator[tuple[str, Fate | N
                 yield from given_keys(part, f"{at}.")
 
 
-def moved_keys(config: Config) -> Iterator[tuple[str, str, Any]]:
-    """Full name of a key that is read as another, the other's, and the value; in the whole file
-    and in each stage.
-    """
+class MovedKey(NamedTuple):
+    """A key that is read as another one."""
+
+    key: str
+    target: str
+    """The other's full name."""
+    value: Any
+    gives_way: bool
+    """A different value of the other one is no problem: that one counts."""
+
+
+def moved_keys(config: Config) -> Iterator[MovedKey]:
+    """The keys that are read as others, in the whole file and in each stage."""
     for key, fate, value in given_keys(config):
         root, _, name = key.partition("].") if key.startswith("stages[") else ("", "", key)
         if isinstance(fate, Moved) and not name.startswith("explorer.auxiliary_models["):
-            yield key, fate.target(key, root and f"{root}]."), value
+            target = fate.target(key, root and f"{root}].")
+            yield MovedKey(key, target, value, fate.gives_way)
 
 
 def check_fates(

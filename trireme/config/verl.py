@@ -6,27 +6,15 @@ first pattern that an option's dotted path matches says which.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from trireme.config.dialect import Dialect
 from trireme.config.section import Fate, Moved, NoEffect, Refused
 from trireme.registry import did_you_mean
 
 KEY = "trainer.trainer_config"
-LAYOUT = frozenset(
-    (
-        "use_dynamic_bsz",
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ngpus_trainer",
-        "train_batch_size_usual",
-        "train_batch_size_expert",
-    )
-)
-"""Options of Trinity-RFT's `mix` losses that say how a batch is cut. Averages here are of the whole
-batch, however it is cut.
-"""
 _OPTIM = {
     "lr": "lr",
     "lr_warmup_steps": "lr_warmup_steps",
@@ -145,6 +133,14 @@ _INSTEAD = {
 }
 
 
+class Verl(Dialect):
+    """verl's options under `trainer.trainer_config`."""
+
+    def options(self, key: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any, Fate]]:
+        """Each option with its fate."""
+        return options(values) if key.endswith(KEY) else ()
+
+
 def options(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, Fate]]:
     """Each option's dotted path, value and fate; an empty one says nothing and is left out."""
     values = dict(_leaves(tree))
@@ -165,7 +161,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _fate(path: str, value: Any, values: Mapping[str, Any]) -> Fate:
     ours = READ_AS.get(path)
     if ours is not None and not (ours == "trainer.offload" and value is False):
-        return Moved(f"is read as {ours}, where that is not given", to=ours)
+        text = f"is read as {ours}, where that is not given"
+        return Moved(text, to=ours, gives_way=True)
     if path == _CRITIC_EPOCHS and value != (steps := values.get(_ACTOR_EPOCHS) or 1):
         return Refused(
             f"is not supported here: a batch has as many steps for the critic as for the policy; "

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
-from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from trireme.config import ConfigError, Problem
-from trireme.registry import Registry
+from trireme.config.dialect import dialects
+from trireme.extensions import missing
 from trireme.usercode import UserCode, fault_of, with_place
-from trireme.workflows.swift import no_counterpart, stand_in
 
 ENTRY_POINTS = "trireme.plugins"
 
@@ -30,43 +28,15 @@ def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
 
     Returns the names of the modules. Raises ConfigError for the first that fails, with its line.
     """
-    stand_in()
-    _load_trinity()
+    for dialect in dialects():
+        dialect.stand_in()
     from_environment = os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep)
     places = dict.fromkeys(str(path) for path in (*paths, *filter(None, from_environment)))
     loaded = [_load_file(file) for path in places for file in _files(Path(path))]
     for entry in entry_points(group=ENTRY_POINTS):
-        _guarded(f"package entry point '{entry.name}' ({entry.value})", entry.load)
+        guarded(f"package entry point '{entry.name}' ({entry.value})", entry.load)
         loaded.append(entry.value)
     return loaded
-
-
-_EDITED = {
-    "trinity.common.workflows": ("WORKFLOWS", "trireme.registry:WORKFLOWS"),
-    "trinity.common.rewards": ("REWARD_FUNCTIONS", "trireme.registry:REWARDS"),
-    "trinity.buffer.operators": ("EXPERIENCE_OPERATORS", "trireme.registry:OPERATORS"),
-}
-"""Files in which Trinity's users register: their registry, and ours."""
-
-
-def _load_trinity() -> None:
-    """Import those files: what they import, register, or list in `default_mapping` is known then.
-
-    Another package that is called trinity is left alone.
-    """
-    spec = find_spec("trinity")
-    beside = Path(__file__).parents[2]
-    if spec is None or spec.origin is None or Path(spec.origin).parents[1] != beside:
-        return
-    for name, (attribute, ours) in _EDITED.items():
-        _guarded(f"{name} ({beside / name.replace('.', '/')})", partial(import_module, name))
-        module = sys.modules[name]
-        registry = pkgutil.resolve_name(ours)
-        registry.adopt(Registry(name, getattr(module, "default_mapping", None)))
-        registered = vars(module).get(attribute, registry)
-        if registered is not registry:  # made anew, as the documents show it
-            registry.adopt(registered)
-            setattr(module, attribute, registry)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -102,7 +72,7 @@ def _load_file(file: Path) -> str:
     sys.modules[name] = module
     loader = spec.loader
     try:
-        _guarded(str(file), lambda: loader.exec_module(module))
+        guarded(str(file), lambda: loader.exec_module(module))
     except ConfigError:
         del sys.modules[name]
         raise
@@ -115,7 +85,7 @@ def _origin(module: ModuleType) -> Path | None:
     return Path(path).resolve() if path else None
 
 
-def _guarded(what: str, load: object) -> None:
+def guarded(what: str, load: object) -> None:
     """Run a user's code; an exception becomes one sentence with the line that raised it."""
     assert callable(load)
     try:
@@ -124,5 +94,15 @@ def _guarded(what: str, load: object) -> None:
     except Exception as error:
         fault = fault_of(error, what)
         assert fault is not None
-        text = f"has {what}, which fails to load: {fault.text}{no_counterpart(error)}"
+        text = f"has {what}, which fails to load: {fault.text}{_explained(error)}"
         raise ConfigError([Problem("plugins", with_place(text, fault.place))]) from error
+
+
+def _explained(error: Exception) -> str:
+    """What to add to the error of an import of another system's name."""
+    name = error.name if isinstance(error, ImportError) else None
+    package = (name or "").partition(".")[0]
+    if need := missing("dialect", package):
+        return f" ({package} {need})"
+    loader: Any = getattr(sys.modules.get(package), "__loader__", None)
+    return loader.explain(error) if hasattr(loader, "explain") else ""

@@ -25,7 +25,6 @@ from trireme.rewards.grouped import Judges, judge_of, reward_group
 from trireme.task import Task
 from trireme.workflows import loss_scale
 from trireme.workflows.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
-from trireme.workflows.swift import Absent
 from trireme.workflows.turns import Ended, play
 
 _OWN = ("scheduler", "max_turns", "loss_scale")
@@ -116,10 +115,9 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
         return None
     scheduler: Any = MULTI_TURNS.get(name) if isinstance(name, str) else name
     options = {key: value for key, value in args.items() if key not in _OWN}
-    if isinstance(scheduler, type) and issubclass(scheduler, Absent):
-        base = next(one.__name__ for one in scheduler.__mro__ if Absent in one.__bases__)
+    if isinstance(scheduler, type) and (base := getattr(scheduler, "stands_for", "")):
         raise ValueError(
-            f"multi-turn scheduler {name!r} extends ms-swift's {base}, which is not here: expected "
+            f"multi-turn scheduler {name!r} extends {base}, which is not here: expected "
             "one that extends MultiTurnScheduler"
         )
     if not isinstance(scheduler, type):

@@ -119,10 +119,16 @@ def get_logger(*args: Any, **options: Any) -> logging.Logger:
 class Absent:
     """What has no counterpart here; it can be subclassed."""
 
+    stands_for = ""
+    """What it is there, for sentences."""
+
+    def __init_subclass__(cls) -> None:
+        if Absent in cls.__bases__:
+            cls.stands_for = f"ms-swift's {cls.__name__}"
+
     def __init__(self, *args: Any, **options: Any) -> None:
-        name = next(c.__name__ for c in type(self).__mro__ if c.__name__ in _ABSENT)
         raise NotImplementedError(
-            f"ms-swift's {name} has no counterpart in Trireme: for reward models and judges "
+            f"{self.stands_for} has no counterpart in Trireme: for reward models and judges "
             "see docs/rewards.md, for engines docs/engines.md"
         )
 
@@ -156,22 +162,18 @@ class _Loader(Loader):
         vars(module).update({name: type(name, (Absent,), {}) for name in _ABSENT})
         vars(module)["__getattr__"] = lazy_names(module.__name__, NAMES)
 
+    def explain(self, error: ImportError) -> str:
+        """What to add to the sentence on an import of a name that is not here."""
+        return (
+            " (ms-swift is not installed here, and Trireme has these of its names: "
+            f"{', '.join(sorted({*NAMES, *_ABSENT}))})"
+        )
+
 
 def stand_in() -> None:
     """From now on `import swift` finds this, unless an ms-swift is there that can be imported."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def no_counterpart(error: Exception) -> str:
-    """What to add to an import's error where it is one of a name of ms-swift's."""
-    name = error.name if isinstance(error, ImportError) else None
-    if name is None or name.partition(".")[0] != "swift" or not _is_stand_in():
-        return ""
-    return (
-        " (ms-swift is not installed here, and Trireme has these of its names: "
-        f"{', '.join(sorted({*NAMES, *_ABSENT}))})"
-    )
 
 
 def _is_stand_in() -> bool:

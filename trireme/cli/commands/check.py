@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from trireme.cli.arguments import (
-    FLAGS_HELP,
     OptionalConfig,
     PluginDirs,
     WithFlags,
@@ -16,7 +15,7 @@ from trireme.cli.arguments import (
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command(cls=WithFlags, epilog=FLAGS_HELP)
+@app.command(cls=WithFlags)
 def check(
     ctx: typer.Context,
     words: Words = None,

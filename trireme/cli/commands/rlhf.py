@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from trireme.cli.arguments import FLAGS_HELP, Keys, PluginDirs, WithFlags
+from trireme.cli.arguments import Keys, PluginDirs, WithFlags
 from trireme.text import say
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -22,7 +22,7 @@ class WithAllFlags(WithFlags):
         return OWN_FLAGS
 
 
-@app.command(cls=WithAllFlags, epilog=FLAGS_HELP)
+@app.command(cls=WithAllFlags)
 def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) -> None:
     """Run GRPO, DPO or KTO from ms-swift's flags; print the YAML they stand for."""
     from trireme.cli.rlhf import yaml_of

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from trireme.cli.arguments import (
-    FLAGS_HELP,
     OptionalConfig,
     PluginDirs,
     WithFlags,
@@ -19,7 +18,7 @@ from trireme.text import say
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command(cls=WithFlags, epilog=FLAGS_HELP)
+@app.command(cls=WithFlags)
 def run(
     ctx: typer.Context,
     words: Words = None,

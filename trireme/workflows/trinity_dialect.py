@@ -1,0 +1,85 @@
+"""Trinity dialect: files that Trinity-RFT saved, plug-ins' classes, and files that users edit."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trireme.config.dialect import Dialect
+from trireme.config.saved import drop_computed
+from trireme.config.section import NoEffect
+from trireme.registry import Registry
+
+if TYPE_CHECKING:
+    from trireme.config.section import Fate
+
+_LAYOUT = frozenset(
+    (
+        "use_dynamic_bsz",
+        "ppo_mini_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "ngpus_trainer",
+        "train_batch_size_usual",
+        "train_batch_size_expert",
+    )
+)
+"""Options of the `mix` losses that say how a batch is cut. Averages here are of the whole batch,
+however it is cut.
+"""
+_EDITED = {
+    "trinity.common.workflows": ("WORKFLOWS", "trireme.registry:WORKFLOWS"),
+    "trinity.common.rewards": ("REWARD_FUNCTIONS", "trireme.registry:REWARDS"),
+    "trinity.buffer.operators": ("EXPERIENCE_OPERATORS", "trireme.registry:OPERATORS"),
+}
+"""Files in which Trinity's users register: their registry, and ours."""
+
+
+class Trinity(Dialect):
+    """Trinity-RFT's dialect, as far as its keys are not the schema's own."""
+
+    def keys(self, values: dict[str, Any]) -> Sequence[str]:
+        """Drop what Trinity-RFT has computed in a file that it saved."""
+        return drop_computed(values)
+
+    def options(self, key: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any, Fate]]:
+        """Options of losses that say how a batch is cut."""
+        if not key.endswith("policy_loss_fn_args"):
+            return ()
+        return ((name, values[name], NoEffect()) for name in sorted(_LAYOUT.intersection(values)))
+
+    def adapt(self, kind: str, name: str, thing: Any) -> Any:
+        """A class of a plug-in as a function or a recipe."""
+        if not inspect.isclass(thing):
+            return None
+        from trireme.algorithms.classes import AlgorithmType, as_function, recipe_of
+
+        if kind != "algorithm_type":
+            return as_function(kind, name, thing)
+        return recipe_of(name, thing) if issubclass(thing, AlgorithmType) else None
+
+    def stand_in(self) -> None:
+        """Import the files that users edit: what they import, register, or list in
+        `default_mapping` is known then. Another package that is called trinity is left alone.
+        """
+        from trireme.workflows.plugins import guarded
+
+        spec = find_spec("trinity")
+        beside = Path(__file__).parents[2]
+        if spec is None or spec.origin is None or Path(spec.origin).parents[1] != beside:
+            return
+        for name, (attribute, ours) in _EDITED.items():
+            guarded(f"{name} ({beside / name.replace('.', '/')})", partial(import_module, name))
+            module = sys.modules[name]
+            registry = pkgutil.resolve_name(ours)
+            registry.adopt(Registry(name, getattr(module, "default_mapping", None)))
+            registered = vars(module).get(attribute, registry)
+            if registered is not registry:  # made anew, as the documents show it
+                registry.adopt(registered)
+                setattr(module, attribute, registry)
