@@ -64,6 +64,7 @@ KINDS = (
     "source",
     "store",
     "reader",
+    "listener",
     "tracker",
     "tool_call_parser",
     "tool",

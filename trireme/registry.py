@@ -357,6 +357,8 @@ STORES = Registry("store", kind="store")
 READERS = Registry("reader of checkpoints", kind="reader")
 """Weights of other trainers' checkpoints: see checkpoint/reader.py."""
 
+LISTENERS = Registry("listener", kind="listener")
+"""Who follows a run: see launch/listeners.py."""
 TRACKERS = Registry("monitor.monitor_type", kind="tracker")
 
 tracker = TRACKERS.register

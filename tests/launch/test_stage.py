@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,11 @@ from tests.e2e.job import small_config
 from trireme.config import Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch.check import make_plans
+from trireme.launch.listeners import RunListener
 from trireme.launch.results import StageResult, explored, summarise
 from trireme.launch.stage import Stage, open_run
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
-from trireme.monitor.watchdog import Alarm
 
 
 def plan_of(folder: Path) -> Plan:
@@ -44,7 +45,10 @@ def test_the_summary_of_a_resumed_run_begins_where_its_first_start_did(tmp_path:
     assert trained.accuracy_before is None  # nothing was evaluated here
 
 
-def opened(plan: Plan, device: Device) -> AbstractContextManager[tuple[Stage, Alarm]]:
+Opened = AbstractContextManager[tuple[Stage, Sequence[RunListener]]]
+
+
+def opened(plan: Plan, device: Device) -> Opened:
     return open_run(plan, str(plan.model_path), device, Console())
 
 
@@ -54,8 +58,13 @@ def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
     plan, device = plan_of(tmp_path), Device()
     handlers = list(logging.getLogger("trireme").handlers)
     threads = set(threading.enumerate())
+
+    class Fails(RunListener):
+        def listen(self, stage: Stage) -> None:
+            raise ZeroDivisionError
+
     with monkeypatch.context() as patch:
-        patch.setattr("trireme.launch.stage.add_start", lambda *_: 1 / 0)
+        patch.setattr("trireme.launch.stage.listener_named", lambda _: Fails())
         with pytest.raises(ZeroDivisionError), opened(plan, device):
             pass
     assert logging.getLogger("trireme").handlers == handlers

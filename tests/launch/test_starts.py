@@ -17,11 +17,12 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.cli.run import run as command
 from trireme.config import ConfigError, load_config
+from trireme.config.hidden import hidden_words, resolved, without_secrets
 from trireme.config.schema import Config
 from trireme.launch.changes import changes, refuse_meaningless
 from trireme.launch.check import make_plans
 from trireme.launch.run import nothing_left
-from trireme.launch.starts import hidden_words, resolved, this_start, without_secrets
+from trireme.launch.starts import this_start
 
 
 def plan_of(folder: Path, config: dict[str, Any], *overrides: str) -> Any:
@@ -173,13 +174,13 @@ def test_a_resume_is_refused_where_the_adapter_it_began_from_was_overwritten(
     [plan] = plan_of(tmp_path, config)
     recipe, folder = get_recipe(plan.config.algorithm), JobFolder(plan.job_dir)
     old = this_start(plan, plan.model_path, recipe, None)
-    refuse_meaningless(plan, plan.model_path, folder, 1, recipe, old, old)
+    refuse_meaningless(plan, plan.model_path, folder, 1, old, old)
     save_file({"a": torch.ones(2)}, weights)
     new = this_start(plan, plan.model_path, recipe, None)
     with pytest.raises(ConfigError, match=r"had SHA-256 of the adapter begun from \w{64}, and now"):
-        refuse_meaningless(plan, plan.model_path, folder, 1, recipe, old, new)
+        refuse_meaningless(plan, plan.model_path, folder, 1, old, new)
     del old["resumes"]["SHA-256 of the adapter begun from"]  # as earlier versions wrote it
-    refuse_meaningless(plan, plan.model_path, folder, 1, recipe, old, new)
+    refuse_meaningless(plan, plan.model_path, folder, 1, old, new)
 
 
 def started(

@@ -8,8 +8,8 @@ from typing import Any
 
 from trireme.experience import Experience
 from trireme.monitor.events import RolloutDone, StepDone, Stream
-from trireme.monitor.monitor import open_monitors
-from trireme.monitor.trackers import TrackedRun
+from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.monitor.trackers import TrackedRun, subscribe_trackers
 
 
 class Opened:
@@ -28,8 +28,16 @@ class Opened:
         self._stream.close(failed=failed)
 
 
-def open_monitor(run: TrackedRun | Path, *kinds: Any, **options: Any) -> Opened:
+def open_monitor(
+    run: TrackedRun | Path,
+    *kinds: Any,
+    keep_until: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Opened:
     stream = Stream()
     tracked = run if isinstance(run, TrackedRun) else TrackedRun(run)
-    open_monitors(stream, tracked, *kinds, **options)
+    lines = JsonLinesMonitor(tracked.folder)
+    lines.keep_until(keep_until or {})
+    stream.subscribe(lines)
+    subscribe_trackers(stream, tracked, *kinds, keep_until=keep_until, **options)
     return Opened(stream)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
 from trireme.config.schema import Config
 from trireme.config.section import Section
 from trireme.text import as_json, hide_passwords
+
+if TYPE_CHECKING:
+    from trireme.config.plan import Plan
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -70,6 +73,18 @@ def without_secrets(value: Any, key: str = "") -> Any:
             return hidden_words(value)
         return [without_secrets(inner, key) for inner in value]
     return _text(value) if isinstance(value, str) else value
+
+
+def resolved(plan: Plan, model_path: str) -> dict[str, Any]:
+    """The configuration of one stage, so that it runs alone and into the same folder."""
+    values: dict[str, Any] = plan.config.model_dump()
+    del values["stages"]
+    if plan.colocated:
+        values["mode"] = "colocate"
+    if plan.stage_name is not None:
+        values["name"] = f"{plan.root_dir.name}/{plan.stage_name}"
+    values["model"]["model_path"] = model_path
+    return without_secrets(values)
 
 
 def hidden_words(words: Iterable[str]) -> list[str]:

@@ -8,58 +8,66 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
-from trireme.config import ConfigError, Plan, Problem
-from trireme.config.lookup import model_config
+from trireme.config import Plan
 from trireme.config.schema import Config
 from trireme.config.section import Section
-from trireme.files import read_json
-from trireme.launch.starts import read_starts, same_part
+from trireme.launch.listeners import RunListener
+from trireme.launch.stage import Stage, refused
+from trireme.launch.starts import add_start, read_starts, same_part, this_start
+from trireme.log import get_logger
+from trireme.monitor.events import Noted
 
-if TYPE_CHECKING:
-    from trireme.launch.stage import Stage
+logger = get_logger("launcher")
 
 
-def since_last_start(
-    stage: Stage, explored: dict[str, Any] | None, start: dict[str, Any]
-) -> list[str]:
-    """What a resume goes on from, and what has changed; nothing where a run begins.
+class Provenance(RunListener):
+    """Records each start of a run, and says at a resume what has changed: see RunListener."""
+
+    def __init__(self) -> None:
+        self._start: dict[str, Any] = {}
+        self._lines: list[str] = []
+
+    def begin(self, stage: Stage) -> None:
+        """Look at what this start is, and how it differs from the last one."""
+        self._start = this_start(stage.plan, stage.model_path, stage.recipe, stage.resumed)
+        self._lines = since_last_start(stage, self._start)
+
+    def listen(self, stage: Stage) -> None:
+        """Record the start. What a run does later is not recorded."""
+        add_start(stage.folder, self._start)
+        for line in self._lines:
+            logger.info(line)
+            stage.emit(Noted(line))
+
+
+def since_last_start(stage: Stage, start: dict[str, Any]) -> list[str]:
+    """What has changed since a resumed run's last start; nothing where a run begins.
 
     Raises ConfigError for a resume that cannot be.
     """
-    folder, resumed = stage.folder, stage.resumed
+    folder, resumed, explored = stage.folder, stage.resumed, stage.explored
     earlier = [old for old in read_starts(folder) if same_part(old, start)]
-    if resumed is None and explored is None:
+    if not stage.goes_on:
         if not earlier or stage.plan.mode not in ("both", "train"):
             return []
         return ["the last start left no checkpoint: the run begins at step 1 again"]
     old = earlier[-1] if earlier else None
-    lines = []
-    if resumed is not None:
-        refuse_meaningless(
-            stage.plan, stage.model_path, folder, resumed.step, stage.recipe, old, start
-        )
-        lines = [f"resuming from {folder.step_dir(resumed.step)}"]
+    if resumed is not None and old is not None:
+        refuse_meaningless(stage.plan, stage.model_path, folder, resumed.step, old, start)
     if old is None:
-        return [*lines, "what has changed since its last start is not known: no run/ tells it"]
+        return ["what has changed since its last start is not known: no run/ tells it"]
     state = explored or {"step": resumed.step if resumed else 0, "taskset": {}}
     train = resumed.step if resumed else state["step"]
     row = state["taskset"].get("current_index")
     changed = changes(old, start, train=train + 1, explore=state["step"] + 1, row=row)
     if not changed:
-        return [*lines, "nothing has changed since its last start"]
+        return ["nothing has changed since its last start"]
     since = f"changed since its last start ({old['time']}):"
-    return [*lines, since, *(f"  {change}" for change in changed)]
+    return [since, *(f"  {change}" for change in changed)]
 
-
-_SHAPE = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
-)  # fmt: skip
-"""Keys of a model's config.json without which weights mean nothing."""
 
 # Beginning of a key -> what a change of it does; the longest beginning that fits holds. {train} and
 # {explore} are the first train and explore step that it can bear on, {row} the data's next row.
@@ -203,53 +211,22 @@ def refuse_meaningless(
     model_path: str,
     folder: JobFolder,
     step: int,
-    recipe: Recipe,
-    old: Mapping[str, Any] | None,
+    old: Mapping[str, Any],
     new: Mapping[str, Any],
 ) -> None:
     """Raise ConfigError where the checkpoint of `step` is none of the run that the YAML describes.
 
     `old` and `new` are entries of `starts`.
     """
-    expected = "; expected as it was, or another name (or continue_from_checkpoint: false)"
-    other = _other_shape(folder.hf_dir(step) / "config.json", model_path)
-    if other is not None:
-        key, was, now = other
-        raise _refused(
-            f"model.model_path is {model_path}, whose {key} is {now}, and the checkpoint "
-            f"{folder.step_dir(step)} has {was}{expected}"
-        )
-    if recipe.needs_critic and not folder.critic_dir(step).is_dir():
-        raise _refused(
-            f"algorithm.algorithm_type is {plan.config.algorithm.algorithm_type}, which learns a "
-            f"value model, and the checkpoint {folder.step_dir(step)} has none{expected}"
-        )
-    if old is None:
-        return
     for key, was in old["resumes"].items():
         now = new["resumes"].get(key)
         if was != now:
-            raise _refused(
+            raise refused(
                 f"the run in {folder.root} had {key} {was}, and now has {now}, for which its "
-                f"checkpoint of step {step} means nothing{expected}"
+                f"checkpoint of step {step} means nothing"
             )
     if plan.config.model.lora_configs and old["model"]["weights"] != new["model"]["weights"]:
-        raise _refused(
+        raise refused(
             f"model.model_path is {model_path}, and the checkpoint {folder.step_dir(step)} has a "
-            f"LoRA adapter of other weights ({old['model']['path']}){expected}"
+            f"LoRA adapter of other weights ({old['model']['path']})"
         )
-
-
-def _refused(text: str) -> ConfigError:
-    return ConfigError([Problem("", text)])
-
-
-def _other_shape(saved: Path, model_path: str) -> tuple[str, Any, Any] | None:
-    """The first key in which a model's configuration differs from the checkpoint's."""
-    now = model_config(model_path)
-    if not now or not saved.is_file():
-        return None
-    was = read_json(saved)
-    differ = (key for key in _SHAPE if was.get(key) != now.get(key))
-    key = next(differ, None)
-    return None if key is None else (key, was.get(key), now.get(key))

@@ -62,6 +62,7 @@ from trireme.launch.data import (
     together,
 )
 from trireme.launch.engines import examine_auxiliary, teacher_len
+from trireme.launch.listeners import examine_listener
 from trireme.launch.prompts import (
     Prompts,
     check_teacher_prompts,
@@ -71,11 +72,10 @@ from trireme.launch.prompts import (
     prompt_problems,
 )
 from trireme.model.tool_calls import format_of
-from trireme.monitor.trackers import examine_trackers
 from trireme.pipeline.operators import make_operator
 from trireme.pipeline.pipeline import task_operators
 from trireme.processes import environment
-from trireme.registry import OPERATORS, REWARDS, TASK_OPERATORS
+from trireme.registry import LISTENERS, OPERATORS, REWARDS, TASK_OPERATORS
 from trireme.rewards.grouped import is_grouped, judge_of
 from trireme.trainer.callbacks import examine_callbacks
 from trireme.usercode import fault_of
@@ -508,8 +508,8 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
     recipe = parts.recipe
     assert recipe is not None, "a stage with problems"
     parts.tried(lambda: examine_auxiliary(plan, teacher=recipe.needs_teacher))
-    monitor = plan.config.monitor
-    parts.tried(lambda: examine_trackers(monitor.monitor_type, monitor.monitor_args))
+    for name in LISTENERS:
+        parts.findings.problems += parts.tried(partial(examine_listener, name, plan)) or ()
     parts.tried(lambda: examine_callbacks(plan.config.trainer.callbacks))
     if not _prepares_tasks(parts.stage):  # it would write
         if parts.training is None:

@@ -174,13 +174,13 @@ async def run_plan(
     started = time.monotonic()
     device = Device()
     try:
-        with open_run(plan, model_path, device, console) as (stage, alarm):
+        with open_run(plan, model_path, device, console) as (stage, following):
             if plan.spread:
                 result = await launcher_named(plan.launcher).run(stage, stop, measure_end)
             else:
                 work = partial(_run_here, stage, stop, measure_end)
                 result = await with_engines(plan, model_path, work)
-            result.warnings = alarm.end()
+            result.warnings = [warning for one in following for warning in one.end()]
     finally:
         device.close()
     result.seconds = time.monotonic() - started

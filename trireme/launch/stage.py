@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.algorithms.recipes import Recipe, get_recipe
@@ -24,19 +25,19 @@ from trireme.buffer.record import Record, data_lines
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, JobFolder
 from trireme.checkpoint.manifest import Loaded, load_checkpoint
 from trireme.config import ConfigError, Plan, Problem
+from trireme.config.lookup import model_config
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_engine
 from trireme.explorer.explorer import explorer_state
+from trireme.files import read_json
 from trireme.launch import data
-from trireme.launch.changes import since_last_start
 from trireme.launch.data import Text, examine_taskset, make_text
 from trireme.launch.engines import engine_spec, examine_auxiliary
+from trireme.launch.listeners import RunListener, listener_named
 from trireme.launch.results import StageResult
-from trireme.launch.starts import add_start, this_start
 from trireme.log import get_logger, setup_logging
-from trireme.monitor.causes import Facts
 from trireme.monitor.events import (
     Emit,
     Ended,
@@ -48,17 +49,22 @@ from trireme.monitor.events import (
     Stream,
     Trained,
 )
-from trireme.monitor.monitor import open_monitors
-from trireme.monitor.trackers import TrackedRun
-from trireme.monitor.watchdog import Alarm
+from trireme.monitor.monitor import JsonLinesMonitor
 from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline, Resampling
 from trireme.processes import ending_leftovers, environment
+from trireme.registry import LISTENERS
 
 if TYPE_CHECKING:
     from trireme.trainer.backend import Backend
 
 logger = get_logger("launcher")
+
+_SHAPE = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+"""Keys of a model's config.json without which weights mean nothing."""
 
 
 class Copy:
@@ -107,6 +113,40 @@ class Stage:
     def reads_file(self) -> bool:
         """Whether the trainer reads a data set by itself."""
         return self.plan.buffer_type == "file"
+
+    @property
+    def part(self) -> str | None:
+        """The one part of the run that this command has, explorer or trainer; None: all of it."""
+        if self.plan.mode == "explore":
+            return "explorer"
+        return "trainer" if self.plan.mode == "train" and not self.reads_file else None
+
+    @cached_property
+    def explored(self) -> dict[str, Any] | None:
+        """Where the explorer stood when the run last ended; None: it begins."""
+        plan = self.plan
+        if plan.mode == "explore":
+            state_file = self.folder.state_of(plan.config.explorer.name)
+            return explorer_state(state_file) if os.path.lexists(state_file) else None
+        return self.resumed.run_state.get("explorer") if self.resumed else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier start has left something that this one goes on from."""
+        return self.resumed is not None or self.explored is not None
+
+    @property
+    def steps_that_count(self) -> dict[str, int]:
+        """The last step that does not come anew, of each part whose later steps do."""
+        resumed, mode = self.resumed, self.plan.mode
+        step = resumed.step if resumed else 0
+        if mode == "train" and not self.recipe.from_data:
+            return {"trainer": step}
+        if mode not in ("both", "train"):
+            return {}
+        state = resumed.run_state if resumed else {}
+        explored = state.get("explorer", {"step": step})["step"]
+        return {"trainer": step, "explorer": explored, "eval": explored}
 
     @property
     def measures_start(self) -> bool:
@@ -252,8 +292,8 @@ def open_stage(
 @contextmanager
 def open_run(
     plan: Plan, model_path: str, device: Device, console: Listener
-) -> Iterator[tuple[Stage, Alarm]]:
-    """A stage that is a run of its own: checked, with the run's monitors and its watchdog.
+) -> Iterator[tuple[Stage, Sequence[RunListener]]]:
+    """A stage that is a run of its own: checked, with `metrics.jsonl` and all that follow a run.
 
     Raises ConfigError for a run that cannot be.
     """
@@ -261,31 +301,19 @@ def open_run(
         for note in plan.notes:
             logger.info(note)
         _validate(stage)
-        start = this_start(plan, model_path, stage.recipe, stage.resumed)
-        explored = _explored(stage)
-        lines = since_last_start(stage, explored, start)
-        folder, config = stage.folder, plan.config
-        goes_on = stage.resumed is not None or explored is not None
-        alone = "explorer" if plan.mode == "explore" else None
-        if plan.mode == "train" and not stage.reads_file:
-            alone = "trainer"
-        name = "-".join(filter(None, (config.name, plan.stage_name)))
-        open_monitors(
-            stage.stream,
-            TrackedRun(folder.monitor, config.project, config.group, name, start["config"]),
-            config.monitor.monitor_type,
-            _steps_that_count(stage),
-            args=config.monitor.monitor_args,
-            part=alone or "",
-        )
-        facts = Facts.of(plan, stage.recipe)
-        alarm = Alarm(facts, folder.monitor, goes_on=goes_on, alone=alone)
-        stage.stream.complete = alarm.complete
-        add_start(folder, start)
-        for line in lines:
-            logger.info(line)
+        following = [listener_named(name) for name in LISTENERS]
+        _refuse_other_model(stage)
+        for one in following:
+            one.begin(stage)
+        metrics = JsonLinesMonitor(stage.folder.monitor)
+        metrics.keep_until(stage.steps_that_count)
+        stage.stream.subscribe(metrics)
+        if stage.resumed is not None:
+            logger.info(line := f"resuming from {stage.folder.step_dir(stage.resumed.step)}")
             stage.emit(Noted(line))
-        yield stage, alarm
+        for one in following:
+            one.listen(stage)
+        yield stage, following
 
 
 def _validate(stage: Stage) -> None:
@@ -312,23 +340,38 @@ def _validate(stage: Stage) -> None:
         raise ConfigError([Problem("", str(error))]) from error
 
 
-def _explored(stage: Stage) -> dict[str, Any] | None:
-    """Where the explorer stood when the run last ended; None: it begins."""
-    plan, resumed = stage.plan, stage.resumed
-    if plan.mode == "explore":
-        state_file = stage.folder.state_of(plan.config.explorer.name)
-        return explorer_state(state_file) if os.path.lexists(state_file) else None
-    return resumed.run_state.get("explorer") if resumed else None
+def refused(text: str) -> ConfigError:
+    """A resume that cannot be, and what makes it one that can."""
+    expected = "expected as it was, or another name (or continue_from_checkpoint: false)"
+    return ConfigError([Problem("", f"{text}; {expected}")])
 
 
-def _steps_that_count(stage: Stage) -> dict[str, int]:
-    """Of each part whose steps come anew from here on, the last that does not."""
-    resumed, mode = stage.resumed, stage.plan.mode
-    step = resumed.step if resumed else 0
-    if mode == "train" and not stage.recipe.from_data:
-        return {"trainer": step}
-    if mode not in ("both", "train"):
-        return {}
-    state = resumed.run_state if resumed else {}
-    explored = state.get("explorer", {"step": step})["step"]
-    return {"trainer": step, "explorer": explored, "eval": explored}
+def _refuse_other_model(stage: Stage) -> None:
+    """Raise ConfigError where the checkpoint is of another model than the YAML names."""
+    if stage.resumed is None:
+        return
+    folder, step, model_path = stage.folder, stage.resumed.step, stage.model_path
+    other = _other_shape(folder.hf_dir(step) / "config.json", model_path)
+    if other is not None:
+        key, was, now = other
+        raise refused(
+            f"model.model_path is {model_path}, whose {key} is {now}, and the checkpoint "
+            f"{folder.step_dir(step)} has {was}"
+        )
+    if stage.recipe.needs_critic and not folder.critic_dir(step).is_dir():
+        learner = stage.plan.config.algorithm.algorithm_type
+        raise refused(
+            f"algorithm.algorithm_type is {learner}, which learns a value model, and the "
+            f"checkpoint {folder.step_dir(step)} has none"
+        )
+
+
+def _other_shape(saved: Path, model_path: str) -> tuple[str, Any, Any] | None:
+    """The first key in which a model's configuration differs from the checkpoint's."""
+    now = model_config(model_path)
+    if not now or not saved.is_file():
+        return None
+    was = read_json(saved)
+    differ = (key for key in _SHAPE if was.get(key) != now.get(key))
+    key = next(differ, None)
+    return None if key is None else (key, was.get(key), now.get(key))

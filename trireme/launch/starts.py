@@ -31,7 +31,7 @@ from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import Loaded
 from trireme.config import Plan
-from trireme.config.hidden import HIDDEN, hidden_words, without_secrets
+from trireme.config.hidden import HIDDEN, hidden_words, resolved
 from trireme.config.lookup import adapter_files, located, plugin_files
 from trireme.config.schema import LoraConfig
 from trireme.data.rows import SAVED, DataSet, load_rows, source_of, split_files
@@ -176,18 +176,6 @@ def _as_yaml(entry: Mapping[str, Any], number: int) -> str:
         f"paths begin at\n# {entry['folder']}. Where a value is '{HIDDEN}' a key or password was.\n"
     )
     return head + yaml.safe_dump(entry["config"], sort_keys=False, allow_unicode=True)
-
-
-def resolved(plan: Plan, model_path: str) -> dict[str, Any]:
-    """The configuration of one stage, so that it runs alone and into the same folder."""
-    values: dict[str, Any] = plan.config.model_dump()
-    del values["stages"]
-    if plan.colocated:
-        values["mode"] = "colocate"
-    if plan.stage_name is not None:
-        values["name"] = f"{plan.root_dir.name}/{plan.stage_name}"
-    values["model"]["model_path"] = model_path
-    return without_secrets(values)
 
 
 def versions() -> dict[str, str]:

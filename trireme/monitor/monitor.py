@@ -1,4 +1,4 @@
-"""Monitor: writes a run's metrics to `metrics.jsonl` and its trackers, step by step.
+"""Monitor: writes a run's metrics to `metrics.jsonl`, step by step.
 
 Invariants:
 - `metrics.jsonl` has one whole line a step and part: `keep_until` takes away what a resumed run
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,7 @@ from trireme.files import (
     whole_lines,
     write_jsonl,
 )
-from trireme.monitor.events import Event, Stream, measured
-from trireme.monitor.trackers import (
-    REMARK,
-    TensorBoardMonitor,
-    TrackedRun,
-    names_of,
-    open_trackers,
-)
+from trireme.monitor.events import Event, measured
 
 FILE_NAME = "metrics.jsonl"
 
@@ -79,31 +72,6 @@ class JsonLinesMonitor:
             rows = [row for row in _rows(self.path) if wanted(row)]
             write_jsonl(self.path, rows)
         self._steps = {(row["part"], row["step"]) for row in rows}
-
-
-def open_monitors(
-    stream: Stream,
-    run: TrackedRun,
-    kinds: str | Sequence[str] = "tensorboard",
-    keep_until: Mapping[str, int] | None = None,
-    *,
-    args: Mapping[str, Any] | None = None,
-    part: str = "",
-) -> None:
-    """Have `metrics.jsonl`, and what `monitor.monitor_type` names, hear the stream of a run.
-
-    `keep_until`: the last step of each part that counts, where a run goes on (or begins anew: 0).
-    `part`: this command has that part of the run alone. Raises ValueError for an unknown type.
-    """
-    names = names_of(kinds)
-    trackers = open_trackers(run, names, args, part=part)
-    lines = JsonLinesMonitor(run.folder)
-    lines.keep_until(keep_until or {})
-    stream.subscribe(lines)
-    if "tensorboard" in names:
-        stream.subscribe(TensorBoardMonitor(run.folder / "tensorboard", keep_until))
-    for tracker in trackers:
-        stream.subscribe(tracker, start=tracker.start, awaited=False, remark=REMARK)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

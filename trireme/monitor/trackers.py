@@ -21,8 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trireme.config import Plan
+from trireme.config.hidden import resolved
 from trireme.files import in_turn, json_or, write_json
-from trireme.monitor.events import Ended, Event, RolloutDone, measured
+from trireme.monitor.events import Ended, Event, RolloutDone, Stream, measured
 from trireme.monitor.figures import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options
 from trireme.text import storable
@@ -32,6 +34,7 @@ if TYPE_CHECKING:  # at run time it would load torch before the threads' setting
     from torch.utils.tensorboard import SummaryWriter
 
     from trireme.experience import Experience
+    from trireme.launch.stage import Stage
 
 FILE_NAME = "trackers.json"
 REMARK = "the run goes on; monitor/metrics.jsonl has its figures"
@@ -180,6 +183,58 @@ def row_of(experience: Experience) -> Rollout:
         "reward": experience.reward,
         "truth": storable(str(experience.info.get("truth", ""))),
     }
+
+
+class Trackers:
+    """Has what `monitor.monitor_type` names show a run: see RunListener."""
+
+    def examine(self, plan: Plan) -> tuple[()]:
+        """Raise ValueError for what is wrong with the trackers of a plan."""
+        examine_trackers(plan.config.monitor.monitor_type, plan.config.monitor.monitor_args)
+        return ()
+
+    def begin(self, stage: Stage) -> None:
+        """No run is refused."""
+
+    def listen(self, stage: Stage) -> None:
+        """Subscribe TensorBoard and the trackers."""
+        config, folder = stage.plan.config, stage.folder.monitor
+        name = "-".join(filter(None, (config.name, stage.plan.stage_name)))
+        values = resolved(stage.plan, stage.model_path)
+        subscribe_trackers(
+            stage.stream,
+            TrackedRun(folder, config.project, config.group, name, values),
+            config.monitor.monitor_type,
+            stage.steps_that_count,
+            args=config.monitor.monitor_args,
+            part=stage.part or "",
+        )
+
+    def end(self) -> tuple[()]:
+        """They warn of nothing."""
+        return ()
+
+
+def subscribe_trackers(
+    stream: Stream,
+    run: TrackedRun,
+    kinds: str | Sequence[str] = "tensorboard",
+    keep_until: Mapping[str, int] | None = None,
+    *,
+    args: Mapping[str, Any] | None = None,
+    part: str = "",
+) -> None:
+    """Have what `monitor.monitor_type` names receive the stream of a run.
+
+    `keep_until`: the last step of each part that counts, where a run goes on (or begins anew: 0).
+    `part`: this command has that part of the run alone. Raises ValueError for an unknown type.
+    """
+    names = names_of(kinds)
+    trackers = open_trackers(run, names, args, part=part)
+    if "tensorboard" in names:
+        stream.subscribe(TensorBoardMonitor(run.folder / "tensorboard", keep_until))
+    for tracker in trackers:
+        stream.subscribe(tracker, start=tracker.start, awaited=False, remark=REMARK)
 
 
 def names_of(kinds: str | Sequence[str]) -> list[str]:

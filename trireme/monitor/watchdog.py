@@ -21,7 +21,9 @@ from trireme.monitor.figures import Course, Figures, in_one_line
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 if TYPE_CHECKING:
+    from trireme.config import Plan
     from trireme.experience import Experience
+    from trireme.launch.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -101,25 +103,36 @@ class Alarm:
     a command which has one part alone into a file of its own, since the other's is beside it.
     """
 
-    def __init__(
-        self, facts: Facts, folder: Path, *, goes_on: bool, alone: str | None = None
-    ) -> None:
-        """`folder` has the run's `metrics.jsonl`. `goes_on`: the run was started before. `alone`:
-        the one part that this command has.
-        """
-        self.watchdog = Watchdog(facts)
+    def __init__(self) -> None:
+        self.watchdog = Watchdog()
+        self._file = Path()
+
+    def examine(self, plan: Plan) -> tuple[()]:
+        """No configuration is wrong."""
+        return ()
+
+    def begin(self, stage: Stage) -> None:
+        """No run is refused."""
+
+    def listen(self, stage: Stage) -> None:
+        """Look at each event of the run; one that goes on is read from its `metrics.jsonl`."""
+        folder, alone = stage.folder.monitor, stage.part
+        self.watchdog = Watchdog(Facts.of(stage.plan, stage.recipe))
         self._file = folder / (f"watchdog_{alone}.json" if alone else "watchdog.json")
-        if not goes_on:
+        if stage.goes_on:
+            self._read(folder / FILE_NAME, alone)
+        else:
             self._file.unlink(missing_ok=True)
-            return
+        stage.stream.complete = self.complete
+
+    def _read(self, metrics: Path, alone: str | None) -> None:
         try:
             said = [Warned(**one) for one in json_or(self._file, list[dict[str, Any]]())]
         except TypeError:
             error = Unreadable(f"{self._file} holds no warnings of this watchdog")
             out_of_the_way(self._file, error)
             said = []
-        rows = read_metrics(folder / FILE_NAME)
-        part_rows = (row for row in rows if alone in (None, row["part"]))
+        part_rows = (row for row in read_metrics(metrics) if alone in (None, row["part"]))
         self.watchdog.read(part_rows, said)
 
     def complete(self, event: Event) -> Event:

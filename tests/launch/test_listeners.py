@@ -1,0 +1,145 @@
+"""Listeners: what a package of others brings follows a run, in this process and on Ray."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.job import small_config
+from trireme import extensions
+from trireme.cli.run import run as command
+from trireme.config import load_config
+from trireme.extensions import names_of
+from trireme.launch.check import checked
+from trireme.registry import LISTENERS
+
+MANIFEST = """
+about = "A diary of each run."
+[listener]
+diary = "things:Diary"
+"""
+THINGS = '''
+import json
+from trireme.config import ConfigError, Problem
+from trireme.launch.listeners import RunListener
+from trireme.monitor.events import Ended, Saved, StepDone
+
+
+class Diary(RunListener):
+    """Writes a line for each step, where the run's group is diary."""
+
+    name = "the diary"
+
+    def examine(self, plan):
+        if plan.config.group == "secret":
+            yield Problem("group", "is secret: expected one that a diary may name")
+
+    def begin(self, stage):
+        if stage.resumed and stage.plan.config.group == "once":
+            raise ConfigError([Problem("group", "is once: expected a run that begins")])
+
+    def listen(self, stage):
+        self.file = stage.folder.monitor / "diary.jsonl"
+        if stage.plan.config.group == "diary":
+            stage.stream.subscribe(self)
+
+    def hear(self, event):
+        match event:
+            case StepDone():
+                self.write(event.part, event.step)
+            case Saved():
+                self.write("saved", event.step)
+            case Ended():
+                self.write("ended", event.failed)
+
+    def write(self, *line):
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\\n")
+
+    def end(self):
+        steps = len(self.file.read_text().splitlines()) if self.file.exists() else 0
+        return [{"cause": "diary", "part": "trainer", "step": 0, "text": f"{steps} lines"}]
+'''
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """What pip leaves of a package with one entry point."""
+    site = tmp_path / "site"
+    (site / "diary").mkdir(parents=True)
+    (site / "diary" / "__init__.py").write_text("")
+    (site / "diary" / "ext.toml").write_text(MANIFEST)
+    (site / "diary" / "things.py").write_text(THINGS)
+    info = site / "diary-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: diary\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[trireme.ext]\ndiary = diary\n")
+    monkeypatch.syspath_prepend(site)
+    cached = (extensions.extensions, names_of)
+    for function in cached:
+        function.cache_clear()
+    yield site / "diary" / "things.py"
+    for function in cached:
+        function.cache_clear()
+    for module in ("diary", "diary.things"):
+        sys.modules.pop(module, None)
+    LISTENERS._registered.pop("diary", None)
+
+
+def started(folder: Path, *overrides: str) -> int:
+    """The exit code of `trireme run` in this process."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(small_config(folder)))
+    return command(path, overrides, ())
+
+
+def heard(folder: Path, launcher: str) -> None:
+    keys = ("group=diary", f"cluster.launcher={launcher}", "buffer.total_steps=2")
+    assert started(folder, *keys) == 0
+    job = folder / "checkpoints/tests/diary/job"
+    *before, last = map(json.loads, (job / "monitor/diary.jsonl").read_text().splitlines())
+    steps = [("explorer", 1), ("explorer", 2), ("saved", 2), ("trainer", 1), ("trainer", 2)]
+    assert sorted({tuple(line) for line in before}) == steps and last == ["ended", False]
+    summary = json.loads((job / "summary.json").read_text())
+    [warning] = [one for one in summary["warnings"] if one["cause"] == "diary"]
+    assert warning["text"] == f"{len(before)} lines"
+
+
+def test_a_listener_of_a_package_hears_what_a_run_does(package: Path, tmp_path: Path) -> None:
+    heard(tmp_path, "local")
+
+
+@pytest.mark.slow
+def test_a_listener_of_a_package_hears_what_the_processes_of_ray_do(
+    package: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    heard(tmp_path, "ray")
+
+
+def test_a_listener_says_what_is_wrong_with_a_configuration_and_with_a_resume(
+    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert started(tmp_path, "group=secret") == 2
+    sentence = "error: group is secret: expected one that a diary may name"
+    assert sentence in capsys.readouterr().err
+    assert started(tmp_path, "group=once", "buffer.total_steps=2") == 0
+    job = tmp_path / "checkpoints/tests/once/job"
+    before = (job / "monitor/metrics.jsonl").read_bytes()
+    assert started(tmp_path, "group=once") == 2
+    assert "group is once: expected a run that begins" in capsys.readouterr().err
+    assert (job / "monitor/metrics.jsonl").read_bytes() == before
+
+
+def test_a_listener_that_cannot_be_imported_is_named(package: Path, tmp_path: Path) -> None:
+    package.write_text("import no_such_package_for_diaries\n")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(small_config(tmp_path)))
+    sentence = "listener 'diary' cannot be imported: No module named 'no_such_package"
+    with pytest.raises(ValueError, match=sentence):
+        checked(load_config(path))
