@@ -79,7 +79,6 @@ UNHEARD = """
         stop.gently = lambda: True  # it says that it ends, and does not
         await asyncio.sleep(600)
 
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's would be ignored
     stop = Stop()
     stop.limit, stop.what_is_left = 1.0, lost
     stop.listen()
@@ -87,11 +86,21 @@ UNHEARD = """
 """
 
 
+HEARS = """
+    import signal
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+"""
+"""What undoes that a shell's background job ignores SIGINT, and one under nohup SIGHUP."""
+
+
 @contextmanager
 def program(text: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A program that has printed `stuck`."""
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", textwrap.dedent(text), *words]
+    command = [sys.executable, "-c", textwrap.dedent(HEARS) + textwrap.dedent(text), *words]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "stuck\n"
