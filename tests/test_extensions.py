@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 import trireme
+from tests.config.made import problems_of
 from trireme import extensions
 from trireme.extensions import Extension, kernel, names_of
-from trireme.registry import Registry
+from trireme.registry import ENGINES, Registry
 
 NAMES = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "extension_names.py"))
 
@@ -173,6 +174,22 @@ def test_a_name_of_an_extension_that_is_not_here_says_which(
                 Registry("workflow", kind="workflow").get(name)
     finally:
         names_of.cache_clear()
+
+
+def test_an_engine_of_an_extension_that_is_not_here_is_a_problem_that_says_which(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(extensions, "extensions", dict)
+    monkeypatch.setattr(ENGINES, "_registered", {})
+    names_of.cache_clear()
+    try:
+        (said,) = problems_of(tmp_path, "explorer.rollout_model.engine_type=vllm")
+    finally:
+        names_of.cache_clear()
+    assert said.startswith(
+        "explorer.rollout_model.engine_type is 'vllm': engine 'vllm' needs the extension 'vllm', "
+        "which is not here"
+    )
 
 
 PUBLIC = '[public]\nprice = "things:cost"\nTask = "things:cost"\n'

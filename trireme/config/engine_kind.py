@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trireme.config import Findings, Problem
 from trireme.config.lookup import adapter_facts
+from trireme.extensions import needed_for
 from trireme.registry import ENGINES, did_you_mean, is_path
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def check_engine_types(stage: StageFacts) -> Findings:
         if name is None or name in ELSEWHERE or name in ENGINES:
             continue
         try:
-            if is_path(name):
+            if is_path(name) or needed_for("engine", name):
                 ENGINES.get(name)
                 continue
         except ValueError as error:
