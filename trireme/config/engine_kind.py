@@ -157,7 +157,7 @@ def check_engine_types(stage: StageFacts) -> Findings:
             continue
         try:
             if is_path(name) or needed_for("engine", name):
-                ENGINES.get(name)
+                ENGINES.get(name, kind="" if is_path(name) else "engine")
                 continue
         except ValueError as error:
             findings.problem(f"{key}.engine_type", f"is {name!r}: {error}")
