@@ -258,8 +258,10 @@ def test_what_a_manifest_names_is_there(name: str) -> None:
     assert extension.about.endswith("."), "a sentence"
     for file in extension.files:
         assert (ROOT / file).exists(), file
-    for new in extension.formerly.values():
-        assert find_spec(new) is not None, new
+    for old, new in extension.formerly.items():
+        assert find_spec(new.partition(":")[0]) is not None, new
+        if ":" in old:
+            assert pkgutil.resolve_name(old) is pkgutil.resolve_name(new), old
     for kind, names in extension.names.items():
         for one, place in names.items():
             assert pkgutil.resolve_name(place) is not None, (kind, one)

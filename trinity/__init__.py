@@ -80,6 +80,7 @@ def _named(module: str, **names: str) -> dict[str, str]:
 
 
 _SINGLE, _ANSWERS = "trireme.workflows.single_turn", "trireme.rewards.answers"
+_JUDGING = "trireme.workflows.judging"
 _GYM = {"FrozenLakeWorkflow": "trireme.ext.environments.workflow"}
 _SELECTOR = {"BaseSelector": "trireme.data.selectors", "SELECTORS": "trireme.registry"}
 _SECTIONS = (
@@ -249,12 +250,12 @@ NAMES: dict[str, dict[str, str]] = {
         "parse_action": "trireme.workflows.episode",
     },
     "trinity.common.workflows.eval_workflow": _named(_SINGLE, MathEvalWorkflow="MathEvalWorkflow"),
-    "trinity.common.workflows.math_rm_workflow": _named(_SINGLE, MathRMWorkflow="MathRmWorkflow"),
+    "trinity.common.workflows.math_rm_workflow": _named(_JUDGING, MathRMWorkflow="MathRmWorkflow"),
     "trinity.common.workflows.math_ruler_workflow": _named(
-        _SINGLE, MathRULERWorkflow="MathRulerWorkflow"
+        _JUDGING, MathRULERWorkflow="MathRulerWorkflow"
     ),
     "trinity.common.workflows.math_trainable_ruler_workflow": _named(
-        _SINGLE, MathTrainableRULERWorkflow="MathTrainableRulerWorkflow"
+        _JUDGING, MathTrainableRULERWorkflow="MathTrainableRulerWorkflow"
     ),
     "trinity.common.workflows.on_policy_distill_workflow": _named(
         _SINGLE,
@@ -262,7 +263,7 @@ NAMES: dict[str, dict[str, str]] = {
         OnPolicyDistillMathWorkflow="OnPolicyDistillMathWorkflow",
     ),
     "trinity.common.workflows.rubric_judge_workflow": _named(
-        _SINGLE,
+        _JUDGING,
         RubricJudgeWorkflow="RubricJudgeWorkflow",
         RubricJudgeWorkflowWithAPI="RubricJudgeWorkflow",
     ),

@@ -9,6 +9,7 @@ An extension is a folder with an `ext.toml`:
 
     [formerly]                   # modules by an older name, which still works: their name here
     "trireme.workflows.webshop" = "workflow"
+    "trireme.data.rows:Shelf" = "rows:Shelf"  # a name that left a module which is still there
 
     [workflow]                   # a kind of name: names, each with its `module:attribute`
     webshop_workflow = "workflow:WebShopWorkflow"
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -98,7 +99,7 @@ class Extension:
     files: tuple[str, ...] = ()
     """What else is deleted with it: tests, examples, pages."""
     formerly: Mapping[str, str] = field(default_factory=dict)
-    """Older name of a module or package -> its name."""
+    """Older name of a module or package, or `module:attribute`, -> its name."""
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Kind -> name -> `package.module:attribute`."""
 
@@ -247,6 +248,20 @@ def missing(kind: str, name: str) -> str:
     if owner is None:
         return ""
     return f"needs the extension '{owner}', which is not here: `trireme extensions` lists what is"
+
+
+def former_names(module: str) -> Callable[[str], Any]:
+    """A module's `__getattr__` (PEP 562): finds names that extensions have taken from it."""
+
+    def get(name: str) -> Any:
+        if not name.startswith("__"):
+            for extension in extensions().values():
+                if place := extension.formerly.get(f"{module}:{name}"):
+                    source, _, attribute = place.partition(":")
+                    return getattr(import_module(source), attribute)
+        raise AttributeError(f"module '{module}' has no attribute '{name}'")
+
+    return get
 
 
 class _Moved(MetaPathFinder):

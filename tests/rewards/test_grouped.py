@@ -12,7 +12,8 @@ from trireme.registry import reward
 from trireme.rewards.grouped import is_grouped, judge_of, reward_group
 from trireme.rewards.orm import ORM
 from trireme.task import Task
-from trireme.workflows.single_turn import MathRulerWorkflow, SimpleWorkflow
+from trireme.workflows.judging import MathRulerWorkflow
+from trireme.workflows.single_turn import SimpleWorkflow
 from trireme.workflows.workflow import resolve
 
 

@@ -12,7 +12,7 @@ from trireme import Experience, Task
 from trireme.explorer.metrics import runs_of
 from trireme.explorer.runner import Outcome, stamp
 from trireme.pipeline.operators import pass_rates
-from trireme.workflows.single_turn import agreement
+from trireme.workflows.judging import agreement
 from trireme.workflows.workflow import resolve
 
 GOOD = "<think>\n6 * 7\n</think>\n<answer>\n42\n</answer>"

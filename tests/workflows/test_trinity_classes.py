@@ -25,11 +25,10 @@ from trireme.rewards.reward import RewardFn
 from trireme.task import Task
 from trireme.usercode import UserCode, fault_of
 from trireme.workflows.classes import Workflow
+from trireme.workflows.judging import MathRulerWorkflow, MathTrainableRulerWorkflow
 from trireme.workflows.single_turn import (
     MathBoxedWorkflow,
     MathEvalWorkflow,
-    MathRulerWorkflow,
-    MathTrainableRulerWorkflow,
     OnPolicyDistillWorkflow,
 )
 from trireme.workflows.workflow import resolve

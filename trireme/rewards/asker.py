@@ -16,6 +16,7 @@ from typing import Any
 
 from trireme.files import write_json
 from trireme.log import get_logger
+from trireme.task import Task
 from trireme.text import all_joined
 
 logger = get_logger("rewards")
@@ -24,6 +25,12 @@ Messages = list[dict[str, str]]
 _REMEMBERED = 20_000
 """Answers that a cache in memory holds."""
 _HELLO_S = 10.0
+TRUTH = """Is the answer right? It is if it says all that the question asks for as the reference \
+does; other words and further facts do not matter. Reply with true or false alone.
+
+Question: {question}
+Reference: {truth}
+Answer: {answer}"""
 
 
 class Asker:
@@ -150,6 +157,20 @@ class Asker:
     def _place(self, key: str) -> Path:
         assert self._folder is not None
         return self._folder / key[:2] / f"{key}.json"
+
+
+async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
+    """Whether the first of the models takes an answer for the task's truth in other words.
+
+    Raises ValueError for what it says that is neither yes nor no.
+    """
+    text = TRUTH.format(question=task.prompt, truth=task.truth, answer=answer)
+    said = (await Asker().ask([{"role": "user", "content": text}], models)).strip().lower()
+    if said[:4] == "true":
+        return True
+    if said[:5] == "false":
+        return False
+    raise ValueError(f"the judge said {said!r:.80}: expected true or false")
 
 
 def refuse_silent(who: str, url: str) -> None:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from trireme.config.options import fitting_options
 from trireme.rewards.asker import Asker
 from trireme.rewards.orm import ORM, Value
-from trireme.task import Task
 
 PROMPT = """Judge the last reply of this conversation. {reference}
 Answer with one number from 0 (useless) to 1 (perfect), and nothing else.
@@ -47,12 +46,6 @@ counts as much as its weight; a reply that misses several must be rated low.
 </criteria>
 
 Answer with JSON: {{"rating": <a whole number from 1 to 10>}}"""
-TRUTH = """Is the answer right? It is if it says all that the question asks for as the reference \
-does; other words and further facts do not matter. Reply with true or false alone.
-
-Question: {question}
-Reference: {truth}
-Answer: {answer}"""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _OBJECT = re.compile(r"\{[^{}]*\}")
@@ -231,17 +224,3 @@ def _criteria(rubric: Any) -> str:
         weight_text = "" if weight is None else f" (weight {weight})"
         lines.append(f"{number}.{weight_text} {item['description']}")
     return "\n".join(lines)
-
-
-async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
-    """Whether the first of the models takes an answer for the task's truth in other words.
-
-    Raises ValueError for what it says that is neither yes nor no.
-    """
-    text = TRUTH.format(question=task.prompt, truth=task.truth, answer=answer)
-    said = (await Asker().ask([{"role": "user", "content": text}], models)).strip().lower()
-    if said[:4] == "true":
-        return True
-    if said[:5] == "false":
-        return False
-    raise ValueError(f"the judge said {said!r:.80}: expected true or false")

@@ -27,8 +27,8 @@ from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
 from trireme.model.conversation import with_metrics
 from trireme.registry import Registry, signature_of
+from trireme.rewards.asker import judged_right
 from trireme.rewards.grouped import is_grouped
-from trireme.rewards.judge import judged_right
 from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode

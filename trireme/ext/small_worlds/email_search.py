@@ -19,7 +19,7 @@ from trireme.experience import Experience
 from trireme.ext.agents.command import options_of
 from trireme.ext.small_worlds.mailbox import Mailbox
 from trireme.model.chat_tokens import conversation_of
-from trireme.rewards.judge import judged_right
+from trireme.rewards.asker import judged_right
 from trireme.task import Task
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow
