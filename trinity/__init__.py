@@ -80,7 +80,7 @@ def _named(module: str, **names: str) -> dict[str, str]:
 
 
 _SINGLE, _ANSWERS = "trireme.workflows.single_turn", "trireme.rewards.answers"
-_JUDGING = "trireme.workflows.judging"
+_JUDGING = "trireme.ext.judges.workflows"
 _GYM = {"FrozenLakeWorkflow": "trireme.ext.environments.workflow"}
 _SELECTOR = {"BaseSelector": "trireme.data.selectors", "SELECTORS": "trireme.registry"}
 _SECTIONS = (

@@ -326,7 +326,7 @@ RM_PLUGINS = Registry(
     kind="reward_model_plugin",
     refused={"genrm": "asks a language model for a score: the rewards judge and rubric do that"},
 )
-"""Functions `(scores, task) -> scores`: see rewards/reward_model.py. ms-swift's `rm_plugins`."""
+"""Functions `(scores, task) -> scores`: see ext/judges/reward_model.py. ms-swift's `rm_plugins`."""
 CALLBACKS = Registry(
     "trainer.callbacks",
     kind="callback",

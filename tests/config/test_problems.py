@@ -471,19 +471,6 @@ def test_a_selector_that_is_not_there_or_lacks_its_columns(tmp_path):
     assert "has no column 'rate' (data_selector.feature_keys)" in found
 
 
-def test_rewards_in_a_list_and_the_models_that_they_ask(tmp_path):
-    key = f"{TASKSET}.default_reward_fn_type"
-    assert problems_of(tmp_path, f"{key}=[math_reward, {{name: repetition, weight: 0.1}}]") == []
-    assert "expected a name, or a section" in only_problem(tmp_path, f"{key}=[{{weight: 1}}]")
-    found = only_problem(tmp_path, f"{key}=[ruler]")
-    assert "explorer.auxiliary_models has 0 models, and the reward 'ruler' asks" in found
-    served = "{name: judge, base_url: 'http://127.0.0.1:9/v1', model: m}"
-    assert problems_of(tmp_path, f"{key}=[{served}]") == []
-    judging = f"{TASKSET}.default_workflow_type=math_ruler_workflow"
-    none = f"{key}=null"
-    assert "'ruler' asks one" in only_problem(tmp_path, judging, none)
-
-
 def test_auxiliary_models_are_looked_at(tmp_path):
     key = "explorer.auxiliary_models"
     found = only_problem(tmp_path, f"{key}=[{{model_path: /nowhere/x}}]")
@@ -587,11 +574,6 @@ def test_a_priority_of_no_use(tmp_path, value, says):
     problems = draft(config_of(tmp_path, tree)).problems
     (found,) = [str(problem) for problem in problems]
     assert found.endswith(f"priority_fn 'linear_decay': decay is {value!r}: expected {says}")
-
-
-def test_a_reward_is_suggested_also_where_it_is_one_of_groups(tmp_path):
-    reward = "buffer.explorer_input.taskset.default_reward_fn_type=rulr"
-    assert "did you mean 'ruler'?" in only_problem(tmp_path, reward)
 
 
 def test_a_database_of_another_kind_is_refused(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.job import rows, run, small_config, started, weights, write_jsonl
 
 
@@ -36,6 +38,7 @@ def curriculum(folder: Path) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.extension("judges")
 def test_a_killed_curriculum_asks_for_the_same_tasks(tmp_path: Path) -> None:
     config = curriculum(tmp_path / "whole")
     done = run(tmp_path / "whole", config)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.e2e.job import length_reward, run, small_config
+from tests.e2e.test_exact import check_that_a_killed_run_ends_alike
 from tests.tiny import make_reward_model
 
 LAST_REPLY = "{{ 'x' + messages[-1]['content'] }}"
@@ -121,3 +122,8 @@ def test_the_last_reply_of_a_conversation_is_scored(tmp_path: Path) -> None:
         assert one["reward"] == pytest.approx(expected(one["info"]["completion"]), abs=1e-4)
     assert {round(one["metrics"]["rewards/reward_model"], 4) for one in rollouts} == {0.0, 1.0}
     assert "eval/held_out/rewards/reward_model" in metrics_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    check_that_a_killed_run_ends_alike(tmp_path, config_of)

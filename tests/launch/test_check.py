@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.config.made import config_of, values, write_model, write_rows
-from tests.tiny import make_reward_model
 from trireme.cli.check import check
 from trireme.data.tasksets import Taskset
 from trireme.launch.check import draft
@@ -18,7 +17,6 @@ from trireme.monitor.terminal import Terminal
 
 PLUGIN = """
 from trireme import Experience, Model, Task, advantage, algorithm, orms
-from trireme.rewards.judge import ModelJudge
 from trireme.registry import SELECTORS
 from trireme.workflows.single_turn import SimpleWorkflow
 from trireme import workflow
@@ -64,13 +62,6 @@ async def one_reply(task: Task, model: Model) -> list[Experience]:
 
 
 one_reply.one_experience = True
-
-
-class OwnJudge(ModelJudge):
-    pass
-
-
-orms["own_judge"] = OwnJudge
 
 
 @SELECTORS.register("own_order")
@@ -174,21 +165,6 @@ def test_an_own_workflow_that_chats_needs_a_chat_template(checked: Any, tmp_path
     assert "has no chat template, which own_simple needs" in output
 
 
-def test_a_reward_model_without_a_score_head_is_refused(checked: Any, tmp_path: Path) -> None:
-    options = f"{{model_path: {tmp_path / 'model'}}}"
-    reward = (f"{TASKSET}.default_reward_fn_type=reward_model", f"{TASKSET}.reward_fn_args=")
-    said = checked(reward[0], reward[1] + options)
-    assert "default_reward_fn_type cannot be used: reward_model: model_path" in said
-    assert "is of the architecture none, which has no score head" in said
-    good = make_reward_model(tmp_path / "scores")
-    assert "no problems" in checked(reward[0], f"{reward[1]}{{model_path: {good}}}")
-
-
-def test_an_own_judge_needs_the_model_that_it_asks(checked: Any) -> None:
-    output = checked(f"{TASKSET}.default_reward_fn_type=own_judge")
-    assert "explorer.auxiliary_models has 0 models, and the reward 'own_judge' asks one" in output
-
-
 def test_an_own_selector_by_numbers_needs_their_columns(checked: Any) -> None:
     output = checked(f"{TASKSET}.data_selector.selector_type=own_order")
     assert "give the columns that hold them as data_selector.feature_keys" in output
@@ -208,10 +184,6 @@ def test_a_run_reads_no_data_set_twice(tmp_path: Path) -> None:
 def test_gdpo_refuses_before_the_run_what_has_no_parts_or_changes_the_reward(checked: Any) -> None:
     gdpo = "algorithm.algorithm_type=gdpo"
     assert "no problems" in checked(gdpo)
-    for name in ("math_trainable_ruler_workflow",):
-        output = checked(gdpo, f"{WORKFLOW}={name}")
-        assert f"workflow '{name}' gives rewards without parts" in output
-        assert "without parts" not in checked(f"{WORKFLOW}={name}")
     # what only the run knows is not refused, nor what leaves parts
     for name in ("own_many", "own_function", "own_simple", "multi_turn_scheduler"):
         reward = f"{TASKSET}.default_reward_fn_type=math_reward"

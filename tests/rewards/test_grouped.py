@@ -12,7 +12,6 @@ from trireme.registry import reward
 from trireme.rewards.grouped import is_grouped, judge_of, reward_group
 from trireme.rewards.orm import ORM
 from trireme.task import Task
-from trireme.workflows.judging import MathRulerWorkflow
 from trireme.workflows.single_turn import SimpleWorkflow
 from trireme.workflows.workflow import resolve
 
@@ -110,6 +109,7 @@ def test_a_reward_of_groups_alone_takes_its_options_from_reward_fn_args() -> Non
     assert found.reward == -1.5
 
 
+@pytest.mark.extension("judges")
 def test_a_reward_of_one_answer_is_not_grouped() -> None:
     assert not is_grouped("math_reward", {}) and not is_grouped(None, {})
     assert not is_grouped(brief, {}) and is_grouped(Longest, {}) and is_grouped("ruler", {})
@@ -151,13 +151,6 @@ def test_a_reward_may_ask_for_the_sampled_ids_and_the_auxiliary_models() -> None
     found[0].versions = (found[0].tokens > 1).int() - 1
     asyncio.run(SimpleWorkflow.judge(task(["sees_all"]), found, ["model"]))
     assert seen == [([2, 3], ["model"])]
-
-
-def test_the_spec_s_names_resolve() -> None:
-    for name in ("math_rm_workflow", "math_ruler_workflow", "rubric_judge_workflow"):
-        resolve(name)
-        assert resolve(name).judge is not None
-    assert MathRulerWorkflow.default_reward == "ruler"
 
 
 def trl(prompts: Any, completions: Any, completion_ids: Any, level: Any, **columns: Any) -> Any:

@@ -25,7 +25,6 @@ from trireme.rewards.reward import RewardFn
 from trireme.task import Task
 from trireme.usercode import UserCode, fault_of
 from trireme.workflows.classes import Workflow
-from trireme.workflows.judging import MathRulerWorkflow, MathTrainableRulerWorkflow
 from trireme.workflows.single_turn import (
     MathBoxedWorkflow,
     MathEvalWorkflow,
@@ -107,7 +106,7 @@ def test_a_base_class_that_awaits_is_called_by_a_plain_method(reply: str, reward
 
 @pytest.mark.parametrize(
     "base",
-    [MathEvalWorkflow, MathRulerWorkflow, MathTrainableRulerWorkflow, OnPolicyDistillWorkflow],
+    [MathEvalWorkflow, OnPolicyDistillWorkflow],
 )
 def test_each_single_turn_workflow_has_a_run_that_a_plain_one_may_call(base: type) -> None:
     def plain(self: Any) -> list[Experience]:

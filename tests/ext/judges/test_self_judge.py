@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.model.fake import FakeEngine, make
+from tests.workflows import test_trinity_classes
 from trireme import Experience, Task
 from trireme.explorer.metrics import runs_of
 from trireme.explorer.runner import Outcome, stamp
+from trireme.ext.judges.workflows import MathRulerWorkflow, MathTrainableRulerWorkflow, agreement
 from trireme.pipeline.operators import pass_rates
-from trireme.workflows.judging import agreement
 from trireme.workflows.workflow import resolve
 
 GOOD = "<think>\n6 * 7\n</think>\n<answer>\n42\n</answer>"
@@ -95,3 +96,15 @@ def test_options_that_cannot_be_are_told_before_the_run(fields: dict[str, Any], 
     assert SPEC.examine is not None
     with pytest.raises(ValueError, match=told):
         SPEC.examine(Task(raw_task={"prompt": "6 * 7?"}, **fields))
+
+
+def test_the_spec_s_names_resolve() -> None:
+    for name in ("math_rm_workflow", "math_ruler_workflow", "rubric_judge_workflow"):
+        resolve(name)
+        assert resolve(name).judge is not None
+    assert MathRulerWorkflow.default_reward == "ruler"
+
+
+@pytest.mark.parametrize("base", [MathRulerWorkflow, MathTrainableRulerWorkflow])
+def test_each_has_a_run_that_a_plain_one_may_call(base: type) -> None:
+    test_trinity_classes.test_each_single_turn_workflow_has_a_run_that_a_plain_one_may_call(base)

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.tiny import CHATML, make_model, make_reward_model
+from trireme.ext.judges.reward_model import scorer_of
 from trireme.rewards.grouped import Judge, Row
-from trireme.rewards.reward_model import scorer_of
 from trireme.task import Task
 
 QUESTION = {"role": "user", "content": "1+1?"}

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from trireme.aio import also_blocking
 from trireme.experience import Experience
+from trireme.ext.judges.judge import comparison, read_scores
 from trireme.model.chat_tokens import conversation_of
 from trireme.rewards.grouped import is_grouped
-from trireme.rewards.judge import comparison, read_scores
 from trireme.rewards.reward import resolve, score
 from trireme.task import Task
 from trireme.workflows.single_turn import MathWorkflow, SimpleWorkflow

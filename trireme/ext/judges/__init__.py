@@ -1,0 +1,1 @@
+"""Models that give rewards: judges (one by one, by a rubric, side by side) and reward models."""
