@@ -1,8 +1,7 @@
 """Configuration pages: every key, the ones to know first, and those for compatibility alone.
 
 `python scripts/configuration_page.py` writes docs/configuration.md, docs/first_keys.md and
-docs/compatibility_keys.md from the schema, and the table of docs/migrate/verl.md; a test holds
-that they were written.
+docs/compatibility_keys.md from the schema; a test holds that they were written.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, get_origin
 
 from pydantic.fields import FieldInfo
 
-from trireme.config import verl
 from trireme.config.engine_kind import kind_named, kind_names
 from trireme.config.options import kind_text, range_text, without_none
 from trireme.config.schema import Config
@@ -25,7 +23,6 @@ from trireme.config.section import Mapped, Moved, NoEffect, Refused, Section, fa
 from trireme.registry import ENGINES
 
 DOCS = Path(__file__).parents[1] / "docs"
-VERL = DOCS / "migrate" / "verl.md"
 _HEAD = """# Configuration
 
 A run is one YAML file. `trireme check --config X.yaml` prints what it comes to and every problem in
@@ -101,16 +98,7 @@ def documents() -> dict[Path, str]:
         DOCS / "configuration.md": "\n".join([_HEAD, *_section(Config, "", set())]),
         DOCS / "first_keys.md": _FIRST + "".join(map(_first_row, FIRST_KEYS)),
         DOCS / "compatibility_keys.md": _COMPATIBILITY + "".join(_foreign(Config, "", set())),
-        VERL: _with_options(VERL.read_text(encoding="utf-8")),
     }
-
-
-def _with_options(page: str) -> str:
-    """The page on verl with the options that are read of it."""
-    head, start, rest = page.partition("<!-- table: trainer_config -->\n")
-    _, end, tail = rest.partition("<!-- end of table -->")
-    rows = "".join(f"| `{option}` | `{ours}` |\n" for option, ours in verl.READ_AS.items())
-    return f"{head}{start}{rows}{end}{tail}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ def document() -> str:
         names |= {n: e.name for e in here.values() for n in e.names.get(kind, {})}
         if names:
             rows = sorted(names.items(), key=lambda row: row[::-1])
-            lines += [f"\n[{kind}]\n", *(f'{name} = "{owner}"\n' for name, owner in rows)]
+            lines += [f"\n[{kind}]\n", *(f'{_quoted(name)} = "{owner}"\n' for name, owner in rows)]
     return "".join(lines)
 
 
@@ -78,6 +78,11 @@ def _order(row: tuple[str, str]) -> tuple[str, int, str]:
 def _import(module: str, name: str) -> str:
     line = f"from {module} import {name}"
     return line if len(line) <= 100 else f"from {module} import (\n    {name},\n)"
+
+
+def _quoted(name: str) -> str:
+    """A name as a key of TOML: a dot in it makes no table."""
+    return f'"{name}"' if "." in name else name
 
 
 if __name__ == "__main__":

@@ -16,11 +16,14 @@ from trireme.config.load import read_config
 from trireme.config.stages import stages_of
 from trireme.launch.check import examine
 
-CORPUS = Path(__file__).with_name("trinity_corpus.yaml")
-DOCUMENTS: dict[str, str] = {
-    text.split("name: ", 1)[1].split("\n", 1)[0]: text
-    for text in CORPUS.read_text(encoding="utf-8").split("\n---\n")
-}
+
+def documents(corpus: Path) -> dict[str, str]:
+    """Name -> text of each document of a file."""
+    texts = corpus.read_text(encoding="utf-8").split("\n---\n")
+    return {text.split("name: ", 1)[1].split("\n", 1)[0]: text for text in texts}
+
+
+DOCUMENTS = documents(Path(__file__).with_name("trinity_corpus.yaml"))
 
 
 @pytest.fixture
@@ -56,16 +59,7 @@ def loaded(base: dict[str, Any], path: Path, text: str) -> tuple[Config, list[st
     return config, [str(problem) for problem in problems]
 
 
-def test_options_of_verl_and_older_names_have_effect(base: dict[str, Any], tmp_path: Path) -> None:
-    config, _ = loaded(base, tmp_path / "run.yaml", DOCUMENTS["gsm8k_verl_offload"])
-    optimizer, trainer = config.algorithm.optimizer, config.trainer
-    assert (optimizer.lr, optimizer.lr_scheduler_type) == (5e-7, "cosine")
-    assert (optimizer.lr_warmup_steps_ratio, trainer.grad_clip) == (0.05, 0.5)
-    assert trainer.offload and trainer.enable_gradient_checkpointing
-    assert trainer.max_token_len_per_gpu == 16384
-    config, _ = loaded(base, tmp_path / "run.yaml", DOCUMENTS["ppo_critic"])
-    assert config.algorithm.critic.warmup_steps == 5
-    assert config.algorithm.critic.cliprange_value == 0.4
+def test_older_names_have_effect(base: dict[str, Any], tmp_path: Path) -> None:
     config, _ = loaded(base, tmp_path / "run.yaml", DOCUMENTS["lengths_of_the_engine"])
     assert (config.model.max_prompt_tokens, config.model.max_model_len) == (128, 192)
     assert not config.model.enable_prompt_truncation
@@ -81,56 +75,6 @@ def test_two_names_of_one_key_that_differ_are_a_problem(
     assert problems == [
         "algorithm.optimizer.clip_grad is 2.0 and trainer.grad_clip 0.5: they are one, set either"
     ]
-
-
-def test_our_own_key_goes_before_an_option_of_verl(base: dict[str, Any], tmp_path: Path) -> None:
-    text = (
-        "{trainer: {grad_clip: 2.0, trainer_config: {actor_rollout_ref: {actor: {grad_clip: 3}}}}}"
-    )
-    config, problems = loaded(base, tmp_path / "run.yaml", text)
-    assert (config.trainer.grad_clip, problems) == (2.0, [])
-    notes = [note for plan in examine(tmp_path / "run.yaml").plans for note in plan.notes]
-    key = "trainer.trainer_config.actor_rollout_ref.actor.grad_clip"
-    assert f"read, where those are not given: {key}=3 as trainer.grad_clip" in notes
-
-
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ("{actor_rollout_ref: {actor: {optimizer: {lr: 1}}}}", "did you mean"),
-        ("{custom_reward_function: {path: x.py}}", "default_reward_fn_type"),
-        ("{reward_model: {enable: true}}", "name a reward in default_reward_fn_type"),
-        ("{actor_rollout_ref: {model: {lora_rank: 0, mtp: {enable: true}}}}", "not supported"),
-        ("{actor_rollout_ref: {model: {lora_alpha: 16}}}", "set model.lora_configs"),
-        ("{critic: {ppo_epochs: 4}}", "expected 1, as actor_rollout_ref.actor.ppo_epochs says"),
-    ],
-)
-def test_an_option_of_verl_without_a_counterpart_is_refused(
-    option: str, says: str, base: dict[str, Any], tmp_path: Path
-) -> None:
-    loaded(base, tmp_path / "run.yaml", f"{{trainer: {{trainer_config: {option}}}}}")
-    [problem] = examine(tmp_path / "run.yaml").problems
-    assert problem.key.startswith("trainer.trainer_config.") and says in problem.text
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "{reward_model: {enable: false, model: {path: some-rm}}}",
-        "{custom_reward_function: {path: null, name: compute_score}}",
-        "{actor_rollout_ref: {model: {lora_rank: 0, lora_alpha: 16, target_modules: all-linear}}}",
-        "{actor_rollout_ref: {model: {mtp: {enable: false}}}}",
-        "{actor_rollout_ref: {model: {fused_kernel_options: {impl_backend: torch}}}}",
-        "{trainer: {resume_mode: auto, resume_from_path: false}}",
-        "{critic: {enable: null, ppo_epochs: 1}}",
-        "{critic: {ppo_epochs: 2}, actor_rollout_ref: {actor: {ppo_epochs: 2}}}",
-    ],
-)
-def test_options_of_verl_that_are_switched_off_change_nothing(
-    option: str, base: dict[str, Any], tmp_path: Path
-) -> None:
-    loaded(base, tmp_path / "run.yaml", f"{{trainer: {{trainer_config: {option}}}}}")
-    assert examine(tmp_path / "run.yaml").problems == []
 
 
 def test_how_a_mixed_batch_is_cut_is_noted(base: dict[str, Any], tmp_path: Path) -> None:

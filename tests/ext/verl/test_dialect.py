@@ -1,0 +1,92 @@
+"""verl's options under `trainer.trainer_config`: read as other keys, without effect, or refused."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.config.test_trinity_corpus import base, documents, loaded
+from trireme.launch.check import examine
+
+__all__ = ["base"]  # a fixture
+
+DOCUMENTS = documents(Path(__file__).with_name("corpus.yaml"))
+SCRIPT = Path(__file__).parents[3] / "scripts" / "verl_options.py"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_it_passes_check(name: str, base: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    OmegaConf.save(OmegaConf.merge(base, OmegaConf.create(DOCUMENTS[name])), path)
+    assert [str(problem) for problem in examine(path).problems] == []
+
+
+def test_options_of_verl_have_effect(base: dict[str, Any], tmp_path: Path) -> None:
+    config, _ = loaded(base, tmp_path / "run.yaml", DOCUMENTS["gsm8k_verl_offload"])
+    optimizer, trainer = config.algorithm.optimizer, config.trainer
+    assert (optimizer.lr, optimizer.lr_scheduler_type) == (5e-7, "cosine")
+    assert (optimizer.lr_warmup_steps_ratio, trainer.grad_clip) == (0.05, 0.5)
+    assert trainer.offload and trainer.enable_gradient_checkpointing
+    assert trainer.max_token_len_per_gpu == 16384
+    config, _ = loaded(base, tmp_path / "run.yaml", DOCUMENTS["ppo_critic"])
+    assert config.algorithm.critic.warmup_steps == 5
+    assert config.algorithm.critic.cliprange_value == 0.4
+
+
+def test_our_own_key_goes_before_an_option_of_verl(base: dict[str, Any], tmp_path: Path) -> None:
+    text = (
+        "{trainer: {grad_clip: 2.0, trainer_config: {actor_rollout_ref: {actor: {grad_clip: 3}}}}}"
+    )
+    config, problems = loaded(base, tmp_path / "run.yaml", text)
+    assert (config.trainer.grad_clip, problems) == (2.0, [])
+    notes = [note for plan in examine(tmp_path / "run.yaml").plans for note in plan.notes]
+    key = "trainer.trainer_config.actor_rollout_ref.actor.grad_clip"
+    assert f"read, where those are not given: {key}=3 as trainer.grad_clip" in notes
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("{actor_rollout_ref: {actor: {optimizer: {lr: 1}}}}", "did you mean"),
+        ("{custom_reward_function: {path: x.py}}", "default_reward_fn_type"),
+        ("{reward_model: {enable: true}}", "name a reward in default_reward_fn_type"),
+        ("{actor_rollout_ref: {model: {lora_rank: 0, mtp: {enable: true}}}}", "not supported"),
+        ("{actor_rollout_ref: {model: {lora_alpha: 16}}}", "set model.lora_configs"),
+        ("{critic: {ppo_epochs: 4}}", "expected 1, as actor_rollout_ref.actor.ppo_epochs says"),
+    ],
+)
+def test_an_option_of_verl_without_a_counterpart_is_refused(
+    option: str, says: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded(base, tmp_path / "run.yaml", f"{{trainer: {{trainer_config: {option}}}}}")
+    [problem] = examine(tmp_path / "run.yaml").problems
+    assert problem.key.startswith("trainer.trainer_config.") and says in problem.text
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "{reward_model: {enable: false, model: {path: some-rm}}}",
+        "{custom_reward_function: {path: null, name: compute_score}}",
+        "{actor_rollout_ref: {model: {lora_rank: 0, lora_alpha: 16, target_modules: all-linear}}}",
+        "{actor_rollout_ref: {model: {mtp: {enable: false}}}}",
+        "{actor_rollout_ref: {model: {fused_kernel_options: {impl_backend: torch}}}}",
+        "{trainer: {resume_mode: auto, resume_from_path: false}}",
+        "{critic: {enable: null, ppo_epochs: 1}}",
+        "{critic: {ppo_epochs: 2}, actor_rollout_ref: {actor: {ppo_epochs: 2}}}",
+    ],
+)
+def test_options_of_verl_that_are_switched_off_change_nothing(
+    option: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded(base, tmp_path / "run.yaml", f"{{trainer: {{trainer_config: {option}}}}}")
+    assert examine(tmp_path / "run.yaml").problems == []
+
+
+def test_the_table_of_its_page_is_up_to_date() -> None:
+    script = runpy.run_path(str(SCRIPT))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["document"]()

@@ -1,0 +1,1 @@
+"""verl's options, read under trainer.trainer_config."""
