@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.limits import HANG_S
 from tests.test_extensions import fresh, install
+from trireme.cli import main
 from trireme.cli.listing import extensions
 
 __all__ = ["fresh"]
@@ -73,3 +75,13 @@ def test_a_package_of_others_adds_a_command(fresh: Path) -> None:
     assert trireme("shop").returncode == 2
     listed = [line.split() for line in trireme("extensions").stdout.splitlines()]
     assert ["shop", "command", "shop"] in listed
+
+
+def test_a_command_of_an_extension_that_is_not_here_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(main, "needed_for", lambda *name: {("command", "vjew"): "page"}.get(name))
+    done = CliRunner().invoke(main.app, ["vjew", "--plain"])
+    assert done.exit_code == 2
+    assert "The command vjew needs the extension 'page', which is not here" in done.output
+    assert "No such command 'vjow'" in CliRunner().invoke(main.app, ["vjow"]).output

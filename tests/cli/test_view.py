@@ -17,7 +17,8 @@ from tests.odd import ALL
 from tests.test_text import commands_in
 from tests.tiny import make_model
 from trireme.buffer.record import Record
-from trireme.cli.view import Sample, Wanted, _coloured, view
+from trireme.cli.samples import Sample
+from trireme.cli.view import Wanted, _coloured, view
 from trireme.experience import EID, Experience
 
 CHAT = [

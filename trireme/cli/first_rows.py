@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trireme.cli.view import bracketed, of_data
+from trireme.cli.samples import bracketed, of_data
 from trireme.config import Plan
 from trireme.config.lookup import located
 from trireme.launch.check import Parts

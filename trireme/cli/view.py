@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 from rich.text import Text
 
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, JobFolder
+from trireme.cli.samples import Sample, bracketed, of_data, of_experience
 from trireme.config import ConfigError, Plan, load_config
 from trireme.files import read_jsonl
 from trireme.log import hide_passwords
@@ -29,16 +30,6 @@ _LEGEND = "trained (green; yellow: with another weight than 1), not trained, its
 _BYTES = "experience_bytes"
 SHOWN = {Path(name).stem for name in (EVALUATED, FAILED, DATA_ROWS)}
 """Files in `buffer/` that hold nothing of what an explorer gave to be trained."""
-
-
-@dataclass
-class Sample:
-    """One experience to be shown."""
-
-    title: str
-    parts: list[tuple[str, float, bool]] = field(default_factory=list)
-    """Text, its weight (0: not trained), and whether it is special tokens alone."""
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,58 +195,6 @@ def _plan_of(job: Path) -> Plan:
     raise ValueError(f"{job} holds neither stored experiences (buffer/) nor a run that read data")
 
 
-def of_data(plan: Plan, count: int) -> Iterator[Sample]:
-    """Rows of the plan's data set, as they are trained on."""
-
-    from trireme.algorithms.recipes import row_of
-    from trireme.data.kinds import FORMATS
-    from trireme.data.rows import load_rows
-    from trireme.experience import EID
-    from trireme.launch.data import make_text
-
-    config = plan.config.buffer.trainer_input.experience_buffer
-    text = make_text(plan, plan.model_path)
-    rows = load_rows(plan.buffer_path, config.subset_name, config.split, on_error=config.on_error)
-    form = FORMATS[row_of(plan.config.algorithm.algorithm_type).schema](
-        rows,
-        text.tokenizer,
-        max_model_len=plan.max_model_len,
-        format_args=config.format.model_dump(),
-        chat_template=text.template,
-        enable_thinking=plan.config.model.enable_thinking,
-        on_error=config.on_error,
-    )
-    for index in range(min(count, len(form))):
-        experience = form(index, eid=EID(0, index))
-        if experience is None:
-            yield Sample(f"row {index}: left out, nothing of it is trained")
-            continue
-        yield from _of_experience(f"row {index}", experience, text.tokenizer)
-
-
-def _of_experience(title: str, e: Any, tokenizer: Any) -> Iterator[Sample]:
-    if e.chosen is not None and e.rejected is not None:
-        for name, reply in (("chosen", e.chosen), ("rejected", e.rejected)):
-            ids, weights = [*e.tokens.tolist(), *reply.tolist()], [0.0] * len(e.tokens)
-            weights += [1.0] * len(reply)
-            yield _sample(f"{title}, {name}", ids, weights, tokenizer)
-        return
-    weights = e.mask.float() if e.loss_weight is None else e.loss_weight * e.mask
-    yield _sample(title, e.tokens.tolist(), weights.tolist(), tokenizer)
-
-
-def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer: Any) -> Sample:
-    special = set(tokenizer.all_special_ids)
-    kinds = [(weight, not weight and token in special)
-             for token, weight in zip(ids, weights, strict=True)]  # fmt: skip
-    parts = [
-        (tokenizer.decode([ids[index] for index in places]), weight, dim)
-        for (weight, dim), places in groupby(range(len(ids)), key=lambda index: kinds[index])
-    ]
-    trained = sum(weight != 0 for weight in weights)
-    return Sample(f"{title}: {len(ids)} tokens, {trained} trained", parts, len(ids))
-
-
 def _in_turns(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> Sample:
     """The sample with its roles instead of the template's marks; all that is trained stays.
 
@@ -328,7 +267,7 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
         for e in experiences:
             title = f"{e.eid.uid}, reward {e.reward}, model version {e.version}"
             if tokenizer is not None:
-                samples = _of_experience(title, e, tokenizer)
+                samples = of_experience(title, e, tokenizer)
                 messages = [] if wanted.raw else e.messages or []
                 yield from (_in_turns(sample, messages) for sample in samples)
             else:
@@ -389,12 +328,3 @@ def _coloured(sample: Sample) -> Text:
         if weight not in (0, 1):
             out.append(f"(x{weight:g})", "yellow italic")
     return out
-
-
-def bracketed(sample: Sample) -> str:
-    """What is trained stands in double brackets, with its weight where that is not 1."""
-    out = []
-    for text, weight, _ in sample.parts:
-        weighted = f"(x{weight:g})" if weight not in (0, 1) else ""
-        out.append(f"[[{text}]]{weighted}" if weight else text)
-    return "".join(out)

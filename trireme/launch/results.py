@@ -12,6 +12,7 @@ from trireme.config import Plan
 from trireme.explorer.explorer import Evaluation
 from trireme.monitor.figures import Summary, values
 from trireme.monitor.monitor import FILE_NAME, read_metrics
+from trireme.registry import COMMANDS
 
 
 @dataclass
@@ -76,7 +77,8 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
         summary.warnings += [{"stage": result.name, **one} for one in result.warnings]
     if summary.model_dir:
         stored = any(job.glob("buffer/*")) or any(job.glob("*/buffer/*"))
-        summary.next_command = f"trireme {'view' if stored else 'convert --checkpoint-dir'} {job}"
+        command = "view" if stored and "view" in COMMANDS else "convert --checkpoint-dir"
+        summary.next_command = f"trireme {command} {job}"
     return summary
 
 

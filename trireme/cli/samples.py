@@ -1,0 +1,83 @@
+"""Samples: shows experiences as text, with what of them is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trireme.config import Plan
+    from trireme.experience import Experience
+
+
+@dataclass
+class Sample:
+    """One experience as text, with what of it is trained."""
+
+    title: str
+    parts: list[tuple[str, float, bool]] = field(default_factory=list)
+    """Text, its weight (0: not trained), and whether it is special tokens alone."""
+    tokens: int = 0
+
+
+def of_data(plan: Plan, count: int) -> Iterator[Sample]:
+    """Rows of the plan's data set, as they are trained on."""
+    from trireme.algorithms.recipes import row_of
+    from trireme.data.kinds import FORMATS
+    from trireme.data.rows import load_rows
+    from trireme.experience import EID
+    from trireme.launch.data import make_text
+
+    config = plan.config.buffer.trainer_input.experience_buffer
+    text = make_text(plan, plan.model_path)
+    rows = load_rows(plan.buffer_path, config.subset_name, config.split, on_error=config.on_error)
+    form = FORMATS[row_of(plan.config.algorithm.algorithm_type).schema](
+        rows,
+        text.tokenizer,
+        max_model_len=plan.max_model_len,
+        format_args=config.format.model_dump(),
+        chat_template=text.template,
+        enable_thinking=plan.config.model.enable_thinking,
+        on_error=config.on_error,
+    )
+    for index in range(min(count, len(form))):
+        experience = form(index, eid=EID(0, index))
+        if experience is None:
+            yield Sample(f"row {index}: left out, nothing of it is trained")
+            continue
+        yield from of_experience(f"row {index}", experience, text.tokenizer)
+
+
+def of_experience(title: str, e: Experience, tokenizer: Any) -> Iterator[Sample]:
+    """Split the tokens of an experience by what is trained; a pair gives two samples."""
+    if e.chosen is not None and e.rejected is not None:
+        for name, reply in (("chosen", e.chosen), ("rejected", e.rejected)):
+            ids, weights = [*e.tokens.tolist(), *reply.tolist()], [0.0] * len(e.tokens)
+            weights += [1.0] * len(reply)
+            yield _sample(f"{title}, {name}", ids, weights, tokenizer)
+        return
+    weights = e.mask.float() if e.loss_weight is None else e.loss_weight * e.mask
+    yield _sample(title, e.tokens.tolist(), weights.tolist(), tokenizer)
+
+
+def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer: Any) -> Sample:
+    special = set(tokenizer.all_special_ids)
+    kinds = [(weight, not weight and token in special)
+             for token, weight in zip(ids, weights, strict=True)]  # fmt: skip
+    parts = [
+        (tokenizer.decode([ids[index] for index in places]), weight, dim)
+        for (weight, dim), places in groupby(range(len(ids)), key=lambda index: kinds[index])
+    ]
+    trained = sum(weight != 0 for weight in weights)
+    return Sample(f"{title}: {len(ids)} tokens, {trained} trained", parts, len(ids))
+
+
+def bracketed(sample: Sample) -> str:
+    """Write what is trained in double brackets, with its weight where that is not 1."""
+    out = []
+    for text, weight, _ in sample.parts:
+        weighted = f"(x{weight:g})" if weight not in (0, 1) else ""
+        out.append(f"[[{text}]]{weighted}" if weight else text)
+    return "".join(out)
