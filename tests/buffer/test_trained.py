@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.view.made import experience
+from tests.buffer.made import experience
 from trireme.batch import flatten
 from trireme.buffer import trained
 from trireme.buffer.trained import TrainedTokens, eids_of, files, read_trained

@@ -19,14 +19,12 @@ from trireme.cli.main import app
 from trireme.registry import COMMANDS
 
 PLAIN = {"compare": False}
-STUBBED = ("run", "check", "convert", "algorithms", "workflows", "log", "view")
+STUBBED = ("run", "check", "convert", "algorithms", "workflows", "log")
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What each command was called with; each returns 3."""
-    from trireme.cli.view import Wanted
-
     seen: dict[str, Any] = {}
     for name in STUBBED:
         module = ModuleType(f"trireme.cli.{name}")
@@ -36,8 +34,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return 3
 
         setattr(module, name, command)
-        vars(module).update(add_plugin_dirs=lambda folders: None, Wanted=Wanted)
-        vars(module).update(open_page=lambda *args, **options: command(*args, name="page"))
+        vars(module).update(add_plugin_dirs=lambda folders: None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return seen
 
@@ -82,37 +79,6 @@ def test_check_and_convert_take_their_short_options(called: dict[str, Any]) -> N
     assert called["convert"] == ([Path("job")], Path("base"), None, 5.0)
     assert invoke("convert", "-c", "job", "-c", "other", "--dtype", "auto") == 3
     assert called["convert"] == ([Path("job"), Path("other")], None, "auto", 5.0)
-
-
-def test_view_takes_a_number_and_keys(called: dict[str, Any]) -> None:
-    assert invoke("view", "--config", "x.yaml", "--sample", "5", "a.b=1", "--no-color") == 3
-    *given, options = called["view"]
-    assert given == [Path("x.yaml"), None]
-    assert options["wanted"].count == 5 and options["overrides"] == ["a.b=1"]
-    assert not options["color"]
-    assert invoke("view", "--url", "x.db", "five") == 2
-
-
-def test_view_takes_a_folder_and_which_experiences(called: dict[str, Any], tmp_path: Path) -> None:
-    assert invoke("view", str(tmp_path), "--step", "7", "--best", "2") == 3
-    *_, options = called["view"]
-    assert options["folder"] == tmp_path
-    assert (options["wanted"].count, options["wanted"].step) == (2, 7)
-    assert options["wanted"].order == "best"
-    assert invoke("view", str(tmp_path), "--best", "--worst") == 2
-    assert invoke("view", str(tmp_path / "none")) == 2
-
-
-def test_view_opens_a_page_over_a_folder_unless_samples_are_asked_for(
-    called: dict[str, Any], tmp_path: Path
-) -> None:
-    assert invoke("view", str(tmp_path), "--port", "7000", "--html", "x.html") == 3
-    assert called["page"] == (tmp_path, "127.0.0.1", 7000, None, Path("x.html"))
-    for words in (["--plain"], ["--worst"], ["5"], ["--tokenizer", "x"]):
-        called.clear()
-        assert invoke("view", str(tmp_path), *words) == 3
-        assert called["view"][-1]["folder"] == tmp_path and "page" not in called
-    assert invoke("view", str(tmp_path), "5", "--html", "x.html") == 2
 
 
 def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.view.made import experience, make_pairs_run, make_run
+from tests.buffer.made import experience
+from tests.view.made import make_pairs_run, make_run
 from trireme.buffer.record import Record
 from trireme.monitor.monitor import JsonLinesMonitor
 from trireme.view.report import write_report

@@ -12,9 +12,10 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
+from tests.buffer.made import TOOLS, experience
 from tests.monitor.opened import open_monitor
 from tests.odd import ALL, ODD
-from tests.view.made import TOOLS, experience, make_run
+from tests.view.made import make_run
 from trireme.buffer.record import Record
 from trireme.files import write_bytes
 from trireme.view.app import STATIC, Page, create_app

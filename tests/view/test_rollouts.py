@@ -14,7 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.view.made import experience, make_run
+from tests.buffer.made import experience
+from tests.view.made import make_run
 from trireme.buffer.record import Record
 from trireme.experience import EID
 from trireme.view import search

@@ -1,0 +1,60 @@
+"""`trireme view` takes what the documents say: a folder, a store, a number of samples, keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_main import invoke
+from trireme.cli import view
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What each function was called with; each returns 3."""
+    seen: dict[str, Any] = {}
+
+    def samples(*args: Any, **options: Any) -> int:
+        seen["view"] = (*args, options)
+        return 3
+
+    def page(*args: Any, **options: Any) -> int:
+        seen["page"] = args
+        return 3
+
+    monkeypatch.setattr(view, "view", samples)
+    monkeypatch.setattr(view, "open_page", page)
+    return seen
+
+
+def test_view_takes_a_number_and_keys(called: dict[str, Any]) -> None:
+    assert invoke("view", "--config", "x.yaml", "--sample", "5", "a.b=1", "--no-color") == 3
+    *given, options = called["view"]
+    assert given == [Path("x.yaml"), None]
+    assert options["wanted"].count == 5 and options["overrides"] == ["a.b=1"]
+    assert not options["color"]
+    assert invoke("view", "--url", "x.db", "five") == 2
+
+
+def test_view_takes_a_folder_and_which_experiences(called: dict[str, Any], tmp_path: Path) -> None:
+    assert invoke("view", str(tmp_path), "--step", "7", "--best", "2") == 3
+    *_, options = called["view"]
+    assert options["folder"] == tmp_path
+    assert (options["wanted"].count, options["wanted"].step) == (2, 7)
+    assert options["wanted"].order == "best"
+    assert invoke("view", str(tmp_path), "--best", "--worst") == 2
+    assert invoke("view", str(tmp_path / "none")) == 2
+
+
+def test_view_opens_a_page_over_a_folder_unless_samples_are_asked_for(
+    called: dict[str, Any], tmp_path: Path
+) -> None:
+    assert invoke("view", str(tmp_path), "--port", "7000", "--html", "x.html") == 3
+    assert called["page"] == (tmp_path, "127.0.0.1", 7000, None, Path("x.html"))
+    for words in (["--plain"], ["--worst"], ["5"], ["--tokenizer", "x"]):
+        called.clear()
+        assert invoke("view", str(tmp_path), *words) == 3
+        assert called["view"][-1]["folder"] == tmp_path and "page" not in called
+    assert invoke("view", str(tmp_path), "5", "--html", "x.html") == 2
