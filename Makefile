@@ -165,7 +165,7 @@ test-long: setup
 test-page: setup
 	$(LOCKED) scripts/apt_setup.sh chromium chromium chromium-browser
 	$(LOCKED) $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright
-	$(REQUIRE)=test-page $(BIN)/python -m pytest -q -rsfE tests/e2e/test_page.py
+	$(REQUIRE)=test-page $(BIN)/python -m pytest -q -rsfE tests/ext/page/test_page.py
 
 # what `make test` leaves out, each part in an environment of its own, two parts at a time, the longest
 # first: what one prints comes when it has ended. Of fuzz, faults and the other interpreters a short

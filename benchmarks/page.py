@@ -24,9 +24,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trireme.ext.page.rollouts import Filter, RolloutIndex, Selection
+from trireme.ext.page.serve import PageOptions, serve
 from trireme.monitor.monitor import JsonLinesMonitor
-from trireme.view.rollouts import Filter, RolloutIndex, Selection
-from trireme.view.serve import PageOptions, serve
 
 PER_STEP = 512
 RARE = "axolotl"

@@ -15,7 +15,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("ext",),
     ("cli",),
-    ("view",),
     ("launch", "demo"),
     ("explorer", "trainer", "server"),
     ("workflows", "sync", "pipeline"),

@@ -12,13 +12,13 @@ import yaml
 from tests.e2e.job import small_config, write_jsonl
 from trireme.buffer.trained import files
 from trireme.config import load_config
+from trireme.ext.page.rollouts import Filter, RolloutIndex
+from trireme.ext.page.runs import find_runs
+from trireme.ext.page.tokens import Tokens
 from trireme.launch.check import make_plans
 from trireme.launch.run import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
-from trireme.view.rollouts import Filter, RolloutIndex
-from trireme.view.runs import find_runs
-from trireme.view.tokens import Tokens
 
 
 def played(folder: Path, config: dict[str, Any], name: str, *, keeps: bool) -> Path:

@@ -14,12 +14,12 @@ from tests.e2e.job import small_config
 from tests.tiny import make_model, make_tokenizer
 from trireme import Model, Task
 from trireme.config import load_config
+from trireme.ext.page.runs import find_runs
+from trireme.ext.page.tokens import Tokens
 from trireme.launch.check import make_plans
 from trireme.launch.run import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
-from trireme.view.runs import find_runs
-from trireme.view.tokens import Tokens
 
 KEEPS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -57,7 +57,7 @@ def test_a_run_trains_the_ids_of_replies_whose_thinking_clients_saw_apart(tmp_pa
     config["model"]["model_path"] = str(make_model(tmp_path / "thinks", template=KEEPS))
     config["buffer"] |= {"total_steps": 2}
     config["buffer"]["explorer_input"] |= {
-        "default_workflow_type": "tests.view.test_thinking:two_turns",
+        "default_workflow_type": "tests.ext.page.test_thinking:two_turns",
         "eval_tasksets": [],
     }
     config["explorer"] = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_main import invoke
-from trireme.cli import view
+from trireme.ext.page import samples as view
 
 
 @pytest.fixture

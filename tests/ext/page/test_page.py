@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.buffer.made import experience
-from tests.view.made import make_pairs_run, make_run
+from tests.ext.page.made import make_pairs_run, make_run
 from trireme.buffer.record import Record
+from trireme.ext.page.report import write_report
 from trireme.monitor.monitor import JsonLinesMonitor
-from trireme.view.report import write_report
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright: make test-page installs it")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)

@@ -73,8 +73,8 @@ def view(
 
     An option about samples (--step, --best, --config, a number ...) implies --plain.
     """
-    from trireme.cli.view import Wanted, open_page
-    from trireme.cli.view import view as command
+    from trireme.ext.page.samples import Wanted, open_page
+    from trireme.ext.page.samples import view as command
 
     words = rest or []
     places = [word for word in words if not word.isdigit() and "=" not in word]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.view.made import make_run
-from trireme.view.runs import MOST_POINTS, Curves, about, columns, find_runs, overview
+from tests.ext.page.made import make_run
+from trireme.ext.page.runs import MOST_POINTS, Curves, about, columns, find_runs, overview
 
 
 def test_every_run_below_a_folder_is_found_and_nothing_else(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trireme.buffer import trained
-from trireme.view.rollouts import open_read_only
-from trireme.view.runs import RunFolder, starts_of
+from trireme.ext.page.rollouts import open_read_only
+from trireme.ext.page.runs import RunFolder, starts_of
 
 if TYPE_CHECKING:
     from trireme.experience import Experience

@@ -18,8 +18,8 @@ from tests.test_text import commands_in
 from tests.tiny import make_model
 from trireme.buffer.record import Record
 from trireme.cli.samples import Sample
-from trireme.cli.view import Wanted, _coloured, view
 from trireme.experience import EID, Experience
+from trireme.ext.page.samples import Wanted, _coloured, view
 
 CHAT = [
     {"role": "user", "content": "1+1?"},

@@ -27,8 +27,8 @@ from typing import Any, Literal
 import numpy as np
 
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
+from trireme.ext.page.search import Columns, Mask, Search, Selection
 from trireme.text import as_json, storable
-from trireme.view.search import Columns, Mask, Search, Selection
 
 KINDS = ("train", "eval", "failed", "data")
 LINES = {

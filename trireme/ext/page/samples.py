@@ -100,11 +100,11 @@ def open_page(
     open_browser: bool,
 ) -> int:
     """Serve the page over the runs below `root`, or write it to a file; returns the exit code."""
-    from trireme.view.serve import PageOptions, serve
+    from trireme.ext.page.serve import PageOptions, serve
 
     try:
         if html is not None:
-            from trireme.view.report import write_report
+            from trireme.ext.page.report import write_report
 
             say(f"written: {write_report(root, html)}")
             return 0

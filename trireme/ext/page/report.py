@@ -14,11 +14,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trireme.ext.page.app import STATIC, Page, chart_library
+from trireme.ext.page.rollouts import KINDS, Filter, RolloutIndex
+from trireme.ext.page.runs import RunFolder, about
 from trireme.files import write_text
 from trireme.text import as_json
-from trireme.view.app import STATIC, Page, chart_library
-from trireme.view.rollouts import KINDS, Filter, RolloutIndex
-from trireme.view.runs import RunFolder, about
 
 GROUPS = 8
 """Groups of each order: newest, best and worst."""

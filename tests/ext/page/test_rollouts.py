@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 
 from tests.buffer.made import experience
-from tests.view.made import make_run
+from tests.ext.page.made import make_run
 from trireme.buffer.record import Record
 from trireme.experience import EID
-from trireme.view import search
-from trireme.view.rollouts import Filter, RolloutIndex, Selection, export
+from trireme.ext.page import search
+from trireme.ext.page.rollouts import Filter, RolloutIndex, Selection, export
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.buffer.made import TOOLS, experience
+from tests.ext.page.made import make_run
 from tests.monitor.opened import open_monitor
 from tests.odd import ALL, ODD
-from tests.view.made import make_run
 from trireme.buffer.record import Record
+from trireme.ext.page.app import STATIC, Page, create_app
+from trireme.ext.page.report import write_report
+from trireme.ext.page.serve import PageOptions, _listen, serve
 from trireme.files import write_bytes
-from trireme.view.app import STATIC, Page, create_app
-from trireme.view.report import write_report
-from trireme.view.serve import PageOptions, _listen, serve
 
 RUN = {"run": "run"}
 
