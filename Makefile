@@ -117,7 +117,8 @@ test-gpu:
 	@$(GPU_PYTHON) -c "import importlib.util, sys; sys.exit(None if importlib.util.find_spec('pytest') else f'make test-gpu needs pytest, and {sys.executable} has none; make gpu-report needs none')"
 	$(REQUIRE)=test-gpu $(GPU_PYTHON) -m pytest -q -rsfE --continue-on-collection-errors -m gpu \
 	    tests/trainer/test_gpu.py tests/engines/test_contract.py tests/engines/test_sampling.py \
-	    tests/engines/test_weight_group.py tests/e2e/test_engine_processes.py tests/e2e/test_colocate.py
+	    tests/engines/test_weight_group.py tests/e2e/test_engine_processes.py \
+	    $(wildcard tests/ext/ray/test_colocate.py)
 
 # what nobody can know of a GPU without one, in a table and as gpu_report.json: some ten minutes.
 # REPORT="--device cpu" tries the script on a machine without a GPU
@@ -132,7 +133,7 @@ test-postgres: setup
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
 test-vllm: setup $(VLLM_INSTALLED)
 	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) TRIREME_ONLY=vllm $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rsfE \
-	    tests/engines tests/e2e tests/server tests/ext/vllm
+	    tests/engines tests/e2e tests/server tests/ext/vllm $(wildcard tests/ext/ray)
 
 # what comes along of vision and sound is built for CUDA, and would fail to load
 $(VLLM)/.installed: constraints-vllm.txt
@@ -145,7 +146,7 @@ $(VLLM)/.installed: constraints-vllm.txt
 
 # deaths, a resume and several explorers on a Ray cluster of this machine: minutes
 test-ray: setup
-	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rsfE -m large tests/e2e/test_ray.py \
+	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rsfE -m large tests/ext/ray/test_runs.py \
 	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/e2e/test_bench.py \
 	    tests/e2e/test_odd_text.py
 
@@ -156,7 +157,7 @@ test-fuzz: setup
 
 # what is long and needs nothing more: every pair of features in some run, runs with equal bytes,
 # torch's own compiler and compiled ranks, a notebook that trains, benchmarks on little work: minutes
-LONG := tests/e2e/test_colocate.py tests/e2e/test_matrix.py tests/e2e/test_exact.py tests/e2e/test_notebooks.py \
+LONG := $(wildcard tests/ext/ray/test_colocate.py) tests/e2e/test_matrix.py tests/e2e/test_exact.py tests/e2e/test_notebooks.py \
     tests/trainer/test_compiled.py tests/test_scripts.py tests/test_gpu_report.py
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m large $(LONG)

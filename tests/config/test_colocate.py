@@ -12,6 +12,7 @@ from tests.config.test_placement import machine
 from trireme.launch.engines import engine_spec
 
 __all__ = ["machine"]  # a fixture
+pytestmark = pytest.mark.usefixtures("spreads")
 ENGINE = "explorer.rollout_model"
 
 

@@ -15,6 +15,9 @@ from trireme.launch.check import draft
 ENGINES = "explorer.rollout_model.engine_num"
 
 
+pytestmark = pytest.mark.usefixtures("spreads")
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     def has(gpus):
@@ -79,7 +82,6 @@ def test_ray_without_numbers_takes_what_engines_and_one_rank_need(tmp_path):
             ["cluster.gpu_per_node=4", "trainer.ulysses_sequence_parallel_size=2"],
             "expected a divisor of the trainer's 3 places",
         ),
-        (["cluster.ray_address=ray://head:10001"], "expected auto, or HOST:PORT"),
     ],
 )
 def test_what_cannot_be_split_is_said_with_its_numbers(tmp_path, overrides, says):
@@ -104,37 +106,10 @@ def test_shards_are_a_divisor_of_the_trainers_places(tmp_path):
             plan_of(tmp_path, *asked, f"trainer.fsdp_size={size}")
 
 
-def test_a_named_cluster_means_ray(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.launch.ray.cluster.gpus_of", lambda cluster: None)
-    assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").launcher == "ray"
-
-
-def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, machine, monkeypatch):
-    monkeypatch.setattr("trireme.launch.ray.launcher.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="the package ray is not installed"):
-        plan_of(tmp_path, "cluster.launcher=ray")
-    machine(4)
-    assert plan_of(tmp_path, "cluster.gpu_per_node=4").launcher == "local"
-
-
 def test_megatron_is_said_to_be_fsdp2(tmp_path):
     overrides = ("cluster.launcher=ray", "cluster.gpu_per_node=3")
     plan = plan_of(tmp_path, *overrides, "trainer.trainer_strategy=megatron")
     assert any(note.endswith("FSDP2 shards the model in its place") for note in plan.notes)
-
-
-def test_the_gpus_are_those_of_the_cluster_and_not_of_the_commands_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.launch.ray.cluster.gpus_of", lambda cluster: 8)  # 0 here + 2 x 8
-    asked = ("cluster.ray_address=10.0.0.1:6379", "cluster.node_num=2", "cluster.gpu_per_node=8")
-    plan = plan_of(tmp_path, *asked, f"{ENGINES}=8")
-    assert (plan.device, plan.dtype, plan.trainer_ranks) == ("cuda", "bfloat16", 8)
-    assert plan.gpus == {"explorer": 8, "trainer": 8}
-
-
-def test_a_cluster_that_does_not_answer_is_noted(tmp_path):
-    plan = plan_of(tmp_path, "cluster.ray_address=127.0.0.1:1")
-    assert plan.device == "cpu"
-    assert any("counts no GPU, since the Ray cluster at 127.0.0.1:1" in n for n in plan.notes)
 
 
 MODEL = "explorer.rollout_model"
@@ -298,15 +273,6 @@ def test_of_the_gpus_the_smallest_that_is_visible_counts(monkeypatch):
         assert gpu_bytes() == size * 2**20
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-dd44")
     assert gpu_bytes() is None
-
-
-def test_a_named_clusters_gpus_are_those_of_all_stages(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.launch.ray.cluster.gpus_of", lambda cluster: 8)
-    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: pytest.fail("it is elsewhere"))
-    stages = "stages=[{stage_name: a}, {stage_name: b, mode: bench}]"
-    address = "cluster.ray_address=10.0.0.1:6379"
-    plans, _, _ = draft(config_of(tmp_path, values(tmp_path), address, stages))
-    assert [(plan.launcher, plan.device) for plan in plans] == [("ray", "cuda")] * 2
 
 
 def test_the_page_has_the_plans_table():

@@ -51,6 +51,7 @@ def test_attention_that_cannot_be_computed_is_a_problem(tmp_path, monkeypatch):
     assert text == f"{key} is varlen: torch 2.9.1+cu128 has none, 2.10 and newer do"
 
 
+@pytest.mark.usefixtures("spreads")
 def test_blocks_that_cannot_be_compiled_are_a_problem(tmp_path, monkeypatch):
     key = "trainer.use_torch_compile"
     asked = f"{key}=true"
@@ -362,6 +363,7 @@ def test_determinism_that_cannot_be_had(tmp_path):
         ("mode=explore", "mode both or colocate, not explore"),
     ],
 )
+@pytest.mark.usefixtures("spreads")
 def test_determinism_names_what_keeps_it_from_being_had(tmp_path, override, expected):
     found = problems_of(tmp_path, "deterministic=true", override)
     (said,) = [problem for problem in map(str, found) if problem.startswith("deterministic")]

@@ -45,6 +45,8 @@ NOT_BY_NAME = {
     for kind in ("kl_penalty", "teacher_kl", "entropy_loss")
 }
 """Keys that no line outside of the schema names, and why that is right."""
+OF_LAUNCHERS = {"ClusterConfig.heartbeat_timeout", "ClusterConfig.start_timeout"}
+"""Keys that extensions read, which may not be here."""
 
 
 def test_every_key_is_read_or_said_to_have_no_effect():
@@ -63,7 +65,7 @@ def test_every_key_is_read_or_said_to_have_no_effect():
         for key, item in section.model_fields.items()
         if key not in read and fate_of(item) is None
     }
-    assert unread == set(NOT_BY_NAME)
+    assert unread - OF_LAUNCHERS == set(NOT_BY_NAME)
 
 
 def test_the_documentation_pages_are_up_to_date():

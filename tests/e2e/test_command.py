@@ -16,6 +16,7 @@ from tests.e2e.test_two_commands import Pair
 from tests.ext.agents.test_command import ASK
 from tests.tiny import make_model
 from tests.vllm import needs_vllm
+from trireme.registry import LAUNCHERS
 
 AGENT = f"""{ASK}
 begun = [{{"role": "user", "content": sys.argv[1]}}]
@@ -24,6 +25,7 @@ print(said, file=sys.stderr)
 print(len(set(said)) / 6)
 """
 ON_RAY = ("cluster.launcher=ray", "cluster.ray_address=local", "cluster.node_num=1")
+needs_ray = pytest.mark.skipif("ray" not in LAUNCHERS, reason="the extension 'ray' is not here")
 pytestmark = pytest.mark.slow
 
 
@@ -33,7 +35,9 @@ ENGINES = [
         ("explorer.rollout_model.engine_type=torch", "explorer.rollout_model.engine_num=2"),
         id="processes",
     ),
-    pytest.param((*ON_RAY, "cluster.gpu_per_node=2"), id="ray", marks=pytest.mark.large),
+    pytest.param(
+        (*ON_RAY, "cluster.gpu_per_node=2"), id="ray", marks=[pytest.mark.large, needs_ray]
+    ),
     pytest.param(("explorer.rollout_model.engine_type=vllm",), id="vllm", marks=needs_vllm),
 ]
 

@@ -18,6 +18,7 @@ from tests.buffer.test_contract import database
 from tests.e2e.agent import serving, until
 from tests.e2e.job import run, small_config, started, wait_for, write_jsonl
 from tests.e2e.test_command import ON_RAY as RAY
+from tests.e2e.test_command import needs_ray
 from tests.e2e.test_modes import metrics
 from tests.e2e.test_two_commands import Pair
 from tests.limits import HANG_S
@@ -97,6 +98,7 @@ def test_odd_texts_go_through_engines_of_other_processes(tmp_path: Path) -> None
     all_learned(tmp_path, run(tmp_path, odd_config(tmp_path, "queue", None), *engines))
 
 
+@needs_ray
 @pytest.mark.large
 @pytest.mark.slow
 def test_odd_texts_go_through_ray_and_so_does_the_error_that_ends_a_run(tmp_path: Path) -> None:

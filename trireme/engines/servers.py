@@ -6,8 +6,8 @@
 - A server that is gone, or was started again, has lost its weights, and that ends the engine.
 - Unless its launcher starts servers again (`restarted`): then it is `gone` until it answers, `bare`
   until it has the run's weights, and meanwhile others are asked, or the caller waits. The launcher
-  bounds that wait. On Ray a server that is started again may have another address, and trainer and
-  explorer each have their own `Servers`: see launch/ray/engines.py.
+  bounds that wait. Where a launcher spreads the parts, a server that is started again may have
+  another address, and trainer and explorer each have their own `Servers`.
 - `RequestBatcher` sends the generations that are asked for at one time in one request, or in as few
   as it takes. The answers come as lines, each when its generation has ended. A caller that is
   cancelled tells the server so; the others go on.

@@ -7,8 +7,8 @@
 - `emit` returns when the listeners have heard the event, so that a step's line is written before
   its checkpoint is; it waits PATIENCE_S for one that hangs, and not at all for a tracker.
 - Experiences in bulk (`Trained`, `Failures`, the rollouts of `Evaluated`) are heard in the process
-  where they arise, and by no tracker. On Ray all else crosses from the sides' streams to that of
-  the run's process, encoded once (`launch/ray/remote.py`).
+  where they arise, and by no tracker. Where a launcher spreads the parts, all else
+  crosses from the sides' streams to that of the run's process, encoded once.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.engine_kind import kind_of
 from trireme.engines.servers import Servers
+from trireme.ext.ray.cluster import JOIN_S
+from trireme.ext.ray.remote import Watched, Worker, remote, watch
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.engines import engine_plugins, engine_spec
-from trireme.launch.ray.cluster import JOIN_S
-from trireme.launch.ray.remote import Watched, Worker, remote, watch
 from trireme.workflows.plugins import load_plugins
 
 

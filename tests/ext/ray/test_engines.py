@@ -18,11 +18,11 @@ from tests.server.made import on_port, torch_rollouts, until
 from tests.server.test_remote import PROMPT, SHORT, weights_of
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.servers import INSTANCE, Servers
+from trireme.ext.ray.actors import ExplorerWorker, TrainerWorker
+from trireme.ext.ray.engines import ServersOfSides
 from trireme.launch import engine_host
 from trireme.launch.engine_host import EngineKeeper
 from trireme.launch.explorer_side import ExplorerSide
-from trireme.launch.ray.actors import ExplorerWorker, TrainerWorker
-from trireme.launch.ray.engines import ServersOfSides
 from trireme.launch.trainer_side import TrainerSide
 
 

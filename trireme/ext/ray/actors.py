@@ -26,10 +26,10 @@ from trireme.engines.remote import RemoteEngine
 from trireme.engines.servers import Servers
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
+from trireme.ext.ray.remote import Outbox, Worker, remote
 from trireme.launch.engines import make_remote_engine
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import follow_plan, load_models, make_rank_spec
-from trireme.launch.ray.remote import Outbox, Worker, remote
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.trainer_side import TrainerSide
 from trireme.log import setup_logging

@@ -22,9 +22,9 @@ import ray
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.config.schema import ClusterConfig
 from trireme.experience import EID, Experience
-from trireme.launch.ray.actors import SideWorker
-from trireme.launch.ray.cluster import gpus_of
-from trireme.launch.ray.remote import (
+from trireme.ext.ray.actors import SideWorker
+from trireme.ext.ray.cluster import gpus_of
+from trireme.ext.ray.remote import (
     Actor,
     Failure,
     Outbox,
@@ -34,7 +34,7 @@ from trireme.launch.ray.remote import (
     decode_event,
     remote,
 )
-from trireme.launch.ray.run import Actors, environment_of
+from trireme.ext.ray.run import Actors, environment_of
 from trireme.monitor.events import (
     Evaluated,
     Noted,

@@ -11,7 +11,7 @@ from tests.limits import HANG_S
 
 pytest.importorskip("ray")
 
-from trireme.launch.ray.run import Actors
+from trireme.ext.ray.run import Actors
 
 
 class Standing:

@@ -51,21 +51,21 @@ class RayLauncher:
         if not names_cluster(cluster):
             return None
         _quiet()
-        from trireme.launch.ray.cluster import gpus_of
+        from trireme.ext.ray.cluster import gpus_of
 
         return gpus_of(cluster)
 
     async def run(self, stage: Stage, stop: Stop, measure_end: bool) -> StageResult:
         """See Launcher."""
         _quiet()
-        from trireme.launch.ray.run import run_on_ray
+        from trireme.ext.ray.run import run_on_ray
 
         return await run_on_ray(stage, stop, measure_end)
 
     async def evaluate(self, plan: Plan, rollouts: int | None) -> list[Evaluated]:
         """See Launcher."""
         _quiet()
-        from trireme.launch.ray.run import evaluate_on_ray
+        from trireme.ext.ray.run import evaluate_on_ray
 
         return await evaluate_on_ray(plan, rollouts)
 

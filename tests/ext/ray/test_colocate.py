@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.e2e.job import run, small_config, wait_for
-from tests.e2e.on_ray import JOB, dies, ended, kill, nobody_left, start, where
 from tests.e2e.test_modes import metrics
-from tests.e2e.test_ray import difference
+from tests.ext.ray.clusters import JOB, dies, ended, kill, nobody_left, start, where
+from tests.ext.ray.test_runs import difference
 from tests.tiny import make_model
 from tests.vllm import needs_vllm
 from trireme.checkpoint.layout import JobFolder

@@ -18,7 +18,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.job import run, small_config, wait_for
-from tests.e2e.on_ray import (
+from tests.e2e.test_engine_processes import engines_of
+from tests.e2e.test_modes import metrics
+from tests.ext.ray.clusters import (
     JOB,
     dies,
     ended,
@@ -28,8 +30,6 @@ from tests.e2e.on_ray import (
     start,
     where,
 )
-from tests.e2e.test_engine_processes import engines_of
-from tests.e2e.test_modes import metrics
 from trireme.checkpoint.layout import JobFolder
 from trireme.monitor.monitor import read_metrics
 

@@ -26,20 +26,16 @@ from trireme.engines.device import Device
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.servers import Servers
 from trireme.explorer.metrics import Evaluated
-from trireme.launch.engine_host import EngineKeeper, restarts_of
-from trireme.launch.engines import make_remote_engine
-from trireme.launch.explorer_side import ExplorerSide
-from trireme.launch.modes import run_mode
-from trireme.launch.ray.actors import (
+from trireme.ext.ray.actors import (
     ExplorerWorker,
     FollowerWorker,
     RunSpec,
     SideWorker,
     TrainerWorker,
 )
-from trireme.launch.ray.cluster import PlacementGroups, cluster
-from trireme.launch.ray.engines import EngineActor, EngineWorker, ServersOfSides
-from trireme.launch.ray.remote import (
+from trireme.ext.ray.cluster import PlacementGroups, cluster
+from trireme.ext.ray.engines import EngineActor, EngineWorker, ServersOfSides
+from trireme.ext.ray.remote import (
     RayActor,
     Watched,
     Worker,
@@ -49,6 +45,10 @@ from trireme.launch.ray.remote import (
     watch,
     who_died,
 )
+from trireme.launch.engine_host import EngineKeeper, restarts_of
+from trireme.launch.engines import make_remote_engine
+from trireme.launch.explorer_side import ExplorerSide
+from trireme.launch.modes import run_mode
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.stop import Stop
