@@ -210,7 +210,7 @@ test-trackers: setup
 	grep -viE '^(protobuf|importlib.metadata|pillow)==' constraints.txt > $(TRACKERS)/constraints.txt
 	$(LOCKED) $(TRACKERS)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c $(TRACKERS)/constraints.txt -c constraints-trackers.txt -e '.[trackers]' pytest pytest-timeout
-	$(REQUIRE)=trackers $(TRACKERS)/bin/python -m pytest -q -rsfE -p no:cacheprovider tests/monitor/test_trackers.py
+	$(REQUIRE)=trackers $(TRACKERS)/bin/python -m pytest -q -rsfE -p no:cacheprovider tests/ext/trackers/test_trackers.py
 
 # agent programs and environments of others, from PyPI and npm: 2 GB of them, then three minutes, one
 # of them over vLLM. What setup installed is seen from their environment, behind what they bring

@@ -17,6 +17,8 @@ from tests.e2e.job import run, small_config, weights
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import Damaged, load_checkpoint
 
+pytestmark = pytest.mark.extension("trackers")
+
 
 class Tracked:
     """A tracker whose run has an id, which a resume goes on with."""

@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
 from tests.e2e.job import run, small_config, started, wait_for
@@ -24,6 +23,7 @@ from tests.tiny import make_model
 from tests.vllm import needs_vllm
 from trireme.cli.main import app
 from trireme.engines.remote import RemoteEngine
+from trireme.monitor.monitor import read_metrics
 
 VLLM = {"engine_type": "vllm", "enable_prefix_caching": True}
 TORCH = {"engine_type": "torch", "engine_num": 2}
@@ -40,13 +40,8 @@ def job(folder: Path, engine: dict[str, Any], **sync: Any) -> dict[str, Any]:
 
 def scalars(folder: Path, name: str) -> list[float]:
     """All values of a metric."""
-    found: list[float] = []
-    for file in (folder / "checkpoints/tests/job/monitor").rglob("events*"):
-        events = EventAccumulator(str(file))
-        events.Reload()
-        if name in events.Tags()["scalars"]:
-            found += [event.value for event in events.Scalars(name)]
-    return found
+    rows = read_metrics(folder / "checkpoints/tests/job/monitor/metrics.jsonl")
+    return [row["metrics"][name] for row in rows if name in row["metrics"]]
 
 
 @pytest.mark.parametrize(

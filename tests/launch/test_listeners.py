@@ -15,7 +15,7 @@ from trireme import extensions
 from trireme.cli.run import run as command
 from trireme.config import load_config
 from trireme.extensions import names_of
-from trireme.launch.check import checked
+from trireme.launch.check import checked, draft
 from trireme.registry import LISTENERS
 
 MANIFEST = """
@@ -134,6 +134,24 @@ def test_a_listener_says_what_is_wrong_with_a_configuration_and_with_a_resume(
     assert started(tmp_path, "group=once") == 2
     assert "group is once: expected a run that begins" in capsys.readouterr().err
     assert (job / "monitor/metrics.jsonl").read_bytes() == before
+
+
+def test_a_key_that_only_an_extension_reads_which_is_not_here_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(small_config(tmp_path)))
+    config = load_config(path, ("monitor.monitor_type=wandb",))
+    monkeypatch.setattr(extensions, "extensions", dict)
+    names_of.cache_clear()
+    try:
+        problems = draft(config).problems
+    finally:
+        names_of.cache_clear()
+    assert [str(problem) for problem in problems] == [
+        "monitor.monitor_type (wandb) needs the extension 'trackers', which is not here: "
+        "`trireme extensions` lists what is"
+    ]
 
 
 def test_a_listener_that_cannot_be_imported_is_named(package: Path, tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_overrides_take_no_tools_and_callbacks_away(
         config_from("m", ROWS, None, None, "grpo", None, overrides, **known)
 
 
+@pytest.mark.extension("trackers")
 def test_callbacks_are_told_of_every_step(tiny_dir: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
 

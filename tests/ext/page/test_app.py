@@ -14,13 +14,14 @@ from starlette.testclient import TestClient
 
 from tests.buffer.made import TOOLS, experience
 from tests.ext.page.made import make_run
-from tests.monitor.opened import open_monitor
 from tests.odd import ALL, ODD
 from trireme.buffer.record import Record
 from trireme.ext.page.app import STATIC, Page, create_app
 from trireme.ext.page.report import write_report
 from trireme.ext.page.serve import PageOptions, _listen, serve
 from trireme.files import write_bytes
+from trireme.monitor.events import StepDone
+from trireme.monitor.monitor import JsonLinesMonitor
 
 RUN = {"run": "run"}
 
@@ -213,9 +214,9 @@ def test_odd_texts_of_a_run_are_shown_searched_sent_and_written(tmp_path: Path) 
     failed = Record(lines=buffer / "failed.jsonl")
     failed.write_lines([{"eid": "1/0/0/0", "step": 1, "prompt": ALL, "info": {"error": ALL}}])
     failed.close()
-    monitor = open_monitor(run / "monitor", "tensorboard")
-    monitor.log({f"rollout/reward/{ALL}/mean": 1.0}, 2, "explorer")
-    monitor.close()
+    JsonLinesMonitor(run / "monitor").hear(
+        StepDone("explorer", 2, {f"rollout/reward/{ALL}/mean": 1.0})
+    )
     client = TestClient(create_app(Page(run), "k"), headers={"authorization": "Bearer k"})
 
     def get(path: str, **query: str) -> Any:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trireme.config import Plan
 from trireme.config.hidden import resolved
 from trireme.files import in_turn, json_or, write_json
+from trireme.launch.listeners import RunListener
 from trireme.monitor.events import Ended, Event, RolloutDone, Stream, measured
 from trireme.monitor.figures import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options
@@ -185,16 +186,13 @@ def row_of(experience: Experience) -> Rollout:
     }
 
 
-class Trackers:
+class Trackers(RunListener):
     """Has what `monitor.monitor_type` names show a run: see RunListener."""
 
     def examine(self, plan: Plan) -> tuple[()]:
         """Raise ValueError for what is wrong with the trackers of a plan."""
         examine_trackers(plan.config.monitor.monitor_type, plan.config.monitor.monitor_args)
         return ()
-
-    def begin(self, stage: Stage) -> None:
-        """No run is refused."""
 
     def listen(self, stage: Stage) -> None:
         """Subscribe TensorBoard and the trackers."""
@@ -209,10 +207,6 @@ class Trackers:
             args=config.monitor.monitor_args,
             part=stage.part or "",
         )
-
-    def end(self) -> tuple[()]:
-        """They warn of nothing."""
-        return ()
 
 
 def subscribe_trackers(

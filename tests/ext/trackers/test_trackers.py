@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.job import wait_for
+from tests.ext.trackers.opened import open_monitor
 from tests.limits import HANG_S
-from tests.monitor.opened import open_monitor
 from trireme.experience import EID, Experience
-from trireme.monitor import events, trackers
-from trireme.monitor.trackers import ROLLOUTS, TrackedRun, examine_trackers
+from trireme.ext.trackers import trackers
+from trireme.ext.trackers.trackers import ROLLOUTS, TrackedRun, examine_trackers
+from trireme.monitor import events
 
 calls: list[tuple[dict[str, float], int, str]] = []
 

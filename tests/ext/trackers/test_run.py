@@ -11,11 +11,11 @@ import yaml
 
 from tests.e2e.job import small_config
 from trireme.config import load_config
+from trireme.ext.trackers.trackers import Rollout, TrackedRun
 from trireme.launch.check import make_plans
 from trireme.launch.run import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
-from trireme.monitor.trackers import Rollout, TrackedRun
 
 
 class Kept:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trireme.experience import Experience
+from trireme.ext.trackers.trackers import TrackedRun, subscribe_trackers
 from trireme.monitor.events import RolloutDone, StepDone, Stream
 from trireme.monitor.monitor import JsonLinesMonitor
-from trireme.monitor.trackers import TrackedRun, subscribe_trackers
 
 
 class Opened:
