@@ -25,7 +25,7 @@ def run_python(code: str) -> str:
     "module",
     [
         "trireme",
-        "trinity",
+        pytest.param("trinity", marks=pytest.mark.extension("trinity")),
         "trireme.config",
         "trireme.cli.main",
         "trireme.cli.check",

@@ -252,3 +252,17 @@ def test_files_of_users_go_before_the_modules_that_are_no_files(tmp_path: Path) 
     )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(trireme.__file__).parents[1]}"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("trinity.common.workflows", "MultiTurnWorkflow"),
+        ("trinity.common.workflows.workflow", "MultiTurnWorkflow"),
+        ("trinity.common.workflows", "StepWiseRewardWorkflow"),
+        ("trinity.common.workflows.step_wise_workflow", "RewardPropagationWorkflow"),
+        ("trinity.common.workflows.step_wise_workflow", "AsyncRewardPropagationWorkflow"),
+    ],
+)
+def test_the_import_paths_of_users_files(module: str, name: str) -> None:
+    assert getattr(importlib.import_module(module), name).__name__ == name.removeprefix("Async")

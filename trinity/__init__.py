@@ -46,7 +46,7 @@ _AGENTSCOPE = "trireme.ext.agents.agentscope"
 _REACT = {"AgentScopeReActWorkflow": _AGENTSCOPE}
 _WEBSHOP = {"WebShopWorkflow": "trireme.ext.webshop.workflow"}
 
-_CLASSES = "trireme.algorithms.classes"
+_CLASSES = "trireme.ext.trinity.classes"
 _LOSS = {"PolicyLossFn": _CLASSES, "POLICY_LOSS_FN": "trireme.registry:POLICY_LOSSES"}
 _ADVANTAGE = {
     "AdvantageFn": _CLASSES,
@@ -94,7 +94,7 @@ _OTHER_SECTIONS = (
     *("SynchronizerConfig", "TrainerConfig", "MonitorConfig", "LogConfig", "ServiceConfig"),
     "StageConfig",
 )
-_FORMS = "trireme.rewards.trinity"
+_FORMS = "trireme.ext.trinity.rewards"
 _OPERATOR = {
     "EXPERIENCE_OPERATORS": "trireme.registry:OPERATORS",
     "ExperienceOperator": "trireme.pipeline.operators",

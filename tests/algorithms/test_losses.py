@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from trireme.algorithms import kl
-from trireme.algorithms.classes import aggregate_loss
 from trireme.algorithms.policy_loss import ppo, sft
 
 LN2 = math.log(2)
@@ -105,17 +104,6 @@ def test_reduction_by_mode(mode, expected):
 def test_reduction_refuses_an_unknown_mode():
     with pytest.raises(ValueError, match="token-mean"):
         kl.weights("mean", SAMPLE_IDS, 3, width=5)
-
-
-@pytest.mark.parametrize("mode", kl.LOSS_AGG_MODES)
-def test_the_average_of_class_plug_ins_is_the_mode_of_that_name(mode):
-    mask = torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0]])
-    values = torch.tensor([[9.0, 1.0, 2.0, 3.0], [8.0, 9.0, 9.0, 9.0]])
-    weights = kl.weights(mode, torch.tensor([0, 0, 0, 1]), 2, width=4)
-    expected = (weights * values[mask.bool()]).sum().item()
-    assert aggregate_loss(values, mask, mode).item() == pytest.approx(expected, rel=1e-5)
-    if mode == "seq-mean-token-sum-norm":
-        assert aggregate_loss(values, mask, mode, normalizer=7.0).item() == pytest.approx(2)
 
 
 def test_of_no_tokens_there_are_no_sums():

@@ -508,6 +508,7 @@ def test_an_expert_s_and_own_tokens_are_averaged_each_by_a_mode_of_its_own():
         weights(sft_loss_agg_mode="mean")
 
 
+@pytest.mark.extension("trinity")
 def test_how_a_batch_is_cut_is_no_option_of_a_loss():
     layout = {"use_dynamic_bsz": True, "ppo_mini_batch_size": 8, "train_batch_size_expert": 2}
     recipe = get_recipe(_config(algorithm_type="mix", policy_loss_fn_args={"mu": 0.3, **layout}))

@@ -77,15 +77,6 @@ def test_two_names_of_one_key_that_differ_are_a_problem(
     ]
 
 
-def test_how_a_mixed_batch_is_cut_is_noted(base: dict[str, Any], tmp_path: Path) -> None:
-    loaded(base, tmp_path / "run.yaml", DOCUMENTS["mix_with_the_layout_of_its_batches"])
-    [plan] = examine(tmp_path / "run.yaml").plans
-    [note] = [note for note in plan.notes if note.startswith("without effect here: ")]
-    args = "algorithm.policy_loss_fn_args"
-    assert f"{args}.train_batch_size_expert=16" in note and f"{args}.use_dynamic_bsz=True" in note
-    assert f"{args}.mu" not in note
-
-
 def test_a_section_of_a_service_that_is_not_started_is_named(
     base: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -113,16 +113,3 @@ def test_the_stages_variant_runs_sft_then_rft_from_its_model(tmp_path: Path) -> 
     }
     # one GRPO step at lr 1e-5 moves each weight by about 1e-5, ten SFT steps by ten times as much
     assert 0 < distance["warmed"] < 3e-5 < distance["first"]
-
-
-def test_a_configuration_that_trinity_saved_runs(tmp_path: Path) -> None:
-    env = {
-        "TRINITY_MODEL_PATH": str(make_model(tmp_path / "model", max_len=512)),
-        "TRINITY_TASKSET_PATH": str(write_jsonl(tmp_path / "tasks.jsonl", rows(8))),
-        "TRINITY_CHECKPOINT_ROOT_DIR": str(tmp_path / "checkpoints"),
-    }
-    saved = str(ROOT / "tests/config/trinity_saved.yaml")
-    done = trireme(tmp_path, "run", "--config", saved, **env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "saved by Trinity-RFT: 48 keys" in done.stdout + done.stderr
-    assert (tmp_path / "checkpoints/P/saved/global_step_2/actor").is_dir()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.explorer.made import Sync, ask, make_explorer, make_taskset, run
 from tests.pipeline.test_pipeline import group
-from trireme.algorithms.classes import GroupAdvantage
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import Experience
 from trireme.pipeline.pipeline import Pipeline, Resampling
@@ -101,17 +100,6 @@ def test_rewards_that_are_no_finite_numbers_fill_nothing_up() -> None:
     assert [e.eid.task for e in kept] == [1, 1] and metrics["refilled_count"] == 2
 
 
-class Selecting(GroupAdvantage):
-    """Has the option, and leaves nothing that could be taken back."""
-
-    def __init__(self, std_threshold: float | None = 0.0) -> None:
-        self.std_threshold = std_threshold
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        return {"std_threshold": 0.0}
-
-
 def of_mine(rewards: Tensor, groups: Tensor, *, margin: float = 0.0) -> Tensor:
     """NaN for groups of equal rewards."""
     return rewards.where(rewards > margin, float("nan"))
@@ -123,7 +111,6 @@ def of_mine(rewards: Tensor, groups: Tensor, *, margin: float = 0.0) -> Tensor:
         ({"algorithm_type": "grpo"}, "advantage_fn 'grpo' leaves none out"),
         ({"algorithm_type": "ppo"}, "advantage_fn 'ppo' leaves none out"),
         ({"advantage_fn_args": {"std_threshold": None}}, "'dapo' leaves none out"),
-        ({"advantage_fn": f"{__name__}:Selecting"}, "is a class that keeps and leaves out"),
         ({"advantage_fn": f"{__name__}:of_mine"}, "has no option std_threshold, by which it"),
         ({"advantage_fn_args": {"duplicate_experiences": True}}, "fills the batch with copies"),
         ({"sample_strategy": "explore_step"}, "no effect with sample_strategy 'explore_step'"),

@@ -3,8 +3,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-
 from tests.workflows.test_workflow import call
 from trireme import Experience, MultiTurnWorkflow
 
@@ -81,19 +79,3 @@ def test_what_is_edited_is_not_trained_and_is_counted() -> None:
 
     (e,) = call(Edits, ["a"])
     assert e.metrics["conversation/unmatched"] == 1.0 and not e.mask.any()
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("trinity.common.workflows", "MultiTurnWorkflow"),
-        ("trinity.common.workflows.workflow", "MultiTurnWorkflow"),
-        ("trinity.common.workflows", "StepWiseRewardWorkflow"),
-        ("trinity.common.workflows.step_wise_workflow", "RewardPropagationWorkflow"),
-        ("trinity.common.workflows.step_wise_workflow", "AsyncRewardPropagationWorkflow"),
-    ],
-)
-def test_the_import_paths_of_users_files(module: str, name: str) -> None:
-    import importlib
-
-    assert getattr(importlib.import_module(module), name).__name__ == name.removeprefix("Async")

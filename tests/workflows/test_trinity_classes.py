@@ -184,7 +184,7 @@ def test_a_module_of_the_folder_a_run_starts_in_is_found_by_its_dotted_path(
 ) -> None:
     package = tmp_path / "a_project" / "mine"
     package.mkdir(parents=True)
-    (package / "bases.py").write_text("from trinity.common.workflows.workflow import Workflow\n")
+    (package / "bases.py").write_text("from trireme.workflows.classes import Workflow\n")
     (package / "flow.py").write_text(
         "from a_project.mine.bases import Workflow\n"
         "class Flow(Workflow):\n    def run(self): return []\n"

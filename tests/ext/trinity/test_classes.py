@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from tests.trainer.test_every_algorithm import _step
+from trireme.algorithms import kl
 from trireme.algorithms.recipes import get_recipe, row_of
 from trireme.batch import Columns, flatten
 from trireme.buffer.buffer import Closed
 from trireme.experience import EID, Experience
+from trireme.ext.trinity.classes import GroupAdvantage, aggregate_loss
 from trireme.registry import ADVANTAGES, ALGORITHMS, ENTROPIES, KLS, POLICY_LOSSES, SAMPLES
 
 
@@ -444,3 +446,33 @@ def test_constants_are_texts() -> None:
     from trinity.common.constants import StorageType, SyncMethod
 
     assert SyncMethod.NCCL == "nccl" and StorageType("sql") is StorageType.SQL
+
+
+@pytest.mark.parametrize("mode", kl.LOSS_AGG_MODES)
+def test_the_average_of_class_plug_ins_is_the_mode_of_that_name(mode):
+    mask = torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0]])
+    values = torch.tensor([[9.0, 1.0, 2.0, 3.0], [8.0, 9.0, 9.0, 9.0]])
+    weights = kl.weights(mode, torch.tensor([0, 0, 0, 1]), 2, width=4)
+    expected = (weights * values[mask.bool()]).sum().item()
+    assert aggregate_loss(values, mask, mode).item() == pytest.approx(expected, rel=1e-5)
+    if mode == "seq-mean-token-sum-norm":
+        assert aggregate_loss(values, mask, mode, normalizer=7.0).item() == pytest.approx(2)
+
+
+class Selecting(GroupAdvantage):
+    """Has the option, and leaves nothing that could be taken back."""
+
+    def __init__(self, std_threshold: float | None = 0.0) -> None:
+        self.std_threshold = std_threshold
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"std_threshold": 0.0}
+
+
+def test_a_limit_that_no_batch_waits_for_is_refused() -> None:
+    algorithm = {"algorithm_type": "dapo", "advantage_fn_args": {"max_resample_times": 2}}
+    algorithm["advantage_fn"] = f"{__name__}:Selecting"
+    with pytest.raises(ValueError, match="max_resample_times") as caught:
+        get_recipe(SimpleNamespace(**algorithm))
+    assert "is a class that keeps and leaves out" in str(caught.value)

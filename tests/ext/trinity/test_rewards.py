@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trireme.algorithms.classes import gather_metrics
-from trireme.rewards import trinity as forms
+from trireme.ext.trinity import rewards as forms
+from trireme.ext.trinity.classes import gather_metrics
 from trireme.rewards.reward import resolve, score
 from trireme.task import Task
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.config.dialect import Dialect
-from trireme.config.saved import drop_computed
 from trireme.config.section import NoEffect
+from trireme.ext.trinity.saved import drop_computed
 from trireme.registry import Registry
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Trinity(Dialect):
         """A class of a plug-in as a function or a recipe."""
         if not inspect.isclass(thing):
             return None
-        from trireme.algorithms.classes import AlgorithmType, as_function, recipe_of
+        from trireme.ext.trinity.classes import AlgorithmType, as_function, recipe_of
 
         if kind != "algorithm_type":
             return as_function(kind, name, thing)
@@ -71,7 +71,7 @@ class Trinity(Dialect):
         from trireme.workflows.plugins import guarded
 
         spec = find_spec("trinity")
-        beside = Path(__file__).parents[2]
+        beside = Path(__file__).parents[3]
         if spec is None or spec.origin is None or Path(spec.origin).parents[1] != beside:
             return
         for name, (attribute, ours) in _EDITED.items():

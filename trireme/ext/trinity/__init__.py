@@ -1,0 +1,1 @@
+"""Trinity-RFT's import paths, classes of algorithms and rewards, and saved files."""
