@@ -219,3 +219,22 @@ def _unpacked(name: str, form: str, words: Words) -> torch.Tensor:
     kind = TOKEN_FIELDS.get(name, torch.int64)
     row = torch.from_numpy(words)
     return row.view(torch.float32) if kind == torch.float32 else row.to(kind)
+
+
+_WIRE_ROWS = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
+_WIRE_FIELDS = (
+    *("prompt_length", "temperature", "stop_reason", "truncate_status", "reward"),
+    *("prompt_text", "response_text", "metrics", "info"),
+)
+
+
+def experience_to_wire(experience: Experience) -> dict[str, Any]:
+    """An experience as JSON: token lists, and what belongs to the sample."""
+    rows = {name: getattr(experience, name) for name in ("tokens", *_WIRE_ROWS)}
+    lists = {name: None if row is None else row.tolist() for name, row in rows.items()}
+    return lists | {name: getattr(experience, name) for name in _WIRE_FIELDS}
+
+
+def experience_of_wire(wire: Mapping[str, Any]) -> Experience:
+    """The experience that `experience_to_wire` was given."""
+    return Experience(wire["tokens"], **{name: wire[name] for name in (*_WIRE_ROWS, *_WIRE_FIELDS)})

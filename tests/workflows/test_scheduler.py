@@ -21,10 +21,9 @@ from trireme import (
     multi_turns,
 )
 from trireme.model.model import Model
+from trireme.serialize import experience_of_wire, experience_to_wire
 from trireme.workflows import loss_scale
 from trireme.workflows.scheduled import (
-    experience_of_wire,
-    experience_to_wire,
     make_scheduler,
     multi_turn_scheduler,
 )

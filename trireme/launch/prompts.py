@@ -16,7 +16,6 @@ from trireme.log import get_logger
 from trireme.model.chat_tokens import plain_messages
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
-from trireme.workflows.scheduled import ScheduledWorkflow, conversation
 from trireme.workflows.single_turn import SimpleWorkflow
 from trireme.workflows.workflow import resolve
 
@@ -69,9 +68,10 @@ def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
 
     Raises ValueError where its workflow makes none of the row.
     """
-    code = resolve(task.workflow).code
-    if isinstance(code, ScheduledWorkflow):
-        return conversation(task), task.raw_task.get("tools")
+    spec = resolve(task.workflow)
+    code = spec.code
+    if spec.first_prompt is not None:
+        return spec.first_prompt(task)
     simple = inspect.isclass(code) and issubclass(code, SimpleWorkflow)
     if not simple or task.workflow_args.get("use_base"):
         return None

@@ -31,11 +31,10 @@ from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary
 from trireme.monitor.monitor import FILE_NAME, read_metrics
-from trireme.registry import ORMS, REWARDS, TRACKERS, WORKFLOWS, Registry
+from trireme.registry import ORMS, REWARDS, TOOLS, TRACKERS, WORKFLOWS, Registry
 from trireme.serialize import decode
 from trireme.text import say
 from trireme.trainer.callbacks import EVENTS
-from trireme.workflows.tool_calls import TOOLS
 
 BATCH_SIZE = 32
 REPEAT_TIMES = 8

@@ -516,6 +516,22 @@ def transcript(
     return output.rstrip() or "(no output)"
 
 
+def python(code: str) -> str:
+    """Runs a Python program; gives what it prints, and the value of its last expression.
+
+    Each call begins anew: no variable is kept.
+
+    Args:
+        code: The program. It has no files and no network; of modules, the standard library's for
+            computing (math, itertools, collections, json, re, statistics and the like).
+    """
+    return transcript(code)
+
+
+# waiting for a free helper is no time of the program's
+vars(python)["within"] = transcript_within
+
+
 def code_of(answer: str) -> str:
     """The last closed Markdown block of a reply, or else all of it."""
     parts = answer.split("```")

@@ -16,12 +16,12 @@ from trireme.model.openai_answer import respond, stream
 from trireme.model.openai_client import DONE, event
 from trireme.model.openai_wire import KNOWN, MOST_PROMPTS, ChatBody, TextBody, Wire, checked
 from trireme.registry import did_you_mean
+from trireme.serialize import experience_to_wire
 from trireme.server import messages, responses
 from trireme.server.bodies import Answer, JsonRoute, until_gone
 from trireme.server.limits import error_body
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
-from trireme.workflows.scheduled import experience_to_wire
 
 logger = get_logger("engine")
 

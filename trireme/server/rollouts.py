@@ -20,8 +20,9 @@ from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+from trireme.serialize import experience_to_wire
 from trireme.usercode import UserCode
-from trireme.workflows.scheduled import experience_to_wire, make_scheduler, samples
+from trireme.workflows.scheduled import make_scheduler, samples
 from trireme.workflows.scheduler import RolloutInferRequest
 from trireme.workflows.turns import Ended, TurnBarrier, play
 

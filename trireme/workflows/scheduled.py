@@ -22,6 +22,7 @@ from trireme.model.model import Model
 from trireme.model.recorder import Call
 from trireme.registry import MULTI_TURNS
 from trireme.rewards.grouped import Judges, judge_of, reward_group
+from trireme.serialize import experience_of_wire
 from trireme.task import Task
 from trireme.workflows import loss_scale
 from trireme.workflows.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
@@ -60,6 +61,10 @@ class ScheduledWorkflow:
         make_scheduler(task.workflow_args)
         loss_scale.resolve(task.workflow_args.get("loss_scale", "default"))
         judge_of(task.reward_fn, task.reward_fn_args).examine(task)
+
+    def first_prompt(self, task: Task) -> tuple[list[dict[str, Any]], Any]:
+        """See WorkflowSpec."""
+        return conversation(task), task.raw_task.get("tools")
 
     def has_no_reward(self, task: Task) -> bool:
         """Whether nothing here gives a reward; a scheduler may, by its environment."""
@@ -192,25 +197,6 @@ async def _at_server(
     for experience, output in zip(experiences, outputs, strict=True):
         experience.messages = output["messages"]
     return experiences
-
-
-_WIRE_ROWS = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
-_WIRE_FIELDS = (
-    *("prompt_length", "temperature", "stop_reason", "truncate_status", "reward"),
-    *("prompt_text", "response_text", "metrics", "info"),
-)
-
-
-def experience_to_wire(experience: Experience) -> dict[str, Any]:
-    """An experience as JSON: token lists, and what belongs to the sample."""
-    rows = {name: getattr(experience, name) for name in ("tokens", *_WIRE_ROWS)}
-    lists = {name: None if row is None else row.tolist() for name, row in rows.items()}
-    return lists | {name: getattr(experience, name) for name in _WIRE_FIELDS}
-
-
-def experience_of_wire(wire: Mapping[str, Any]) -> Experience:
-    """The experience that `experience_to_wire` was given."""
-    return Experience(wire["tokens"], **{name: wire[name] for name in (*_WIRE_ROWS, *_WIRE_FIELDS)})
 
 
 def conversation(task: Task) -> list[dict[str, Any]]:

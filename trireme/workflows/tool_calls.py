@@ -32,7 +32,6 @@ from trireme.model.tool_calls import (
     read_tool_calls,
 )
 from trireme.registry import TOOLS
-from trireme.rewards.sandbox import transcript, transcript_within
 from trireme.task import object_or_text
 from trireme.text import joined
 from trireme.workflows.scheduler import (
@@ -70,6 +69,8 @@ class Tool:
 def python_tool(tool: str | Callable[..., Any]) -> Tool:
     """A tool of a function, by name, path or itself; a plain one runs in a thread.
 
+    A function's attribute `within`, a coroutine that takes `seconds` too, counts the time itself.
+
     Raises ValueError where its signature or docstring does not say what the model has to know.
     """
     from transformers.utils.chat_template_utils import get_json_schema
@@ -83,6 +84,8 @@ def python_tool(tool: str | Callable[..., Any]) -> Tool:
             "with `Args:` and a line for each argument"
         ) from error
 
+    within = getattr(function, "within", None)
+
     async def unlimited(arguments: dict[str, Any]) -> Any:
         try:
             away = partial(in_thread, name=f"tool-{function.__name__}")
@@ -91,9 +94,9 @@ def python_tool(tool: str | Callable[..., Any]) -> Tool:
             raise RuntimeError(f"the tool tried to exit ({error})") from error
 
     async def call(arguments: dict[str, Any], seconds: float) -> Any:
-        if function is python:  # waiting for its turn in the sandbox is no time of the program's
+        if within is not None:
             inspect.signature(function).bind(**arguments)
-            return await transcript_within(**arguments, seconds=seconds)
+            return await within(**arguments, seconds=seconds)
         return await asyncio.wait_for(unlimited(arguments), seconds)
 
     return Tool(schema, call)
@@ -129,18 +132,6 @@ def calculator(expression: str) -> str:
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters: at most {_LONGEST}")
     return str(_value(ast.parse(expression.strip(), mode="eval").body))
-
-
-def python(code: str) -> str:
-    """Runs a Python program; gives what it prints, and the value of its last expression.
-
-    Each call begins anew: no variable is kept.
-
-    Args:
-        code: The program. It has no files and no network; of modules, the standard library's for
-            computing (math, itertools, collections, json, re, statistics and the like).
-    """
-    return transcript(code)
 
 
 def _value(node: ast.expr) -> int | float:

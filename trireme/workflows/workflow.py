@@ -64,6 +64,8 @@ class WorkflowSpec:
     auxiliary models."""
     examine: Callable[[Task], None] | None = None
     """Raises ValueError for a task's options that cannot be; not given: the reward is looked at."""
+    first_prompt: Callable[[Task], tuple[list[dict[str, Any]], Any] | None] | None = None
+    """The messages and tools of a task's first call, where the workflow knows them beforehand."""
     code: Any = None
     """The function or class that the user wrote."""
     one_at_a_time: bool = False
@@ -290,6 +292,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
         call=blocking if waits else call,
         judge=getattr(function, "judge", None),
         examine=getattr(function, "examine", None),
+        first_prompt=getattr(function, "first_prompt", None),
         code=function,
         one_at_a_time=waits or bool(getattr(function, "one_at_a_time", False)),
     )
