@@ -195,7 +195,7 @@ test-envs: setup
 test-sandbox: setup
 	$(LOCKED) scripts/apt_setup.sh bubblewrap bwrap
 	$(REQUIRE)="bubblewrap,limit processes" $(BIN)/python -m pytest -q -rsfE \
-	    tests/rewards/test_sandbox.py tests/ext/harbor
+	    tests/ext/sandbox tests/ext/harbor
 
 # checkpoints that Megatron itself writes, on the CPU, in an environment of its own
 test-megatron: setup

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent / "trireme"
 PRINT_FOR_PROGRAMS = {
     "text.py",  # `say` itself
     "server/process.py",  # a line of JSON for the parent
-    "rewards/sandbox.py",  # the same, of the child that runs a program
+    "ext/sandbox/programs.py",  # the same, of the child that runs a program
 }
 COMMANDS = {*range(32), 127, *range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 COMMANDS -= {ord("\t"), ord("\n")}

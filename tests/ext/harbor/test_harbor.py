@@ -24,7 +24,7 @@ from trireme.ext.agents.program import ProgramFailed
 from trireme.ext.harbor.task_box import NoReward, TaskBox, total
 from trireme.ext.harbor.task_folders import absolute_path, read_task
 from trireme.ext.harbor.workflow import HarborSettings, HarborWorkflow, reward_of_task
-from trireme.rewards.sandbox import wall
+from trireme.ext.sandbox.programs import wall
 from trireme.task import Task
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor_tasks" / "make_tasks.py"

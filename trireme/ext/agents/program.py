@@ -22,10 +22,10 @@ from typing import IO, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trireme.ext.sandbox.programs import wall
 from trireme.files import remove
 from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
-from trireme.rewards.sandbox import wall
 from trireme.usercode import Refused
 
 logger = get_logger("explorer")

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from trireme.ext.harbor.task_folders import OWN, TaskFolder
+from trireme.ext.sandbox.programs import TMP_MB, wall_around
 from trireme.files import Unreadable, read_json, read_text, remove
 from trireme.rewards.reward import number
-from trireme.rewards.sandbox import TMP_MB, wall_around
 from trireme.usercode import Refused
 
 REWARD_BYTES = 64 * 2**10

@@ -48,8 +48,8 @@ from trireme.ext.agents.program import (
 )
 from trireme.ext.harbor.task_box import TaskBox, total
 from trireme.ext.harbor.task_folders import TOML, TaskFolder, absolute_path, read_task
+from trireme.ext.sandbox.programs import wall
 from trireme.model.chat_tokens import conversation_of
-from trireme.rewards.sandbox import wall
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
 from trireme.workflows.scheduled import samples

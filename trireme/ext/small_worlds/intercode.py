@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trireme.ext.agents.command import options_of
 from trireme.ext.agents.program import middle_out
-from trireme.rewards.sandbox import LONGEST, run, same_rows
+from trireme.ext.sandbox.programs import LONGEST, run, same_rows
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.limits import HANG_S
 from trireme import Task
-from trireme.rewards import sandbox
+from trireme.ext.sandbox import programs as sandbox
 from trireme.rewards.reward import resolve, score
 
 RIGHT = "def f(a, b):\n return max(a, b)"
