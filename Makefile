@@ -222,7 +222,8 @@ test-agents: setup $(VLLM_INSTALLED)
 	$(AGENTS)/bin/python -c "import site; print(site.getsitepackages()[0])" | { read folder; \
 	    $(BIN)/python -c "import site; print('$(CURDIR)', *site.getsitepackages(), sep='\n')" > $$folder/setup.pth; }
 	$(LOCKED) npm install --no-save --prefix tests/agents --no-audit --no-fund --loglevel=error
-	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) $(REQUIRE)=test-agents,vllm $(AGENTS)/bin/python -m pytest -q -rsfE -s tests/agents
+	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) $(REQUIRE)=test-agents,vllm $(AGENTS)/bin/python -m pytest -q -rsfE -s tests/agents \
+	    tests/ext/environments/test_verifiers.py tests/ext/environments/test_openenv.py
 
 # the operator data_juicer with Data-Juicer itself, in an environment of its own (650 MB)
 test-data-juicer: setup
