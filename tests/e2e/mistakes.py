@@ -215,6 +215,8 @@ class Mistake:
     """Of `run`; 2: `check` finds it too, in the same words, and nothing is started."""
     prepare: Callable[[Path], object] = lambda folder: None
     """Made before the command; a context that it returns is entered for as long as that lasts."""
+    extension: str = ""
+    """The one that says it."""
 
 
 def _reward(name: str) -> tuple[str, ...]:
@@ -438,7 +440,7 @@ MISTAKES = [
         "N32 all rewards are equal", (*_reward("mistaken_same"), *_EIGHT),
         "equal_rewards: in 100% of the groups of the first step all rollouts have the same reward "
         "(the mean is 0.5), which gives no gradient",
-        "What to do: a reward that tells replies apart", code=0,
+        "What to do: a reward that tells replies apart", code=0, extension="diagnosis",
     ),
     Mistake(
         "N35 a resume with another learning rate", code=0,
@@ -458,7 +460,7 @@ MISTAKES = [
         ),
         "equal_rewards: in ",
         "where rewards differed at first, all replies may have become one: a smaller "
-        "algorithm.optimizer.lr", code=0,
+        "algorithm.optimizer.lr", code=0, extension="diagnosis",
     ),
 ]  # fmt: skip
 

@@ -33,7 +33,15 @@ def checked(said: str, mistake: Mistake, folder: Path) -> None:
     assert "Traceback" not in said and "/trireme/" not in said, said
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.extension(row.extension)])
+        if row.extension
+        else pytest.param(row, id=row.name)
+        for row in MISTAKES
+    ],
+)
 def test_a_run_tells_a_mistake(mistake: Mistake, folder: Path) -> None:
     done = answer(mistake, folder)
     assert done.exit_code == mistake.code, done.output

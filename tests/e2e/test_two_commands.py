@@ -114,6 +114,7 @@ def test_the_explorer_is_killed_early_and_late(pair: Pair) -> None:
     check(pair)
 
 
+@pytest.mark.extension("diagnosis")
 def test_each_command_says_what_it_sees_of_the_learning_once(tmp_path: Path) -> None:
     """The explorer its replies, the trainer its tokens' age; started again both say no more."""
     config = small_config(tmp_path)

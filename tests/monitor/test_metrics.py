@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from scripts import metrics_page
-from trireme.monitor.causes import CAUSES
 from trireme.monitor.figures import metric_of, usual_names
 
 PACKAGE = Path(__file__).parents[2] / "trireme"
@@ -54,10 +53,6 @@ def test_usual_names_are_each_of_one_metric() -> None:
     names = usual_names()
     assert len(set(names.values())) == len(names)
     assert names["actor/kl_loss"] == "kl"
-
-
-def test_each_cause_of_the_watchdog_has_its_metric() -> None:
-    assert all(metric_of(f"watchdog/{cause.name}") for cause in CAUSES)
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -13,7 +13,7 @@ import torch
 from trireme.buffer.record import Record
 from trireme.experience import EID, Experience
 from trireme.pipeline.operators import OperatorFailed, make_operator
-from trireme.pipeline.pipeline import Pipeline
+from trireme.pipeline.pipeline import Pipeline, left_out_by
 from trireme.registry import ALGORITHMS, OPERATORS
 
 GRPO = ALGORITHMS.get("grpo")
@@ -198,3 +198,13 @@ def test_rewards_that_spoil_advantages_are_counted_and_named(
     without = group([1.0])
     without[0].reward = None
     assert asyncio.run(Pipeline(SFT).run(without))[1]["experience_pipeline/not_finite"] == 0
+
+
+def test_what_dynamic_sampling_left_out_is_said_with_its_threshold() -> None:
+    name = "experience_pipeline/dapo_dynamic_sampling"
+    row = {"experience_pipeline/made": 24.0, "experience_pipeline/kept": 0.0}
+    row |= {f"{name}/dropped": 24.0, f"{name}/all_right": 5.0, f"{name}/all_wrong": 1.0}
+    assert left_out_by([row]).endswith(
+        "dapo_dynamic_sampling left out 24 (5 groups are all right and 1 all wrong: its "
+        "`correct_threshold` says which rewards are right)"
+    )

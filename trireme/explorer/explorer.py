@@ -36,11 +36,10 @@ from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
 from trireme.files import Unreadable, read_json, write_json
 from trireme.log import get_logger
-from trireme.monitor.causes import left_out_by
 from trireme.monitor.events import Emit, Evaluated, Failures, RolloutDone, StepDone
 from trireme.monitor.figures import in_words
 from trireme.pipeline.operators import pass_rates
-from trireme.pipeline.pipeline import Pipeline
+from trireme.pipeline.pipeline import Pipeline, left_out_by
 from trireme.sync.synchronizer import ExplorerSync
 from trireme.task import Task
 from trireme.usercode import with_place

@@ -147,6 +147,11 @@ KEPT = 64
 """Steps that are remembered."""
 
 
+def span(rows: Sequence[Figures]) -> str:
+    """These steps in words: `the last 3 steps`."""
+    return "the first step" if len(rows) == 1 else f"the last {len(rows)} steps"
+
+
 @dataclass
 class Course:
     """What the steps of one part came to so far."""

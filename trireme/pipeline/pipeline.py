@@ -26,6 +26,7 @@ from trireme.config.schema_rollout import OperatorConfig
 from trireme.data.rows import Rows, load_rows
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
+from trireme.monitor.figures import Figures, span, values
 from trireme.pipeline.operators import (
     SELECTOR_METRIC,
     Operator,
@@ -275,3 +276,34 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     lines = (as_json(row, default=str) + "\n" for row in rows)
     temporary.write_text("".join(lines), encoding="utf-8")
     os.replace(temporary, path)
+
+
+def left_out_by(rows: Sequence[Figures]) -> str:
+    """How many experiences of these steps are trained, and who has left out the others."""
+    start, end = "experience_pipeline/", "/dropped"
+    made, kept, filtered, bad = (
+        sum(values(rows, start + name)) for name in ("made", "kept", "filtered_count", "not_finite")
+    )
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(start))
+    said = [
+        f"{name.removeprefix(start).removesuffix(end)} left out {sum(values(rows, name)):.0f}"
+        + _alike(rows, name.removesuffix(end))
+        for name in names
+        if name.endswith(end) and any(values(rows, name))
+    ]
+    if filtered:
+        why = f" ({bad:.0f} have a reward that is no finite number or too large)" if bad else ""
+        said.append(f"the algorithm left out {filtered:.0f}{why}")
+    whom = ", ".join(said) or "nothing says by whom"
+    return f"of {made:.0f} experiences of {span(rows)} {kept:.0f} are left to train on: {whom}"
+
+
+def _alike(rows: Sequence[Figures], operator: str) -> str:
+    """Of what `dapo_dynamic_sampling` left out: how many groups were all right, how many wrong."""
+    right, wrong = (sum(values(rows, f"{operator}/all_{name}")) for name in ("right", "wrong"))
+    if not right + wrong:
+        return ""
+    return (
+        f" ({right:.0f} groups are all right and {wrong:.0f} all wrong: its `correct_threshold` "
+        "says which rewards are right)"
+    )

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trireme.ext.diagnosis.causes import CAUSES, Cause, Facts
 from trireme.files import Unreadable, json_or, out_of_the_way, write_json
+from trireme.launch.listeners import RunListener
 from trireme.log import get_logger
-from trireme.monitor.causes import CAUSES, Cause, Facts
 from trireme.monitor.events import Evaluated, Event, RolloutDone, StepDone
 from trireme.monitor.figures import Course, Figures, in_one_line
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 if TYPE_CHECKING:
-    from trireme.config import Plan
     from trireme.experience import Experience
     from trireme.launch.stage import Stage
 
@@ -98,7 +98,7 @@ class Watchdog:
         return made
 
 
-class Alarm:
+class Alarm(RunListener):
     """The watchdog of a run: what it says goes to the part's log, and into `watchdog.json`; that of
     a command which has one part alone into a file of its own, since the other's is beside it.
     """
@@ -106,13 +106,6 @@ class Alarm:
     def __init__(self) -> None:
         self.watchdog = Watchdog()
         self._file = Path()
-
-    def examine(self, plan: Plan) -> tuple[()]:
-        """No configuration is wrong."""
-        return ()
-
-    def begin(self, stage: Stage) -> None:
-        """No run is refused."""
 
     def listen(self, stage: Stage) -> None:
         """Look at each event of the run; one that goes on is read from its `metrics.jsonl`."""

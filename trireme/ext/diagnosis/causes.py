@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from trireme.monitor.figures import Course, Figures, mean, values
+from trireme.monitor.figures import Course, Figures, mean, span, values
+from trireme.pipeline.pipeline import left_out_by
 
 if TYPE_CHECKING:
     from trireme.algorithms.recipes import Recipe
@@ -83,10 +84,6 @@ def _cause(
 _DEVIATION = "experience_pipeline/group_reward_std"
 
 
-def _span(rows: Sequence[Figures]) -> str:
-    return "the first step" if len(rows) == 1 else f"the last {len(rows)} steps"
-
-
 @_cause(
     "judge_unread",
     "explorer",
@@ -100,7 +97,7 @@ def _judge_unread(course: Course, limit: float, facts: Facts) -> str | None:
     read = values(course.now, "rollout/judge_success/mean")
     if not facts.rewards_teach or not read or fmean(read) > limit:
         return None
-    return f"the judge's reply could not be read in any call of {_span(course.now)}"
+    return f"the judge's reply could not be read in any call of {span(course.now)}"
 
 
 @_cause(
@@ -123,7 +120,7 @@ def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
     if course.best > limit:
         return None  # rewards that were there and went away are another cause
     beside = ": only the teacher is learned from" if facts.teacher_beside else ""
-    return f"every reward of {_span(rows)} is 0{beside}"
+    return f"every reward of {span(rows)} is 0{beside}"
 
 
 @_cause(
@@ -153,7 +150,7 @@ def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
     reward = mean(rows, "rollout/reward/mean")
     beside = " from the rewards: there only the teacher is learned from"
     return (
-        f"in {fmean(idle):.0%} of the groups of {_span(rows)} all rollouts have the same reward "
+        f"in {fmean(idle):.0%} of the groups of {span(rows)} all rollouts have the same reward "
         f"(the mean is {reward:.3g}), which gives no gradient"
         + (beside if facts.teacher_beside else "")
     )
@@ -176,7 +173,7 @@ def _rewards_gone(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     if fmean(means) > limit * course.best:
         return None
-    return f"the mean reward was {course.best:.3g}, and in {_span(rows)} it is {fmean(means):.3g}"
+    return f"the mean reward was {course.best:.3g}, and in {span(rows)} it is {fmean(means):.3g}"
 
 
 def _cut(rows: Sequence[Figures]) -> float:
@@ -200,7 +197,7 @@ def _replies_cut(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     length = mean(rows, "rollout/response_length/mean")
     return (
-        f"{share:.0%} of the rollouts of {_span(rows)} have a reply that was cut at its limit "
+        f"{share:.0%} of the rollouts of {span(rows)} have a reply that was cut at its limit "
         f"(mean length {length:.0f} tokens)"
     )
 
@@ -219,7 +216,7 @@ def _prompts_too_long(course: Course, limit: float, facts: Facts) -> str | None:
     if share < limit or not share:
         return None
     return (
-        f"{share:.0%} of the rollouts of {_span(course.now)} had a prompt that is too long: "
+        f"{share:.0%} of the rollouts of {span(course.now)} had a prompt that is too long: "
         "nothing was asked, and their reward is 0"
     )
 
@@ -276,7 +273,7 @@ def _no_gradient(course: Course, limit: float, facts: Facts) -> str | None:
     if not norms or len(norms) < len(rows) or max(norms) > limit or not any(sizes):
         return None
     loss = fmean(sizes)
-    return f"the gradient of {_span(rows)} is 0, though the policy loss is not (mean {loss:.3g})"
+    return f"the gradient of {span(rows)} is 0, though the policy loss is not (mean {loss:.3g})"
 
 
 @_cause(
@@ -294,7 +291,7 @@ def _gap(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     return (
         f"engine and trainer differ by {difference:.3g} nats a token on the same weights (mean of "
-        f"{_span(course.now)})"
+        f"{span(course.now)})"
     )
 
 
@@ -311,7 +308,7 @@ def _stale(course: Course, limit: float, facts: Facts) -> str | None:
     age = mean(course.now, "rollout/staleness_mean")
     if facts.staleness is None or age <= limit + facts.staleness:
         return None
-    return f"tokens are {age:.1f} pushes old when they are trained (mean of {_span(course.now)})"
+    return f"tokens are {age:.1f} pushes old when they are trained (mean of {span(course.now)})"
 
 
 @_cause(
@@ -362,7 +359,7 @@ def _nothing_masked(course: Course, limit: float, facts: Facts) -> str | None:
     share = mean(course.now, "rollout/untrained/mean")
     if share < limit or not share:
         return None
-    return f"{share:.0%} of the rollouts of {_span(course.now)} have no token that is trained"
+    return f"{share:.0%} of the rollouts of {span(course.now)} have no token that is trained"
 
 
 @_cause(
@@ -378,37 +375,6 @@ def _left_out(course: Course, limit: float, facts: Facts) -> str | None:
     emptied = mean(rows, "experience_pipeline/emptied_groups")
     tasks = mean(rows, "rollout/tasks")
     return None if not tasks or emptied < limit * tasks else left_out_by(rows)
-
-
-def left_out_by(rows: Sequence[Figures]) -> str:
-    """How many experiences of these steps are trained, and who has left out the others."""
-    start, end = "experience_pipeline/", "/dropped"
-    made, kept, filtered, bad = (
-        sum(values(rows, start + name)) for name in ("made", "kept", "filtered_count", "not_finite")
-    )
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith(start))
-    said = [
-        f"{name.removeprefix(start).removesuffix(end)} left out {sum(values(rows, name)):.0f}"
-        + _alike(rows, name.removesuffix(end))
-        for name in names
-        if name.endswith(end) and any(values(rows, name))
-    ]
-    if filtered:
-        why = f" ({bad:.0f} have a reward that is no finite number or too large)" if bad else ""
-        said.append(f"the algorithm left out {filtered:.0f}{why}")
-    whom = ", ".join(said) or "nothing says by whom"
-    return f"of {made:.0f} experiences of {_span(rows)} {kept:.0f} are left to train on: {whom}"
-
-
-def _alike(rows: Sequence[Figures], operator: str) -> str:
-    """Of what `dapo_dynamic_sampling` left out: how many groups were all right, how many wrong."""
-    right, wrong = (sum(values(rows, f"{operator}/all_{name}")) for name in ("right", "wrong"))
-    if not right + wrong:
-        return ""
-    return (
-        f" ({right:.0f} groups are all right and {wrong:.0f} all wrong: its `correct_threshold` "
-        "says which rewards are right)"
-    )
 
 
 @_cause(
@@ -454,7 +420,7 @@ def _failed(course: Course, limit: float, facts: Facts) -> str | None:
     counts = [(kind, sum(values(rows, f"rollout/failed/{kind}"))) for kind in kinds]
     why = ", ".join(f"{kind} {count:.0f}" for kind, count in counts if count)
     share = failed / (failed + made)
-    return f"{share:.0%} of the rollouts of {_span(rows)} failed ({why}) and are left out"
+    return f"{share:.0%} of the rollouts of {span(rows)} failed ({why}) and are left out"
 
 
 @_cause(

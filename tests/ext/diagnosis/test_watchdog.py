@@ -12,13 +12,13 @@ import pytest
 from tests.config.made import config_of, values
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
+from trireme.ext.diagnosis.causes import CAUSES, Facts
+from trireme.ext.diagnosis.watchdog import Warned, Watchdog
 from trireme.launch.check import make_plans
-from trireme.monitor.causes import CAUSES, Facts, left_out_by
-from trireme.monitor.figures import FEW
-from trireme.monitor.watchdog import Warned, Watchdog
+from trireme.monitor.figures import FEW, metric_of
 
 Row = dict[str, float]
-PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
 
 
 def explored(step: int, **changed: float) -> Row:
@@ -313,11 +313,5 @@ def test_the_page_has_the_modules_table() -> None:
         assert f"| `{cause.name}` | {when} | {cause.why} | {cause.do} |" in page
 
 
-def test_what_dynamic_sampling_left_out_is_said_with_its_threshold() -> None:
-    name = "experience_pipeline/dapo_dynamic_sampling"
-    row = {"experience_pipeline/made": 24.0, "experience_pipeline/kept": 0.0}
-    row |= {f"{name}/dropped": 24.0, f"{name}/all_right": 5.0, f"{name}/all_wrong": 1.0}
-    assert left_out_by([row]).endswith(
-        "dapo_dynamic_sampling left out 24 (5 groups are all right and 1 all wrong: its "
-        "`correct_threshold` says which rewards are right)"
-    )
+def test_each_cause_of_the_watchdog_has_its_metric() -> None:
+    assert all(metric_of(f"watchdog/{cause.name}") for cause in CAUSES)
