@@ -24,11 +24,10 @@ from typing import Any
 
 from target import Target, judge
 
-from trireme import Experience, Model, Task
+from trireme import Experience, Model, Task, train
 from trireme.checkpoint.layout import JobFolder
 from trireme.demo.problems import make_problems
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.launch.train import train
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 STEPS_OF_EPISODE, SHORTEST_S, LONGEST_S, REPLY = 6, 0.05, 0.5, 24

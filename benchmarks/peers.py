@@ -122,9 +122,8 @@ def by_trl(work: dict[str, Any]) -> dict[str, Any]:
 
 def by_trireme(work: dict[str, Any]) -> dict[str, Any]:
     """The same by a run of Trireme; an episode is one sample, or one a step where that is asked."""
-    from trireme import Experience, Model, Task
+    from trireme import Experience, Model, Task, train
     from trireme.checkpoint.layout import JobFolder
-    from trireme.launch.train import train
     from trireme.monitor.monitor import FILE_NAME, read_metrics
 
     async def walk(task: Task, model: Model) -> list[Experience]:

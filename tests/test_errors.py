@@ -22,10 +22,21 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "trireme.sync.probe:BrokenWeights": ("layers.0", " since train step 3"),
     "trireme.trainer.trainer:Stopped": (7,),
 }
+"""Error with a constructor of its own -> what it is made of; also those of extensions."""
+ROOT = Path(trireme.__file__).parents[1]
 _CLASS = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", ARGUMENTS)
+def is_here(path: str) -> bool:
+    """Whether the extension of an error has not been deleted."""
+    module = ROOT / path.partition(":")[0].replace(".", "/")
+    return module.is_dir() or module.with_suffix(".py").is_file()
+
+
+HERE = [path for path in ARGUMENTS if is_here(path)]
+
+
+@pytest.mark.parametrize("path", HERE)
 def test_an_error_from_another_process_says_what_it_said_there(path: str) -> None:
     """As Ray brings it: an exception is made anew of its `args`."""
     module, _, name = path.partition(":")
@@ -51,4 +62,4 @@ def test_every_error_with_a_constructor_of_its_own_is_tried() -> None:
                 functions = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
                 if "__init__" in functions:
                     found.add(f"{module.removesuffix('.__init__')}:{node.name}")
-    assert found == set(ARGUMENTS)
+    assert found == set(HERE)

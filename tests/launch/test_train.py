@@ -247,8 +247,6 @@ def test_a_misspelt_argument_with_a_function_is_named(tiny_dir: Path, tmp_path: 
             trireme.ConfigError, match=f"{name} is not a known key; did you mean '{meant}'"
         ):
             start(tiny_dir, tmp_path, **{name: [multiply]})
-    with pytest.raises(trireme.ConfigError, match="tools is not a known key; known here: project"):
-        trireme.try_workflow(None, "1 + 1?", model=tiny_dir, tools=[multiply])
 
 
 def test_a_function_of_the_same_name_is_another_reward(tiny_dir: Path, tmp_path: Path) -> None:

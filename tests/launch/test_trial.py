@@ -113,3 +113,8 @@ def test_debug_takes_a_yaml_and_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()
     done = CliRunner().invoke(app, [*words[:4], "99", "--reply", "1"])
     assert done.exit_code == 2 and "there is no task 99: the taskset has 0 to 15" in done.output
+
+
+def test_tools_are_no_argument_of_a_trial(tiny_dir: Path) -> None:
+    with pytest.raises(trireme.ConfigError, match="tools is not a known key; known here: project"):
+        trireme.try_workflow(None, "1 + 1?", model=tiny_dir, tools=[len])
