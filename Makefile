@@ -147,7 +147,7 @@ $(VLLM)/.installed: constraints-vllm.txt
 # deaths, a resume and several explorers on a Ray cluster of this machine: minutes
 test-ray: setup
 	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rsfE -m large tests/ext/ray/test_runs.py \
-	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/e2e/test_bench.py \
+	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/ext/evaluation/test_bench.py \
 	    tests/e2e/test_odd_text.py
 
 # requests and calls that nobody thought of, against a live engine: FUZZ=100000 for more of them

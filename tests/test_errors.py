@@ -18,7 +18,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "trireme.config:ConfigError": ([Problem("buffer.batch_size", "is 0")], "run.yaml"),
     "trireme.data.rows:NoRows": ("rows.jsonl", "is empty"),
     "trireme.explorer.explorer:RolloutsFailed": ("3 of 4 rollouts failed", "Traceback"),
-    "trireme.launch.trial:TrialFailed": ("the workflow failed", "Traceback"),
+    "trireme.ext.evaluation.trial:TrialFailed": ("the workflow failed", "Traceback"),
     "trireme.sync.probe:BrokenWeights": ("layers.0", " since train step 3"),
     "trireme.trainer.trainer:Stopped": (7,),
 }

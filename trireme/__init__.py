@@ -25,8 +25,6 @@ _MODULES = {
     "trireme.engines.scripted": "ScriptedEngine",
     "trireme.experience": "EID Experience group_by",
     "trireme.launch.check": "make_plans",
-    "trireme.launch.train": "Run train",
-    "trireme.launch.trial": "Trial try_workflow",
     "trireme.model.chat_tokens": "ChatTokens",
     "trireme.model.model": "Model Reply",
     "trireme.registry": "Registry REWARDS WORKFLOWS CONTEXT_MANAGERS=context_managers "
@@ -91,8 +89,6 @@ if TYPE_CHECKING:
     from trireme.experience import EID, Experience, group_by
     from trireme.ext import *  # noqa: F403
     from trireme.launch.check import make_plans
-    from trireme.launch.train import Run, train
-    from trireme.launch.trial import Trial, try_workflow
     from trireme.model.chat_tokens import ChatTokens
     from trireme.model.model import Model, Reply
     from trireme.registry import CONTEXT_MANAGERS as context_managers

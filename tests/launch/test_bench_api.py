@@ -12,8 +12,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.cli.test_eval import Api
-from tests.cli.test_eval import api as api  # a fixture
+from tests.ext.evaluation.test_eval import Api
+from tests.ext.evaluation.test_eval import api as api  # a fixture
 from tests.limits import HANG_S
 from trireme.cli.main import app
 from trireme.config.load import load_config

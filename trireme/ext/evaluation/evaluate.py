@@ -21,7 +21,7 @@ import yaml
 from trireme.cli.listing import in_columns
 from trireme.config import ConfigError, Plan, Problem
 from trireme.config.lookup import Api
-from trireme.explorer.scores import Estimate, difference, estimate, pass_at
+from trireme.ext.evaluation.scores import Estimate, difference, estimate, pass_at
 from trireme.files import write_json
 from trireme.text import say
 
@@ -109,7 +109,7 @@ def _interrupts(came: list[int]) -> Iterator[None]:
 def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -> int:
     """Add what each model did to `measured`, and write it; 1 if a model could not be tried."""
     from trireme.cli.run import complain
-    from trireme.launch.trial import evaluate
+    from trireme.ext.evaluation.trial import evaluate
 
     apis = [_api_of(model) for model in options.models]
     hosts = {urlsplit(url).netloc for _, url in apis if url}
@@ -141,8 +141,8 @@ def _api_of(model: str) -> tuple[str, str]:
 
 
 def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
-    from trireme.cli.chat import model_in
     from trireme.config.load import load_config
+    from trireme.ext.evaluation.chat import model_in
     from trireme.launch.check import checked
 
     path = options.config

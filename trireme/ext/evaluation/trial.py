@@ -35,12 +35,12 @@ from trireme.engines.scripted import LOGPROB, ScriptedEngine
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.explorer.scheduler import Scheduler
+from trireme.ext.train.train import Reward, config_from
 from trireme.launch.check import checked
 from trireme.launch.data import Text, make_eval_tasksets, make_text, make_training_taskset
 from trireme.launch.engine_host import with_engines
 from trireme.launch.engines import Auxiliary, engine_spec, make_api_engine, make_auxiliary
 from trireme.launch.explorer_side import make_scheduler
-from trireme.launch.train import Reward, config_from
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
 from trireme.processes import ending_leftovers, environment

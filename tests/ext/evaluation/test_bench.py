@@ -63,7 +63,7 @@ def kill_the_engines(task: Any, answer: str) -> float:
 def test_an_engine_that_dies_ends_the_evaluation_with_one_sentence(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     inputs = config["buffer"]["explorer_input"]
-    inputs["default_reward_fn_type"] = "tests.e2e.test_bench:kill_the_engines"
+    inputs["default_reward_fn_type"] = "tests.ext.evaluation.test_bench:kill_the_engines"
     config["explorer"] |= {"runner_per_model": 1, "rollout_model": {"engine_type": "torch"}}
     config["explorer"]["rollout_model"]["engine_num"] = 2
     command(tmp_path, config)

@@ -24,7 +24,7 @@ def debug(
     plugin_dir: PluginDirs = None,
 ) -> None:
     """Run one task, and print each token and whether it is trained."""
-    from trireme.cli.debug import debug as command
+    from trireme.ext.evaluation.debug import debug as command
 
     config, keys = yaml_and_keys(config, words, {})
     if config is None:

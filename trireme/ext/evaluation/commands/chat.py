@@ -21,6 +21,6 @@ def chat(
     ] = 512,
 ) -> None:
     """Chat with a trained model in the terminal."""
-    from trireme.cli.chat import chat as command
+    from trireme.ext.evaluation.chat import chat as command
 
     raise typer.Exit(command(place, system=system, temperature=temperature, max_tokens=max_tokens))

@@ -56,8 +56,8 @@ def eval_command(
     It prints means and pass@k with intervals of 95 % confidence, and of several models the
     difference of each to the first over the same tasks.
     """
-    from trireme.cli.eval import EvalOptions, evaluate_models
     from trireme.cli.run import add_plugin_dirs
+    from trireme.ext.evaluation.evaluate import EvalOptions, evaluate_models
 
     config, keys = yaml_and_keys(config, words, {})
     if (config is None) == (not tasks):

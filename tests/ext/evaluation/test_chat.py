@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from trireme.cli.chat import model_in
 from trireme.cli.main import app
+from trireme.ext.evaluation.chat import model_in
 
 
 def test_lines_in_replies_out_until_an_empty_line(tiny_dir: Path) -> None:

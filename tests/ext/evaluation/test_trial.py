@@ -17,7 +17,7 @@ from tests.e2e.job import small_config
 from tests.limits import HANG_S
 from trireme.cli.main import app
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.launch.trial import TrialFailed
+from trireme.ext.evaluation.trial import TrialFailed
 from trireme.task import Task
 
 SMALL: dict[str, Any] = {"model.max_model_len": 64, "model.max_response_tokens": 8}

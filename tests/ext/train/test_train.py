@@ -14,7 +14,7 @@ import pandas
 import pytest
 
 import trireme
-from trireme.launch.train import config_from
+from trireme.ext.train.train import config_from
 from trireme.registry import REWARDS, TRACKERS, WORKFLOWS
 from trireme.task import Task
 from trireme.workflows.tool_calls import TOOLS
@@ -250,7 +250,7 @@ def test_a_misspelt_argument_with_a_function_is_named(tiny_dir: Path, tmp_path: 
 
 
 def test_a_function_of_the_same_name_is_another_reward(tiny_dir: Path, tmp_path: Path) -> None:
-    from trireme.launch.train import _named
+    from trireme.ext.train.train import _named
 
     def accuracy(task: Task, answer: str) -> float:
         return 1.0

@@ -19,11 +19,11 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.limits import HANG_S
-from trireme.cli.eval import EvalOptions, _api_of, _plan, _report, _values
 from trireme.cli.main import app
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, _evaluated
 from trireme.explorer.runner import Failed, Outcome
+from trireme.ext.evaluation.evaluate import EvalOptions, _api_of, _plan, _report, _values
 from trireme.task import Task
 from trireme.usercode import Fault
 

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from trireme.explorer.scores import difference, estimate, pass_at
+from trireme.ext.evaluation.scores import difference, estimate, pass_at
 
 
 def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_success() -> None:

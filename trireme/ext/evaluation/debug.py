@@ -24,8 +24,8 @@ def debug(
     add_plugin_dirs(plugin_dirs)
     try:
         loaded = load_config(config, overrides)
+        from trireme.ext.evaluation.trial import TrialFailed, try_plan
         from trireme.launch.check import checked
-        from trireme.launch.trial import TrialFailed, try_plan
 
         plans = [plan for plan in checked(loaded).plans if plan.mode in ("both", "explore")]
         if not plans:
