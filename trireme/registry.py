@@ -384,6 +384,13 @@ PUSHES = Registry("weight push", kind="push")
 """Ways of weights to an engine, which names its own: see sync/push.py."""
 LAUNCHERS = Registry("cluster.launcher", kind="launcher")
 """What starts the parts of a stage in processes of their own: see config/launcher.py."""
+MODES = Registry("mode", kind="mode")
+"""Modes that extensions run: functions `(stage, engine, stop)`, see `run_plan` in launch/run.py."""
+
+MODELS = Registry("model of an engine", kind="model")
+"""Classes of what workflows hold of an engine, which names its own: see model/model.py."""
+GATEWAYS = Registry("gateway", kind="gateway")
+"""What gives rollouts addresses of their own: see launch/explorer_side.py."""
 
 DIALECTS = Registry("dialect", kind="dialect")
 """What other systems' keys, options and classes mean: see config/dialect.py."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from trireme.config import Findings, Problem
-from trireme.extensions import needed_for
+from trireme.extensions import missing
 from trireme.registry import LAUNCHERS, did_you_mean, is_path
 
 if TYPE_CHECKING:
@@ -77,12 +77,8 @@ def check_launcher(name: str) -> Findings:
     findings = Findings()
     if name in (AUTO, LOCAL) or name in LAUNCHERS or is_path(name):
         return findings
-    if owner := needed_for("launcher", name):
-        findings.problem(
-            KEY,
-            f"is {name!r}, which needs the extension '{owner}', which is not here: "
-            "`trireme extensions` lists what is",
-        )
+    if lacks := missing("launcher", name):
+        findings.problem(KEY, f"is {name!r}, which {lacks}")
     else:
         names = [AUTO, LOCAL, *LAUNCHERS]
         expected = f"{', '.join(names)}{did_you_mean(name.lower(), names)}"

@@ -62,7 +62,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 class ApiEngine(ScriptedEngine):
     """See Engine. It has no weights, and reports one constant log-probability."""
 
-    traits = EngineTraits(takes_messages=True)
+    traits = EngineTraits(model="messages")
 
     def __init__(
         self,

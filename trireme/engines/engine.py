@@ -150,8 +150,10 @@ class EngineTraits:
     """The names in PUSHES by which it takes new weights: for `sync_method` memory and nccl, and for
     `paired`, where it has the device of one of the trainer's ranks.
     """
-    takes_messages: bool = False
-    """Conversations reach it as messages, and its ids are not its own: see engines/api.py."""
+    model: str = "tokens"
+    """The name in MODELS of what workflows hold of it: by `messages` conversations reach it as they
+    are, since its ids are not its own (engines/api.py).
+    """
 
 
 class Restartable(Protocol):

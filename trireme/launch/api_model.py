@@ -22,6 +22,11 @@ _BEGIN = cast(Callable[[str], str], format_of("hermes").begin)
 class ApiModel(Model):
     """A Model whose conversations reach an API as messages."""
 
+    @classmethod
+    def attune(cls, chat: ChatTokens) -> None:
+        """See Model."""
+        read_api_calls(chat)
+
     async def chat_samples(
         self,
         messages: Sequence[Any],

@@ -49,6 +49,7 @@ from trireme.config.stages import (
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, is_remote, load_rows
 from trireme.data.tasksets import Mixture, Taskset
+from trireme.extensions import missing
 from trireme.launch.data import (
     OPERATORS_KEY,
     data_set,
@@ -241,6 +242,8 @@ def make_parts(
     stage, findings = with_inputs(stage)
     findings.notes += notes
     parts = Parts(stage, findings)
+    if lacks := missing("mode", stage.config.mode):
+        findings.problem("mode", f"is {stage.config.mode}, which {lacks}")
     if names_are_known:
         findings.add(check_launcher(stage.config.cluster.launcher))
         findings.add(check_engine_types(stage))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from trireme.buffer.buffer import Puts
 from trireme.checkpoint.layout import EVALUATED, FAILED
@@ -20,7 +20,6 @@ from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.explorer.explorer import Explorer
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
-from trireme.launch.api_model import ApiModel, read_api_calls
 from trireme.launch.data import FAILED_BYTES, Text
 from trireme.launch.engines import (
     Auxiliary,
@@ -30,13 +29,18 @@ from trireme.launch.engines import (
 )
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
+from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
-from trireme.server.gateway import Gateway
-from trireme.server.rollouts import Rollouts
+from trireme.registry import GATEWAYS, MODELS
 from trireme.sync.checkpoint import PolledSync
 from trireme.sync.synchronizer import ExplorerSync
 from trireme.task import Task
 
+if TYPE_CHECKING:
+    from trireme.model.openai_client import Address
+
+GATEWAY = "http"
+"""The name in GATEWAYS of the one that rollouts get."""
 UNLIMITED = 2**31
 """Tokens, where an API has limits of its own."""
 
@@ -177,11 +181,10 @@ def make_scheduler(
     """
     if plan.api is not None:  # which has its own limits, in tokens of its own
         plan = dataclasses.replace(plan, max_model_len=UNLIMITED, max_prompt_tokens=UNLIMITED - 1)
-    model_type = ApiModel if engine.traits.takes_messages else Model
-    if model_type is ApiModel:
-        read_api_calls(text.chat)
+    model_type: type[Model] = MODELS.get(engine.traits.model)
+    model_type.attune(text.chat)
     remembered = [({}, sampling_of(plan, {}))]
-    gateway = Gateway(Rollouts(engine, text.chat, model_path, plan.max_model_len))
+    addresses = Addresses(engine, text.chat, model_path, plan.max_model_len)
 
     def make_further(task: Task) -> list[Any]:
         key = (batch_order(task), task.task_id, -1)
@@ -205,7 +208,7 @@ def make_scheduler(
             enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
             model_path=model_path,
             auxiliary=[other.model(key) for other in auxiliary],
-            gateway=gateway.address,
+            gateway=addresses.address,
         )
 
     explorer = plan.config.explorer
@@ -238,8 +241,44 @@ def make_scheduler(
         else None,
         report_interval=explorer.runner_state_report_interval,
         further=make_further if auxiliary else None,
-        close_last=gateway.close,
+        close_last=addresses.close,
     )
+
+
+class Gateway(Protocol):
+    """Gives rollouts addresses, where programs find their Models. Made of an engine, how its
+    conversations become tokens, the model's path and the most tokens.
+    """
+
+    def address(self, model: Model) -> Address:
+        """A new address, behind which `model` is. Raises OSError where none can be had."""
+        ...
+
+    async def close(self) -> None:
+        """End all addresses."""
+        ...
+
+
+class Addresses:
+    """The addresses of an explorer's rollouts, by a gateway that is made for the first of them."""
+
+    def __init__(
+        self, engine: Engine, chat: ChatTokens, model_path: str, max_model_len: int
+    ) -> None:
+        self._parts = engine, chat, model_path, max_model_len
+        self._gateway: Gateway | None = None
+
+    def address(self, model: Model) -> Address:
+        """See Gateway. Raises ValueError where there is no gateway."""
+        gateway = self._gateway
+        if gateway is None:
+            gateway = self._gateway = cast(Gateway, GATEWAYS.get(GATEWAY)(*self._parts))
+        return gateway.address(model)
+
+    async def close(self) -> None:
+        """See Gateway."""
+        if self._gateway is not None:
+            await self._gateway.close()
 
 
 def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:

@@ -40,6 +40,7 @@ from trireme.launch.stop import Stop
 from trireme.launch.trainer_side import TrainerSide
 from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary
+from trireme.registry import MODES
 
 NAME = "more_sft"
 
@@ -216,10 +217,8 @@ async def _run_here(
     plan = stage.plan
     if plan.takes_turns and remote is not None:
         stage.device.colocation = remote.colocation = ColocationLock(remote)
-    if plan.mode == "serve":
-        from trireme.launch.serving import run_serve  # a web server, which no other mode needs
-
-        return await run_serve(stage, remote, stop)
+    if plan.mode in MODES:
+        return await MODES.get(plan.mode)(stage, remote, stop)
     engine = trainer = explorer = None
     async with AsyncExitStack() as held:
         if stage.trains:

@@ -76,6 +76,12 @@ class Reply:
 class Model:
     """An engine, a tokenizer and the record of one rollout."""
 
+    @classmethod
+    def attune(cls, chat: ChatTokens) -> None:
+        """Set how conversations are read, once for all models of this class that have this `chat`:
+        here, as the engine's tokenizer says.
+        """
+
     def __init__(
         self,
         engine: Engine,

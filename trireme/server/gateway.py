@@ -15,6 +15,8 @@ import re
 import secrets
 from typing import Any
 
+from trireme.engines.engine import Engine
+from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.model.openai_client import Address
 from trireme.server.rollouts import Rollouts
@@ -22,6 +24,11 @@ from trireme.server.sessions import Sessions
 
 MOST_OPEN = 1 << 30
 """Rollouts end by themselves: none is dropped to make room."""
+
+
+def make_gateway(engine: Engine, chat: ChatTokens, model_path: str, max_model_len: int) -> Gateway:
+    """The gateway of an explorer with this engine."""
+    return Gateway(Rollouts(engine, chat, model_path, max_model_len))
 
 
 class Gateway:

@@ -56,6 +56,7 @@ from trireme.launch.trainer_side import TrainerSide
 from trireme.monitor.console import Console
 from trireme.monitor.events import Noted
 from trireme.monitor.terminal import Terminal
+from trireme.registry import MODES
 
 STOP_S = 15.0
 T = TypeVar("T")
@@ -185,11 +186,9 @@ class Actors:
     async def _run_mode(self, measure_end: bool, stop: Stop) -> StageResult:
         """The same as in one process, with sides that are elsewhere; a server of agents is here."""
         stage = self._stage
-        if stage.plan.mode == "serve":
-            from trireme.launch.serving import run_serve  # a web server, which no other mode needs
-
+        if stage.plan.mode in MODES:
             assert self._serving is not None
-            return await run_serve(stage, self._serving, stop)
+            return await MODES.get(stage.plan.mode)(stage, self._serving, stop)
         trainer = None if self._trainer is None else remote(TrainerSide, self._trainer)
         explorer = None if self._explorer is None else remote(ExplorerSide, self._explorer)
         return await run_mode(stage, trainer, explorer, measure_end=measure_end)
@@ -212,7 +211,7 @@ class Actors:
         trainer = remote(TrainerWorker, self._trainer)
         rank0 = await trainer.meeting_place() if self._followers else None
         restarted = self._restarts() > 0
-        if plan.mode == "serve":
+        if plan.mode in MODES:
             self._serving = make_remote_engine(plan, plan.engine_urls, plan.engine_key)
             self._serving.servers.restarted = restarted
         spec = RunSpec(plan, model_path, plugins, self._trainer, rank0, restarted)
