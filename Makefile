@@ -1,4 +1,4 @@
-# make setup | demo | demo-cluster | docs | test | test-quick | test-gpu | gpu-report | test-vllm | test-megatron |
+# make setup | demo | demo-cluster | docs | test | test-quick | test-without | test-gpu | gpu-report | test-vllm | test-megatron |
 # test-postgres | test-trackers | test-agents | test-data-juicer | test-ray | test-fuzz | test-long | test-sandbox |
 # test-page | test-envs | test-extras | faults | test-python | audit | bench-peers | performance | lint | clean: needs
 # Python 3.11 to 3.13; all else goes into environments in this folder.
@@ -29,7 +29,7 @@ VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
 VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
-.PHONY: setup demo demo-cluster docs test test-quick test-gpu gpu-report test-page test-extras test-envs test-sandbox \
+.PHONY: setup demo demo-cluster docs test test-quick test-without test-gpu gpu-report test-page test-extras test-envs test-sandbox \
     test-fuzz test-long test-megatron test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray \
     test-python audit faults bench-peers performance lint format clean
 
@@ -76,6 +76,7 @@ docs: setup
 test: lint docs
 	$(POSTGRES)
 	$(REQUIRE)="postgres,'ray',stemmer,rapidfuzz,nbclient,ipykernel,linux,posix,onednn,hadolint" $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+	$(MAKE) test-without
 
 # two minutes, for the inner loop: what needs no process of its own, nor a model that is trained
 QUICK ?= tests/algorithms tests/config tests/data tests/demo tests/explorer tests/model tests/monitor tests/pipeline \
@@ -84,6 +85,14 @@ QUICK ?= tests/algorithms tests/config tests/data tests/demo tests/explorer test
     tests/test_experience.py tests/test_registry.py tests/test_log.py tests/test_aio.py
 test-quick: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not large and not slow" $(QUICK)
+
+# the kernel alone: a copy without any extension passes its quick tests and runs the demo.
+# WITHOUT="webshop sql": a copy without these
+WITHOUT ?= --all
+test-without: setup
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/without.py $(WITHOUT) -- \
+	    python -m pytest -q -rfE -n 2 --dist loadfile -m "not large and not slow" $(QUICK)
+	$(BIN)/python scripts/without.py $(WITHOUT) -- trireme run
 
 # what runs survive: kills, signals, disks, damage, users' code; twenty minutes on two quiet cores
 FAULTS ?=

@@ -19,20 +19,14 @@ from tests.postgres import Server, binaries, serving
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, visibly, where torch has none; files begin with the longest:
-    those that have a test marked `slow`, then the other whole runs. A test is skipped where an
-    extension is deleted that its mark `extension` names. TRIREME_ONLY: a word of the
+    those that have a test marked `slow`, then the other whole runs. TRIREME_ONLY: a word of the
     reason for which the tests that are run would be skipped elsewhere.
     """
     if only := os.environ.get("TRIREME_ONLY"):
         others = [item for item in items if not _skips(item, only)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
-    from trireme.extensions import extensions
-
-    for item in items:
-        needed = {name for mark in item.iter_markers("extension") for name in mark.args}
-        if gone := needed - {*extensions()}:
-            item.add_marker(pytest.mark.skip(reason=f"needs extensions: {', '.join(sorted(gone))}"))
+    _skip_without_extensions(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "e2e"))
     if wanted := [item for item in items if item.get_closest_marker("gpu")]:
@@ -42,6 +36,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             skip = pytest.mark.skip(reason="needs a GPU: make test-gpu where there is one")
             for item in wanted:
                 item.add_marker(skip)
+
+
+def _skip_without_extensions(items: list[pytest.Item]) -> None:
+    """Skip what an extension is needed for that is deleted here (scripts/without.py)."""
+    from trireme.extensions import KINDS, absent, extensions
+
+    deleted = any(map(absent, KINDS))
+    for item in items:
+        needed = {name for mark in item.iter_markers("extension") for name in mark.args}
+        if gone := sorted(needed - {*extensions()}):
+            item.add_marker(pytest.mark.skip(reason=f"needs extensions: {', '.join(gone)}"))
+        elif deleted and item.get_closest_marker("whole"):
+            item.add_marker(pytest.mark.skip(reason="is about all of the repository"))
 
 
 def _skips(item: pytest.Item, word: str) -> bool:

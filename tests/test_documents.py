@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from trireme.extensions import extensions
 from trireme.registry import ALGORITHMS
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",

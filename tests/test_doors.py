@@ -169,9 +169,10 @@ def test_a_store_is_named_by_storage_type_checked_and_made(package: None, tmp_pa
             f"{KEY}.storage_type cannot be used: unknown store 'shelff'; did you mean 'shelf'? "
             "Known: ",
         ),
-        (
+        pytest.param(
             ("storage_type=replay",),
             f"{KEY}.storage_type is replay: expected replay_buffer.enable true",
+            marks=pytest.mark.extension("replay"),
         ),
     ],
 )

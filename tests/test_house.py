@@ -82,6 +82,7 @@ def test_what_says_nothing_new_is_listed(house: Path) -> None:
     ]
 
 
+@pytest.mark.whole
 def test_the_page_of_the_code_layout_names_every_file() -> None:
     page = layout_page.PAGE.read_text(encoding="utf-8")
     assert page == layout_page.document(), "run: python scripts/layout_page.py"

@@ -21,6 +21,8 @@ import pytest
 from tests.e2e.job import forkserver
 from trireme.registry import ADVANTAGES, ALGORITHMS, POLICY_LOSSES
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "examples", "scripts")
 ELSEWHERE = ("rl_in_one_file.py", "agents/with_*.py", "agents/tool_agent.py")

@@ -15,6 +15,8 @@ import yaml
 
 from tests.test_documents import ROOT
 
+pytestmark = pytest.mark.whole
+
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 

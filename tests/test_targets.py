@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 FILES = [path for path in sorted(TESTS.rglob("*.py")) if "node_modules" not in path.parts]

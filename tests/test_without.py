@@ -12,6 +12,8 @@ import pytest
 from tests.limits import HANG_S
 from trireme.extensions import Extension
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).parents[1]
 WITHOUT = runpy.run_path(str(ROOT / "scripts" / "without.py"))
 ALL_MODULES = """

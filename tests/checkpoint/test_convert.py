@@ -174,6 +174,7 @@ def test_a_checkpoint_without_configuration_asks_for_the_base_model(
     AutoModelForCausalLM.from_pretrained(step / "actor" / "huggingface")
 
 
+@pytest.mark.extension("converters")
 def test_a_folder_without_weights_says_what_it_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

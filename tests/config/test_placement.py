@@ -283,6 +283,7 @@ def test_the_page_has_the_plans_table():
 URLS = (f"{MODEL}.base_urls=[http://127.0.0.1:1]",)
 
 
+@pytest.mark.extension("sql")
 def test_auxiliary_models_on_gpus_have_a_place_of_their_own(tmp_path, machine):
     machine(4)
     judge = f"explorer.auxiliary_models=[{{model_path: {values(tmp_path)['model']['model_path']}}}]"

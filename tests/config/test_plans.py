@@ -31,6 +31,7 @@ def test_the_alfworld_seeds_numbers():
     assert not plan.deterministic
 
 
+@pytest.mark.extension("sql")
 def test_the_alfworld_seed_lacks_nothing_but_its_data():
     problems = draft(load_config(SEEDS / "alfworld.yaml")).problems
     keys = {problem.key for problem in problems}
@@ -38,6 +39,7 @@ def test_the_alfworld_seed_lacks_nothing_but_its_data():
     assert keys <= {f"{taskset}.path", f"{taskset}.default_workflow_type"}
 
 
+@pytest.mark.extension("replay")
 @pytest.mark.parametrize(
     ("replay", "message"),
     [
@@ -144,6 +146,7 @@ def test_a_users_workflow_leaves_the_train_steps_open(tmp_path):
 STORE = "buffer.trainer_input.experience_buffer"
 
 
+@pytest.mark.extension("replay", "sql")
 @pytest.mark.parametrize(
     ("override", "shared", "deterministic"),
     [
@@ -182,6 +185,7 @@ def test_styles_have_two_names(tmp_path, given, style):
     assert plan_of(tmp_path, f"synchronizer.sync_style={given}").sync_style == style
 
 
+@pytest.mark.extension("sql")
 @pytest.mark.parametrize(
     ("mode", "given", "method"),
     [
@@ -213,12 +217,14 @@ def test_a_note_on_weights_says_how_they_travel_to_servers(tmp_path):
     assert noted.endswith("(online): the trainer sends weights to the servers by HTTP")
 
 
+@pytest.mark.extension("sql")
 def test_two_processes_meet_in_sqlite(tmp_path):
     plan = plan_of(tmp_path, "mode=explore")
     assert plan.buffer_type == "sql"
     assert plan.buffer_path == f"sqlite:///{plan.job_dir}/buffer/experience_buffer.db"
 
 
+@pytest.mark.extension("sql")
 def test_other_places_of_the_store_are_kept(tmp_path):
     key = "buffer.trainer_input.experience_buffer"
     there = plan_of(tmp_path, f"{key}.storage_type=sql", f"{key}.path=postgresql://host/db")
@@ -255,6 +261,7 @@ def test_micro_batches_hold_two_sequences_by_default(tmp_path):
     assert plan_of(tmp_path, "trainer.max_token_len_per_gpu=300").max_token_len == 300
 
 
+@pytest.mark.extension("vllm")
 def test_keys_of_other_engines_are_listed_and_others_mapped(tmp_path):
     plan = plan_of(
         tmp_path,
@@ -286,6 +293,7 @@ def test_one_gpu_is_shared(tmp_path, monkeypatch):
     assert plan.gpus == {"explorer": 1, "trainer": 1}
 
 
+@pytest.mark.extension("sql")
 @pytest.mark.parametrize(
     ("overrides", "address", "says"),
     [
@@ -303,6 +311,7 @@ def test_a_server_without_a_key_is_on_loopback(tmp_path, overrides, address, say
     assert (plan.buffer_type, plan.sync_method) == ("sql", "checkpoint")
 
 
+@pytest.mark.extension("sql")
 def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
     given = values(tmp_path)
     del given["buffer"]["explorer_input"]
@@ -399,9 +408,10 @@ OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"
             "synchronizer.sync_interval (2), sync_offset (2): all 4 explore steps are sampled by "
             "the first weights",
         ),
-        (
+        pytest.param(
             ["trainer.callbacks=[a:B, c]", "mode=explore"],
             "trainer.callbacks (a:B, c): nothing trains in mode explore, and none is called",
+            marks=pytest.mark.extension("sql"),
         ),
         (
             ["algorithm.kl_loss_fn=none", "algorithm.kl_loss_fn_args={kl_coef: 0.1}"],
@@ -439,6 +449,7 @@ def test_a_loss_of_samples_that_is_averaged_by_their_length_is_noted(tmp_path, g
     assert [note.startswith(begin) for note in notes] == [True] * noted
 
 
+@pytest.mark.extension("sql")
 def test_what_changes_something_is_not_noted(tmp_path):
     steps = ["buffer.total_steps=4", "trainer.total_steps=4"]
     plain = plan_of(tmp_path, *steps).notes

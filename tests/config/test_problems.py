@@ -31,6 +31,7 @@ def test_a_good_configuration_has_none(tmp_path):
     assert problems_of(tmp_path) == []
 
 
+@pytest.mark.extension("sql")
 def test_attention_that_cannot_be_computed_is_a_problem(tmp_path, monkeypatch):
     key = "trainer.attn_implementation"
     for kernel, why in (
@@ -51,6 +52,7 @@ def test_attention_that_cannot_be_computed_is_a_problem(tmp_path, monkeypatch):
     assert text == f"{key} is varlen: torch 2.9.1+cu128 has none, 2.10 and newer do"
 
 
+@pytest.mark.extension("sql")
 @pytest.mark.usefixtures("spreads")
 def test_blocks_that_cannot_be_compiled_are_a_problem(tmp_path, monkeypatch):
     key = "trainer.use_torch_compile"
@@ -114,6 +116,7 @@ def test_a_missing_dataset_names_the_nearest_file(tmp_path):
     )
 
 
+@pytest.mark.extension("sql")
 @pytest.mark.parametrize("name", ["a/b", "trainer", ".."])
 def test_an_explorers_name_has_to_name_files(tmp_path, name):
     found = only_problem(tmp_path, "mode=explore", f"explorer.name={name}")
@@ -307,6 +310,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert "on a disk with 0.0 GB left" in only_problem(tmp_path)
 
 
+@pytest.mark.extension("sql")
 def test_a_fixed_beat_that_would_stop_for_ever_names_the_other_style(tmp_path):
     words = ("mode=explore", "buffer.train_batch_size=64")
     found = only_problem(tmp_path, *words)
@@ -335,6 +339,7 @@ def test_reading_data_needs_a_batch_size_a_mode_and_columns(tmp_path):
     )
 
 
+@pytest.mark.extension("sql")
 def test_train_has_the_batch_size_of_an_explore_step(tmp_path):
     assert problems_of(tmp_path, "mode=train") == []
 
@@ -529,11 +534,13 @@ def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):
     assert plan.explore_steps == 2
 
 
+@pytest.mark.extension("sql")
 def test_a_server_for_other_machines_needs_a_key(tmp_path):
     problem = only_problem(tmp_path, "mode=serve", "explorer.listen_address=10.0.0.1")
     assert problem.startswith("explorer.listen_address is 10.0.0.1: other machines need")
 
 
+@pytest.mark.extension("data_juicer")
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
@@ -565,6 +572,7 @@ def test_two_tasksets_of_one_name(tmp_path, sets):
     ]
 
 
+@pytest.mark.extension("replay")
 @pytest.mark.parametrize(
     ("value", "says"),
     [(-1, "at least 0"), ("x", "a number"), (float("nan"), "a number")],
@@ -578,6 +586,7 @@ def test_a_priority_of_no_use(tmp_path, value, says):
     assert found.endswith(f"priority_fn 'linear_decay': decay is {value!r}: expected {says}")
 
 
+@pytest.mark.extension("sql")
 def test_a_database_of_another_kind_is_refused(tmp_path):
     key = "buffer.trainer_input.experience_buffer"
     found = only_problem(tmp_path, f"{key}.storage_type=sql", f"{key}.path=mysql://me@host/b")
@@ -591,6 +600,7 @@ def test_a_stop_string_that_no_engine_takes(tmp_path, stop):
     assert found.endswith(": expected texts of 1 to 1024 characters")
 
 
+@pytest.mark.extension("sql")
 def test_a_trainer_that_begins_in_a_folder_of_its_own_would_wait_for_ever(tmp_path):
     words = ("mode=train", "continue_from_checkpoint=false")
     told = only_problem(tmp_path, *words)

@@ -49,6 +49,7 @@ OF_LAUNCHERS = {"ClusterConfig.heartbeat_timeout", "ClusterConfig.start_timeout"
 """Keys that extensions read, which may not be here."""
 
 
+@pytest.mark.whole
 def test_every_key_is_read_or_said_to_have_no_effect():
     """By name: that a key called `name` is read, the read of another `name` would hide."""
     read: set[str] = set()
@@ -68,6 +69,7 @@ def test_every_key_is_read_or_said_to_have_no_effect():
     assert unread - OF_LAUNCHERS == set(NOT_BY_NAME)
 
 
+@pytest.mark.whole
 def test_the_documentation_pages_are_up_to_date():
     written = {page: page.read_text(encoding="utf-8") for page in PAGE["documents"]()}
     assert written == PAGE["documents"](), "run: python scripts/configuration_page.py"

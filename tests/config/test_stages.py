@@ -68,6 +68,7 @@ def test_a_stages_own_model_path_goes_before_the_last_stages(tmp_path):
     assert plans[1].model_path == "gpt2"
 
 
+@pytest.mark.extension("sql")
 def test_a_stage_that_trains_nothing_hands_on_no_model(tmp_path):
     stages = [{"stage_name": "a", "mode": "explore"}, {"stage_name": "b"}, {"stage_name": "c"}]
     plans = make_plans(staged(tmp_path, stages))

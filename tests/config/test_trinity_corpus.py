@@ -16,6 +16,8 @@ from trireme.config.load import read_config
 from trireme.config.stages import stages_of
 from trireme.launch.check import examine
 
+pytestmark = pytest.mark.whole
+
 
 def documents(corpus: Path) -> dict[str, str]:
     """Name -> text of each document of a file."""
