@@ -105,7 +105,12 @@ def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) ->
         ("tensor_parallel_size=3", {"num_attention_heads": 4}, "is 3: expected a divisor of the m"),
         ("extra_engine_args.max_num_seq=4", {}, "engine: did you mean max_num_seqs?"),
         ("extra_engine_args.seed=4", {}, f"what sets it is {key('seed')}"),
-        ("tool_call_parser=mistrl", {}, "; did you mean 'mistral'?"),
+        pytest.param(
+            "tool_call_parser=mistrl",
+            {},
+            "; did you mean 'mistral'?",
+            marks=pytest.mark.extension("chat_formats"),
+        ),
     ],
 )
 def test_what_vllm_cannot_do_is_found_before_it_starts(

@@ -1,0 +1,1 @@
+"""How models of other families than Hermes' write tool calls (gpt-oss, DeepSeek, Llama ...)."""
