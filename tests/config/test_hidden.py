@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from trireme.config.hidden import HIDDEN, hidden_words, is_secret, without_secrets
+from tests.e2e.job import small_config
+from trireme.config import Plan, load_config
+from trireme.config.hidden import HIDDEN, hidden_words, is_secret, resolved, without_secrets
 from trireme.config.schema import Config
+from trireme.launch.check import make_plans
 
 S = "S3cr3tValue"
 WORDS: list[list[str]] = [
@@ -118,3 +121,50 @@ def test_every_key_of_the_schema_but_the_secret_one_is_shown() -> None:
 def test_the_examples_are_shown_as_they_are(path: Path) -> None:
     held = yaml.safe_load(path.read_text())
     assert without_secrets(held) == held
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--api-key", "abc", "--port", "80"], ["--api-key", "***", "--port", "80"]),
+        (["--api-key=abc"], ["--api-key=***"]),
+        (["explorer.rollout_model.api_key=abc"], ["explorer.rollout_model.api_key=***"]),
+        (["explorer.env_vars.OPENAI_API_KEY=abc"], ["explorer.env_vars.OPENAI_API_KEY=***"]),
+        (["--url", "postgresql://u:pw@h/d"], ["--url", "postgresql://u:***@h/d"]),
+        (["a.path=postgresql://u:pw@h/d"], ["a.path=postgresql://u:***@h/d"]),
+        (["note=sk-abcdefghijklmnop"], ["note=***"]),
+        (["model.max_response_tokens=8", "x.prompt_key=q"],) * 2,
+    ],
+)
+def test_a_command_line_is_kept_without_its_secrets(words: list[str], expected: list[str]) -> None:
+    assert hidden_words(words) == expected
+
+
+def test_secrets_of_a_configuration_are_stars_whatever_holds_them() -> None:
+    given = {
+        "api_key": "a",
+        "env_vars": {"HF_TOKEN": "b", "HOME": "c"},
+        "list": [{"password": "d"}],
+    }
+    assert without_secrets(given) == {
+        "api_key": "***",
+        "env_vars": {"HF_TOKEN": "***", "HOME": "c"},
+        "list": [{"password": "***"}],
+    }
+
+
+def test_a_resolved_stage_is_read_again_and_means_the_same_folder(tmp_path: Path) -> None:
+    config = small_config(tmp_path) | {
+        "stages": [{"stage_name": "one"}, {"stage_name": "two", "buffer": {"batch_size": 2}}]
+    }
+
+    def plan_of(values: dict[str, Any]) -> list[Plan]:
+        path = tmp_path / "plan.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return make_plans(load_config(path))
+
+    second = plan_of(config)[1]
+    (again,) = plan_of(resolved(second, second.model_path))
+    assert again.job_dir == second.job_dir
+    assert again.batch_size == 2
+    assert again.train_steps == second.train_steps

@@ -443,13 +443,13 @@ MISTAKES = [
         "What to do: a reward that tells replies apart", code=0, extension="diagnosis",
     ),
     Mistake(
-        "N35 a resume with another learning rate", code=0,
+        "N35 a resume with another learning rate", code=0, extension="provenance",
         **_resumes("changed", "algorithm.optimizer.lr=0.01", "buffer.total_steps=2"),
         sentence="algorithm.optimizer.lr: 0.001 -> 0.01: from train step 2 on; the optimizer's "
         "moments stay",
     ),
     Mistake(
-        "N35 a resume with another model", code=0,
+        "N35 a resume with another model", code=0, extension="provenance",
         **_resumes("other_model", "model.model_path={folder}/other", "buffer.total_steps=2"),
         sentence="its weights are ignored, since the checkpoint's are loaded; tokenizer, chat ",
     ),

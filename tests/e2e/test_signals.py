@@ -163,6 +163,7 @@ def test_two_commands_that_are_told_to_end_go_on_where_they_were(pair: Pair) -> 
     check(pair)
 
 
+@pytest.mark.extension("provenance")
 def test_a_run_that_left_no_checkpoint_says_that_it_begins_again(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     started(tmp_path, config).kill_when(tmp_path / "checkpoints/tests/job/run/starts.json")

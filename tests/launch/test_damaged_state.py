@@ -5,9 +5,6 @@ become of one, one sentence names it, and none is waited for.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.explorer.explorer import explorer_state
 from trireme.files import write_json
 from trireme.launch.run import finished_stages
-from trireme.launch.starts import add_start, read_starts
 from trireme.sync.checkpoint import STATE_FILE, PolledSync
 
 MEANT = {"latest_iteration": 3, "taskset_states": [{"current_index": 12}]}
@@ -57,28 +53,3 @@ def test_damaged_state_is_one_sentence(name: str, damage: str, tmp_path: Path) -
     with pytest.raises(ValueError, match=name) as error:
         read(job)
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["starts.json", "start_1.yaml"])
-def test_a_damaged_start_is_left_out_and_its_file_stays(
-    name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = JobFolder(tmp_path / "job")
-    tables = {key: {} for key in ("resumes", "model", "data", "plugins", "versions", "code")}
-    entry = {"time": "now", "mode": "both", "name": None, "folder": ".", **tables}
-    for seed in (1, 2):
-        add_start(folder, {**entry, "config": {"seed": seed}})
-    assert [one["config"]["seed"] for one in read_starts(folder)] == [1, 2]
-    path = folder.starts.parent / name
-    DAMAGES[damage](path)
-    if name == "start_1.yaml" and damage == "half of it":
-        path.write_text("seed: [")
-    with caplog.at_level(logging.WARNING):
-        left = [one["config"]["seed"] for one in read_starts(folder)]
-    assert left == ([] if name == "starts.json" else [2])
-    assert len([text for text in caplog.messages if str(path) in text]) == 1, caplog.messages
-    add_start(folder, {**entry, "config": {"seed": 3}})
-    assert [one["config"]["seed"] for one in read_starts(folder)] == [*left, 3]
-    assert os.path.lexists(path.with_name(f"{name}.damaged"))
-    assert json.loads(folder.starts.read_text())["starts"][-1]["config_file"] == "start_3.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Sequence
@@ -14,12 +15,15 @@ import pytest
 import yaml
 
 from tests.e2e.job import small_config
-from trireme.config import Plan, load_config
+from trireme.algorithms.recipes import get_recipe
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import ConfigError, Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch.check import make_plans
 from trireme.launch.listeners import RunListener
 from trireme.launch.results import StageResult, explored, summarise
-from trireme.launch.stage import Stage, open_run
+from trireme.launch.run import nothing_left
+from trireme.launch.stage import Stage, _refuse_other_model, open_run
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
 
@@ -43,6 +47,17 @@ def test_the_summary_of_a_resumed_run_begins_where_its_first_start_did(tmp_path:
     assert (summary.accuracy_before, summary.accuracy_rl) == (0.25, 0.75)
     trained = summarise([StageResult(None, "train", "grpo")], plan.job_dir, [plan])
     assert trained.accuracy_before is None  # nothing was evaluated here
+
+
+def test_a_run_at_its_end_says_what_makes_it_go_on(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    last = plan.train_steps
+    assert last is not None
+    said = nothing_left(plan, last)
+    assert said.startswith(f"nothing was left to do: step {last} was this run's last. To train on")
+    assert said.endswith("; to begin a run of its own, set another name")
+    said = nothing_left(plan, last + 3)
+    assert f"{plan.job_dir} holds a run at step {last + 3}, past the {last} asked for. To" in said
 
 
 Opened = AbstractContextManager[tuple[Stage, Sequence[RunListener]]]
@@ -72,6 +87,26 @@ def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
     with opened(plan, device) as (stage, _):
         assert stage.resumed is None
     device.close()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    folder = JobFolder(plan.job_dir)
+    recipe = get_recipe(plan.config.algorithm)
+    stage: Any = SimpleNamespace(
+        plan=plan, model_path=plan.model_path, folder=folder, recipe=recipe,
+        resumed=SimpleNamespace(step=2),
+    )  # fmt: skip
+    _refuse_other_model(stage)
+    stage.recipe = SimpleNamespace(needs_critic=True)
+    with pytest.raises(ConfigError, match="is grpo, which learns a value model, and"):
+        _refuse_other_model(stage)
+    config = json.loads((Path(plan.model_path) / "config.json").read_text())
+    folder.hf_dir(2).mkdir(parents=True)
+    wide = {**config, "hidden_size": 9}
+    (folder.hf_dir(2) / "config.json").write_text(json.dumps(wide))
+    with pytest.raises(ConfigError, match=r"whose hidden_size is \d+, and the .* has 9;"):
+        _refuse_other_model(stage)
 
 
 def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> None:

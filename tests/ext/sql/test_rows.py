@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from trireme.config.schema_rollout import TasksetConfig
-from trireme.data.rows import DataSet, NoRows, load_rows
+from trireme.data.rows import NoRows, load_rows
 from trireme.launch.data import rows_of
-from trireme.launch.starts import data_facts
 
 
 @pytest.fixture
@@ -77,13 +76,3 @@ def test_decimals_are_numbers_and_a_table_without_a_key_keeps_its_order(tmp_path
         store.executemany("insert into t values (?)", [(72,), (0.5,), (90,)])
     rows = [row["n"] for row in load_rows(f"sqlite:///{tmp_path / 'n.db'}", "t")]
     assert list(map(repr, rows)) == ["72", "0.5", "90"]
-
-
-def test_a_table_that_has_changed_has_another_fingerprint(url: str, tmp_path: Path) -> None:
-    before = data_facts(DataSet(url, otherwise="sums"))
-    assert (before["rows"], before["path"]) == (2, url)
-    assert data_facts(DataSet(url, "sums")) == before
-    with sqlite3.connect(tmp_path / "tasks.db") as store:
-        store.execute("insert into sums values (0, '0 + 0?', '0')")
-    after = data_facts(DataSet(url, "sums"))
-    assert after["rows"] == 3 and after["sha256"] != before["sha256"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -12,76 +15,24 @@ import yaml
 from safetensors.torch import save_file
 
 from tests.e2e.job import small_config
+from tests.e2e.test_damaged_files import DAMAGES
 from tests.tiny import make_model
 from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.cli.run import run as command
 from trireme.config import ConfigError, load_config
-from trireme.config.hidden import hidden_words, resolved, without_secrets
 from trireme.config.schema import Config
-from trireme.launch.changes import changes, refuse_meaningless
+from trireme.data.rows import DataSet, Rows
+from trireme.ext.provenance.changes import changes, refuse_meaningless
+from trireme.ext.provenance.starts import add_start, data_facts, read_starts, this_start
 from trireme.launch.check import make_plans
-from trireme.launch.run import nothing_left
-from trireme.launch.starts import this_start
-from trireme.registry import COMMANDS
+from trireme.registry import COMMANDS, SOURCES
 
 
 def plan_of(folder: Path, config: dict[str, Any], *overrides: str) -> Any:
     path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump(config))
     return make_plans(load_config(path, overrides))
-
-
-def test_a_run_at_its_end_says_what_makes_it_go_on(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    (plan,) = plan_of(tmp_path, config)
-    last = plan.train_steps
-    said = nothing_left(plan, last)
-    assert said.startswith(f"nothing was left to do: step {last} was this run's last. To train on")
-    assert said.endswith("; to begin a run of its own, set another name")
-    said = nothing_left(plan, last + 3)
-    assert f"{plan.job_dir} holds a run at step {last + 3}, past the {last} asked for. To" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--api-key", "abc", "--port", "80"], ["--api-key", "***", "--port", "80"]),
-        (["--api-key=abc"], ["--api-key=***"]),
-        (["explorer.rollout_model.api_key=abc"], ["explorer.rollout_model.api_key=***"]),
-        (["explorer.env_vars.OPENAI_API_KEY=abc"], ["explorer.env_vars.OPENAI_API_KEY=***"]),
-        (["--url", "postgresql://u:pw@h/d"], ["--url", "postgresql://u:***@h/d"]),
-        (["a.path=postgresql://u:pw@h/d"], ["a.path=postgresql://u:***@h/d"]),
-        (["note=sk-abcdefghijklmnop"], ["note=***"]),
-        (["model.max_response_tokens=8", "x.prompt_key=q"],) * 2,
-    ],
-)
-def test_a_command_line_is_kept_without_its_secrets(words: list[str], expected: list[str]) -> None:
-    assert hidden_words(words) == expected
-
-
-def test_secrets_of_a_configuration_are_stars_whatever_holds_them() -> None:
-    given = {
-        "api_key": "a",
-        "env_vars": {"HF_TOKEN": "b", "HOME": "c"},
-        "list": [{"password": "d"}],
-    }
-    assert without_secrets(given) == {
-        "api_key": "***",
-        "env_vars": {"HF_TOKEN": "***", "HOME": "c"},
-        "list": [{"password": "***"}],
-    }
-
-
-def test_a_resolved_stage_is_read_again_and_means_the_same_folder(tmp_path: Path) -> None:
-    config = small_config(tmp_path) | {
-        "stages": [{"stage_name": "one"}, {"stage_name": "two", "buffer": {"batch_size": 2}}]
-    }
-    second = plan_of(tmp_path, config)[1]
-    (again,) = plan_of(tmp_path, resolved(second, second.model_path))
-    assert again.job_dir == second.job_dir
-    assert again.batch_size == 2
-    assert again.train_steps == second.train_steps
 
 
 def entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -242,3 +193,66 @@ def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
         _, errors = started(tmp_path, capsys, "buffer.total_steps=6", override, expected=2)
         assert told in errors.splitlines()[0]
         assert "expected as it was, or another name" in errors
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["starts.json", "start_1.yaml"])
+def test_a_damaged_start_is_left_out_and_its_file_stays(
+    name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = JobFolder(tmp_path / "job")
+    tables = {key: {} for key in ("resumes", "model", "data", "plugins", "versions", "code")}
+    entry = {"time": "now", "mode": "both", "name": None, "folder": ".", **tables}
+    for seed in (1, 2):
+        add_start(folder, {**entry, "config": {"seed": seed}})
+    assert [one["config"]["seed"] for one in read_starts(folder)] == [1, 2]
+    path = folder.starts.parent / name
+    DAMAGES[damage](path)
+    if name == "start_1.yaml" and damage == "half of it":
+        path.write_text("seed: [")
+    with caplog.at_level(logging.WARNING):
+        left = [one["config"]["seed"] for one in read_starts(folder)]
+    assert left == ([] if name == "starts.json" else [2])
+    assert len([text for text in caplog.messages if str(path) in text]) == 1, caplog.messages
+    add_start(folder, {**entry, "config": {"seed": 3}})
+    assert [one["config"]["seed"] for one in read_starts(folder)] == [*left, 3]
+    assert os.path.lexists(path.with_name(f"{name}.damaged"))
+    assert json.loads(folder.starts.read_text())["starts"][-1]["config_file"] == "start_3.yaml"
+
+
+class Count:
+    """Rows that are made when they are read."""
+
+    reproducible = True
+
+    def takes(self, data: DataSet) -> bool:
+        return data.path.startswith("count:")
+
+    def files(self, data: DataSet) -> list[Path]:
+        return []
+
+    def read(self, data: DataSet) -> Rows:
+        rows = [{"prompt": f"{n} + 1?"} for n in range(int(data.path.removeprefix("count:")))]
+        return Rows(f"dataset '{data.path}'", rows, ("prompt",))
+
+
+def test_rows_of_a_source_without_files_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SOURCES._registered, "count", Count)
+    assert data_facts(DataSet("count:4")) == {"path": "count:4", "rows": 4, "sha256": None}
+
+
+@pytest.mark.extension("sql")
+def test_a_table_that_has_changed_has_another_fingerprint(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'tasks.db'}"
+    with sqlite3.connect(tmp_path / "tasks.db") as store:
+        store.execute("create table sums (id integer primary key, question text, answer text)")
+        store.executemany(
+            "insert into sums values (?, ?, ?)", [(1, "1 + 1?", "2"), (2, "1 + 2?", "3")]
+        )
+    before = data_facts(DataSet(url, otherwise="sums"))
+    assert (before["rows"], before["path"]) == (2, url)
+    assert data_facts(DataSet(url, "sums")) == before
+    with sqlite3.connect(tmp_path / "tasks.db") as store:
+        store.execute("insert into sums values (0, '0 + 0?', '0')")
+    after = data_facts(DataSet(url, "sums"))
+    assert after["rows"] == 3 and after["sha256"] != before["sha256"]

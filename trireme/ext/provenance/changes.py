@@ -14,9 +14,9 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.schema import Config
 from trireme.config.section import Section
+from trireme.ext.provenance.starts import add_start, read_starts, same_part, this_start
 from trireme.launch.listeners import RunListener
 from trireme.launch.stage import Stage, refused
-from trireme.launch.starts import add_start, read_starts, same_part, this_start
 from trireme.log import get_logger
 from trireme.monitor.events import Noted
 
