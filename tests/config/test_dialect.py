@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,7 +177,7 @@ class Flags:
 
     about = "Klingon flags work too: --batleth"
     names = ("batleth",)
-    idle = ("qapla",)
+    idle = MappingProxyType({"qapla": "honour needs no flag"})
     several = ()
 
     def instead(self, name: str) -> str | None:

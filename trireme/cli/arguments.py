@@ -48,8 +48,8 @@ class FlagDialect(Protocol):
     """What `--help` says of them."""
     names: Collection[str]
     """Flags that set keys, without their dashes."""
-    idle: Collection[str]
-    """Flags that are accepted and change nothing."""
+    idle: Mapping[str, str]
+    """Flags that are accepted and change nothing, each with why."""
     several: Collection[str]
     """Flags with several values."""
 

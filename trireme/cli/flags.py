@@ -49,7 +49,7 @@ class SwiftFlags:
         "docs/ms_swift.md"
     )
     names = (*KEYS, *TASKSETS, *TRANSLATED)
-    idle = tuple(IDLE)
+    idle = IDLE
     several = SEVERAL
 
     def instead(self, name: str) -> str | None:

@@ -235,10 +235,9 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
 def _refuse_env(env: str, name: str) -> None:
     """Raise ValueError for an environment of a scheduler that plays none."""
     from trireme.registry import MULTI_TURNS
-    from trireme.workflows.swift import Absent
 
     scheduler: Any = MULTI_TURNS.get(name)
-    if not isinstance(scheduler, type) or issubclass(scheduler, Absent):
+    if not isinstance(scheduler, type) or getattr(scheduler, "stands_for", ""):
         return  # making it says why it cannot be
     for one in scheduler.__mro__:
         if (init := vars(one).get("__init__")) is None:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from trireme.cli.arguments import flag_dialects
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 ServerKey = Annotated[
@@ -82,9 +84,8 @@ class WithEngineFlags(TyperCommand):
         """Take the flags out; what has no effect is said."""
         import yaml
 
-        from trireme.cli.flag_names import IDLE
-
         own = {name.lstrip("-") for p in self.params for name in p.opts}
+        idle = {flag: why for one in flag_dialects() for flag, why in one.idle.items()} | _IDLE
         ctx.obj = {}
         rest: list[str] = []
         words = list(args)
@@ -92,7 +93,6 @@ class WithEngineFlags(TyperCommand):
             word = words.pop(0)
             name, equals, value = word.removeprefix("--").partition("=")
             key = name.removeprefix("vllm_")
-            idle = {**IDLE, **_IDLE}
             if not word.startswith("--") or name in own or (key not in _VLLM and name not in idle):
                 rest.append(word)
                 continue
