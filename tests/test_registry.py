@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import subprocess
 import sys
@@ -15,9 +14,6 @@ import pytest
 import trireme.registry
 from trireme.extensions import KINDS
 from trireme.registry import Registry
-from trireme.workflows.swift import NAMES as SWIFT_NAMES
-
-MAPS = [n for n in SWIFT_NAMES if n.endswith(("s", "_map")) and n.islower()]
 
 
 def make() -> Registry:
@@ -192,9 +188,3 @@ def test_of_two_things_that_are_set_by_item_the_last_counts_with_a_line(
         registry["mine"] = str
     assert registry["mine"] is str
     assert "'mine' of builtins:str replaces that of builtins:int" in caplog.text
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_what_ms_swift_has_as_a_dictionary_is_a_mapping_here(name: str) -> None:
-    module, _, attribute = SWIFT_NAMES[name].partition(":")
-    assert isinstance(getattr(importlib.import_module(module), attribute or name), MutableMapping)

@@ -18,7 +18,6 @@ from trireme.registry import CALLBACKS
 from trireme.sync.probe import BrokenWeights
 from trireme.trainer.callbacks import Callbacks, examine_callbacks
 from trireme.usercode import fault_of, innermost
-from trireme.workflows.swift_callback import TrainerCallback as SwiftCallback
 
 SEEN: list[str] = []
 ARGS = {"max_steps": 9, "output_dir": "jobs/a"}
@@ -91,27 +90,12 @@ class EndsAtOnce(TrainerCallback):
         control.should_training_stop = True
 
 
-class HandsOn(SwiftCallback):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_init_end(args, state, control, **kwargs)  # transformers' own, which is empty
-        SEEN.append(f"{self.args.output_dir}, {self.trainer.model}")
-
-
-class Defaults(HandsOn):
-    def __init__(self, args: Any = None, trainer: Any = None) -> None:
-        super().__init__(args, trainer)
-
-
 class Waits(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
 
 
 KINDS = {"ends": Ends, "told": Told, "fails": Fails, "evaluates": Evaluates, "waits": Waits}
 KINDS |= {"misspells": Misspells, "agrees": Agrees, "logs": Logs, "at_once": EndsAtOnce}
-KINDS |= {"hands_on": HandsOn, "defaults": Defaults}
 
 
 @pytest.fixture(autouse=True)
@@ -153,13 +137,6 @@ def test_what_fails_in_one_ends_the_run(name: str, error: Any, message: str) -> 
         trained(4, callbacks=Callbacks([name], ARGS, None))
     if error is not RuntimeError:
         assert str(fault_of(raised.value)).startswith(f"trainer.callbacks '{name}'")
-
-
-@pytest.mark.parametrize("name", ["hands_on", "defaults"])
-def test_constructors_of_ms_swifts_callbacks_get_arguments_and_trainer(name: str) -> None:
-    examine_callbacks([name])
-    asyncio.run(Callbacks([name], ARGS, "the model").tell("on_init_end", 0))
-    assert SEEN == ["jobs/a, the model"]
 
 
 def test_who_ended_the_training_is_kept_and_a_step_is_logged_anyway() -> None:

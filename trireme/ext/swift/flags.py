@@ -12,7 +12,8 @@ import typer
 import yaml
 
 from trireme.cli.arguments import Given, Source
-from trireme.cli.flag_names import (
+from trireme.demo import YAML as DEMO
+from trireme.ext.swift.flag_names import (
     CHOICES,
     ENGINE,
     IDLE,
@@ -29,8 +30,7 @@ from trireme.cli.flag_names import (
     TRANSLATED,
     elsewhere,
 )
-from trireme.cli.flag_values import needs, number_of, scalar, system_of, text_of
-from trireme.demo import YAML as DEMO
+from trireme.ext.swift.flag_values import needs, number_of, scalar, system_of, text_of
 
 _ONE_OF = "expected one of "
 _ADVANTAGE = "algorithm.advantage_fn_args."

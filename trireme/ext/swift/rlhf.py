@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from trireme.cli.arguments import Given
-from trireme.cli.flag_names import (
+from trireme.ext.swift.flag_names import (
     CHOICES,
     KEYS,
     REWARD_OPTIONS,
@@ -24,8 +24,8 @@ from trireme.cli.flag_names import (
     TASKSETS,
     TRANSLATED,
 )
-from trireme.cli.flag_values import number_of, scalar, system_of
-from trireme.cli.flags import SDAR, in_effect, overrides
+from trireme.ext.swift.flag_values import number_of, scalar, system_of
+from trireme.ext.swift.flags import SDAR, in_effect, overrides
 
 FILE = "rlhf.yaml"
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")

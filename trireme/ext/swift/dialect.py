@@ -10,6 +10,6 @@ class Swift(Dialect):
 
     def stand_in(self) -> None:
         """Let `import swift` find Trireme's names."""
-        from trireme.workflows.swift import stand_in
+        from trireme.ext.swift.imports import stand_in
 
         stand_in()

@@ -27,7 +27,7 @@ _GYM = "trireme.workflows.gym_scheduler"
 _TIPS = "trireme.workflows.math_tips"
 _SCALE = "trireme.workflows.loss_scale"
 _GROUP = "trireme.rewards.orm"
-_HERE = "trireme.workflows.swift"
+_HERE = "trireme.ext.swift.imports"
 _REQUIRED = "modelscope"
 """What every module of ms-swift imports, and Trireme does not need."""
 _logger = log.get_logger("plugin")
@@ -70,7 +70,7 @@ NAMES = {
     "RepetitionPenalty": f"{_GROUP}:Repetition",
     "SoftOverlong": _GROUP,
     "rm_plugins": _HERE,
-    "TrainerCallback": "trireme.workflows.swift_callback",
+    "TrainerCallback": "trireme.ext.swift.callback",
     "callbacks_map": "trireme.registry:CALLBACKS",
     "prms": _HERE,
     "LossScale": _SCALE,

@@ -17,7 +17,7 @@ class WithAllFlags(WithFlags):
 
     def own_flags(self) -> Sequence[str]:
         """The flags that only this command has."""
-        from trireme.cli.rlhf import OWN_FLAGS
+        from trireme.ext.swift.rlhf import OWN_FLAGS
 
         return OWN_FLAGS
 
@@ -25,8 +25,8 @@ class WithAllFlags(WithFlags):
 @app.command(cls=WithAllFlags)
 def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) -> None:
     """Run GRPO, DPO or KTO from ms-swift's flags; print the YAML they stand for."""
-    from trireme.cli.rlhf import yaml_of
     from trireme.cli.run import run as command
+    from trireme.ext.swift.rlhf import yaml_of
 
     path = yaml_of(ctx.obj, words or [])
     say(f"# {path}: the same run is `trireme run {path}`\n{path.read_text()}", flush=True)
