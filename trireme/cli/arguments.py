@@ -87,7 +87,7 @@ class WithFlags(TyperCommand):
         away = ", ".join(sorted({*absent("flags").values()}))
         for index, word in enumerate(rest):
             name, _, value = word.removeprefix("--").partition("=")
-            if not word.startswith("--") or name in options:
+            if not word.startswith("--") or name in options or word in ctx.help_option_names:
                 continue
             if instead := next(filter(None, (one.instead(name) for one in dialects)), None):
                 raise typer.BadParameter(f"no such option: --{name}. Set {instead}")
