@@ -25,7 +25,6 @@ from trireme.rewards.orm import ORM
 from trireme.serialize import experience_of_wire, experience_to_wire
 from trireme.workflows import loss_scale
 from trireme.workflows.scheduled import (
-    make_scheduler,
     multi_turn_scheduler,
 )
 from trireme.workflows.workflow import resolve
