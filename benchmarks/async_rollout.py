@@ -29,6 +29,7 @@ from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
 from trireme.model.chat_tokens import ChatTokens
 from trireme.server.rollouts import Rollouts
+from trireme.server.trajectories import infer
 
 MAX_TURNS, TOOL_SECONDS, MAX_LEN = 8, 0.05, 4096
 SAMPLING = {"max_tokens": 256, "stop": [" has", " many", "How", ".", "?"]}
@@ -96,7 +97,7 @@ async def seconds(folder: Path, count: int, *, asynchronous: bool) -> tuple[floa
         use_async_engine=asynchronous,
     )
     started = time.perf_counter()
-    outputs = await rollouts.infer(requests(count), SAMPLING)
+    outputs = await infer(rollouts, requests(count), SAMPLING)
     elapsed = time.perf_counter() - started
     busy = device.busy / elapsed
     await engine.close()

@@ -71,6 +71,7 @@ KINDS = (
     "tool",
     "loss_scale",
     "command",
+    "route",
     "engine",
     "push",
     "public",

@@ -371,6 +371,9 @@ TOOLS = Registry("tool", kind="tool")
 SCALES = Registry("loss scale", kind="loss_scale")
 """Weights of a reply's pieces in the loss: see workflows/loss_scale.py."""
 
+ROUTES = Registry("route", kind="route")
+"""Functions `(rollouts) -> APIRouter`, whose HTTP routes an engine's server has (server/app.py)."""
+
 COMMANDS = Registry("command", kind="command")
 """Commands of `trireme`: functions with typer's annotations, or typer apps (cli/main.py)."""
 

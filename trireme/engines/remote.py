@@ -114,7 +114,7 @@ class RemoteEngine:
         key: tuple[Any, ...],
         loss_scale: Any,
     ) -> list[dict[str, Any]]:
-        """A whole trajectory by the server's scheduler: its outputs, see server/rollouts.py."""
+        """A whole trajectory by the server's scheduler: its outputs, see /infer/."""
         self._check()
         options = dataclasses.asdict(sampling)
         body = {"infer_requests": [dict(request)], "request_config": options, "key": list(key)}

@@ -23,7 +23,8 @@ from starlette.exceptions import HTTPException as StarletteError
 
 from trireme.aio import LoopWatch, running
 from trireme.engines.engine import what_is_wrong
-from trireme.server import openai_routes, rollout_routes
+from trireme.registry import ROUTES
+from trireme.server import openai_routes
 from trireme.server.bodies import Answer
 from trireme.server.connections import server_config
 from trireme.server.engine_routes import group_router, steering_router, stream_router
@@ -55,7 +56,8 @@ def create_app(
         app.add_api_route(path, partial(_health, rollouts), methods=["GET"])
     app.include_router(openai_routes.make_router(rollouts, sessions))
     if sessions is None:
-        for steering in (steering_router, stream_router, group_router, rollout_routes.make_router):
+        others = (ROUTES.get(name) for name in ROUTES.built_in())
+        for steering in (steering_router, stream_router, group_router, *others):
             app.include_router(steering(rollouts))
     app.add_middleware(
         Limits,

@@ -21,6 +21,7 @@ from trireme.model.openai_wire import (
 )
 from trireme.server.bodies import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
+from trireme.server.trajectories import infer as infer_all
 from trireme.server.weights import AnnouncedWeights
 from trireme.workflows.scheduler import RolloutInferRequest
 
@@ -157,7 +158,9 @@ def make_router(rollouts: Rollouts) -> APIRouter:
         await weights.settled()
         options = sampling_of(body.request_config)
         key = as_key(body.key)
-        work = rollouts.infer(body.infer_requests, options, key=key, loss_scale=body.loss_scale)
+        work = infer_all(
+            rollouts, body.infer_requests, options, key=key, loss_scale=body.loss_scale
+        )
         return await until_gone(request, work)
 
     @router.post("/generate/")
