@@ -74,6 +74,7 @@ KINDS = (
     "route",
     "engine",
     "push",
+    "steering",
     "public",
     "launcher",
     "mode",

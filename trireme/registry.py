@@ -335,7 +335,9 @@ CALLBACKS = Registry(
         "is one of ms-swift's own, which is not here: expected a class of a plug-in",
     ),
 )
-"""Classes that a training calls: see trainer/callbacks.py. ms-swift's `callbacks_map`."""
+"""Classes that a training calls at its events. ms-swift's `callbacks_map`."""
+STEERINGS = Registry("steering", kind="steering")
+"""Who may end a training: see trainer/steering.py."""
 
 reward = REWARDS.register
 """Decorator: a function `(task, answer, *, options)` or a RewardFn class by this name."""

@@ -111,7 +111,7 @@ def test_they_are_called_in_order_and_end_the_training_with_a_checkpoint() -> No
     def callbacks() -> Callbacks:
         return Callbacks(["told", "ends"], ARGS, "the model")
 
-    made = trained(20, total_steps=9, save_behind=False, callbacks=callbacks())
+    made = trained(20, total_steps=9, save_behind=False, steering=[callbacks()])
     assert made.trainer.step == 3 and made.events[-1] == "stopped 3"
     assert saves(made) == ["save 1, 18 left", "save 3, 14 left, the last"]
     assert [
@@ -134,19 +134,19 @@ def test_they_are_called_in_order_and_end_the_training_with_a_checkpoint() -> No
 )
 def test_what_fails_in_one_ends_the_run(name: str, error: Any, message: str) -> None:
     with pytest.raises(error, match=message) as raised:
-        trained(4, callbacks=Callbacks([name], ARGS, None))
+        trained(4, steering=[Callbacks([name], ARGS, None)])
     if error is not RuntimeError:
         assert str(fault_of(raised.value)).startswith(f"trainer.callbacks '{name}'")
 
 
 def test_who_ended_the_training_is_kept_and_a_step_is_logged_anyway() -> None:
     examine_callbacks(["logs"])
-    made = trained(20, total_steps=9, callbacks=Callbacks(["logs", "ends"], ARGS, None))
+    made = trained(20, total_steps=9, steering=[Callbacks(["logs", "ends"], ARGS, None)])
     assert made.trainer.ended_by == (
         "trainer.callbacks 'ends' ended the training in on_step_end, at step 3"
     )
     assert SEEN.count("logs") == 3
-    assert trained(4, callbacks=Callbacks(["logs"], ARGS, None)).trainer.ended_by == ""
+    assert trained(4, steering=[Callbacks(["logs"], ARGS, None)]).trainer.ended_by == ""
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_one_that_hangs_is_noted_with_its_place_and_ends_the_training() -> None:
     callbacks = Callbacks(["hangs"], ARGS, None, timeout=100, clock=clock, emit=notes.append)
     try:
         with pytest.raises(TimeoutError) as caught:
-            trained(4, callbacks=callbacks)
+            trained(4, steering=[callbacks])
     finally:
         Hangs.released.set()
     note = notes.pop().text
@@ -227,7 +227,7 @@ def test_one_that_breaks_the_weights_is_named_with_the_event_and_the_weight() ->
         return [name for name, weight in named if not bool(weight.isfinite().all())]
 
     with pytest.raises(ValueError, match="an infinite number from on_step_end, with 2") as caught:
-        trained(9, callbacks=Callbacks(["breaks"], ARGS, model, broken_weights=broken))
+        trained(9, steering=[Callbacks(["breaks"], ARGS, model, broken_weights=broken)])
     assert str(fault_of(caught.value)).startswith(
         "trainer.callbacks 'breaks' left weights that hold NaN or an infinite number from "
         "on_step_end, with 2 train steps done: weight"
@@ -237,7 +237,7 @@ def test_one_that_breaks_the_weights_is_named_with_the_event_and_the_weight() ->
 def test_weights_that_a_train_step_broke_are_not_a_callbacks_fault() -> None:
     callbacks = Callbacks(["ends"], ARGS, None, broken_weights=lambda: ["a"])
     with pytest.raises(BrokenWeights, match=r"infinite number since train step 1 \(a\)"):
-        trained(9, callbacks=callbacks)
+        trained(9, steering=[callbacks])
     assert not SEEN
 
 

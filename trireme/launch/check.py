@@ -76,9 +76,9 @@ from trireme.model.tool_calls import format_of
 from trireme.pipeline.operators import make_operator
 from trireme.pipeline.pipeline import task_operators
 from trireme.processes import environment
-from trireme.registry import LISTENERS, OPERATORS, REWARDS, TASK_OPERATORS
+from trireme.registry import LISTENERS, OPERATORS, REWARDS, STEERINGS, TASK_OPERATORS
 from trireme.rewards.grouped import is_grouped, judge_of
-from trireme.trainer.callbacks import examine_callbacks
+from trireme.trainer.steering import examine_steering
 from trireme.usercode import fault_of
 from trireme.workflows.plugins import load_plugins
 from trireme.workflows.workflow import resolve
@@ -513,7 +513,8 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
     parts.tried(lambda: examine_auxiliary(plan, teacher=recipe.needs_teacher))
     for name in LISTENERS:
         parts.findings.problems += parts.tried(partial(examine_listener, name, plan)) or ()
-    parts.tried(lambda: examine_callbacks(plan.config.trainer.callbacks))
+    for name in STEERINGS:
+        parts.findings.problems += parts.tried(partial(examine_steering, name, plan)) or ()
     if not _prepares_tasks(parts.stage):  # it would write
         if parts.training is None:
             parts.training = parts.tried(lambda: make_training_taskset(plan))

@@ -26,10 +26,10 @@ from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import Pairs, PushParts, WeightPush
 from trireme.sync.synchronizer import Push, Synchronizer
-from trireme.trainer.callbacks import Callbacks
 from trireme.trainer.led import Models
 from trireme.trainer.lora import AdapterSource
 from trireme.trainer.measure import Profile
+from trireme.trainer.steering import SteeringParts, make_steering
 from trireme.trainer.trainer import Stopped, Trainer, TrainerSettings
 
 
@@ -261,6 +261,10 @@ class TrainerSide:
             save_behind=options.save_behind and not plan.takes_turns,
             save_timeout=plan.config.cluster.stop_timeout,
         )
+        backend = self.models.backend
+        steering = SteeringParts(
+            plan, stage.folder, backend.module, backend.broken_weights, stage.emit
+        )
         trainer = Trainer(
             models=self.models,
             buffer=self.buffer,
@@ -272,31 +276,10 @@ class TrainerSide:
             checkpointer=self,
             emit=stage.emit,
             profile=self._profile(),
-            callbacks=self._callbacks(),
+            steering=make_steering(steering),
         )
         trainer.step = stage.resumed.step if stage.resumed else 0
         return trainer
-
-    def _callbacks(self) -> Callbacks:
-        stage, plan = self.stage, self.stage.plan
-        trainer = plan.config.trainer
-        args = {
-            "output_dir": str(stage.folder.root),
-            "max_steps": trainer.total_steps or plan.train_steps or -1,
-            "save_steps": trainer.save_interval,
-            "logging_steps": 1,
-            "learning_rate": plan.config.algorithm.optimizer.lr,
-            "seed": plan.config.seed,
-        }
-        backend = self.models.backend
-        return Callbacks(
-            trainer.callbacks,
-            args,
-            backend.module,
-            timeout=trainer.callbacks_timeout,
-            broken_weights=backend.broken_weights,
-            emit=stage.emit,
-        )
 
     def _profile(self) -> Profile | None:
         stage = self.stage

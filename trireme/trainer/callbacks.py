@@ -24,18 +24,49 @@ from typing import Any
 
 from trireme.aio import in_thread, running
 from trireme.buffer.buffer import Clock, WallClock
+from trireme.config import Plan
 from trireme.log import get_logger
 from trireme.monitor.events import Emit, Noted
 from trireme.registry import CALLBACKS
 from trireme.sync.probe import BrokenWeights, a_few
+from trireme.trainer.steering import EVENTS, SteeringParts
 from trireme.usercode import Refused, UserCode, innermost, with_place
 
-EVENTS = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_save")
-EVENTS += ("on_train_end",)
 NOTED = 30.0
 """Seconds after which a line says which callback the training waits for."""
 logger = get_logger("trainer")
 _FLAGS = ("should_training_stop", "should_save", "should_log")
+
+
+class CallbackSteering:
+    """Has the classes that `trainer.callbacks` names steer a training: see SteeringKind."""
+
+    def examine(self, plan: Plan) -> tuple[()]:
+        """Raise ValueError for a class that cannot be called."""
+        examine_callbacks(plan.config.trainer.callbacks)
+        return ()
+
+    def make(self, parts: SteeringParts) -> Callbacks | None:
+        """The callbacks; None where the configuration names none."""
+        plan, trainer = parts.plan, parts.plan.config.trainer
+        args = {
+            "output_dir": str(parts.folder.root),
+            "max_steps": trainer.total_steps or plan.train_steps or -1,
+            "save_steps": trainer.save_interval,
+            "logging_steps": 1,
+            "learning_rate": plan.config.algorithm.optimizer.lr,
+            "seed": plan.config.seed,
+        }
+        if not trainer.callbacks:
+            return None
+        return Callbacks(
+            trainer.callbacks,
+            args,
+            parts.model,
+            timeout=trainer.callbacks_timeout,
+            broken_weights=parts.broken_weights,
+            emit=parts.emit,
+        )
 
 
 def examine_callbacks(names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,10 +27,10 @@ from trireme.monitor.events import Emit, Noted, Saved, StepDone, Trained
 from trireme.monitor.figures import in_words
 from trireme.sync.probe import BrokenWeights, a_few
 from trireme.sync.synchronizer import Synchronizer
-from trireme.trainer.callbacks import Callbacks
 from trireme.trainer.led import Models
 from trireme.trainer.measure import Profile
 from trireme.trainer.ranks import NotFinite
+from trireme.trainer.steering import Steering
 
 logger = get_logger("trainer")
 
@@ -107,7 +107,7 @@ class Trainer:
         checkpointer: Checkpointer,
         emit: Emit,
         profile: Profile | None = None,
-        callbacks: Callbacks | None = None,
+        steering: Sequence[Steering] = (),
     ) -> None:
         """Some of a batch is from `auxiliary` where the models' recipe mixes.
 
@@ -125,7 +125,7 @@ class Trainer:
         self.checkpointer = checkpointer
         self.emit = emit
         self.profile = profile
-        self.callbacks = callbacks or Callbacks((), {}, None)
+        self.steering = steering
         self.step = 0
         self.seconds = 0.0
         self.ended_by = ""
@@ -155,7 +155,7 @@ class Trainer:
         self._saved = self.step
         self._looked = time.monotonic(), self.device.busy
         for event in ("on_init_end", "on_train_begin"):
-            await self.callbacks.tell(event, self.step)
+            await self._tell(event)
         while not self._enough():
             began = time.monotonic()
             try:
@@ -170,11 +170,12 @@ class Trainer:
                 await self._stop_here()
             interval = self.settings.save_interval
             due = interval and self.step % interval == 0
-            if (due or self.callbacks.saves) and not self._enough():
+            asked = any(one.saves for one in self.steering)
+            if (due or asked) and not self._enough():
                 await self._save(last=False)
-        self.ended_by = self.callbacks.ended_by
+        self.ended_by = self._ended_by()
         await self._save(last=True)
-        await self.callbacks.tell("on_train_end", self.step)
+        await self._tell("on_train_end")
         if self.sync is not None:
             await self.sync.stopped(self.step)
         await self.buffer.close()
@@ -225,13 +226,20 @@ class Trainer:
 
     def _enough(self) -> bool:
         total = self.settings.total_steps
-        return (total is not None and self.step >= total) or self.callbacks.stops
+        return (total is not None and self.step >= total) or bool(self._ended_by())
+
+    def _ended_by(self) -> str:
+        return next((one.ended_by for one in self.steering if one.ended_by), "")
+
+    async def _tell(self, event: str, step: int | None = None, **facts: Any) -> None:
+        for one in self.steering:
+            await one.tell(event, self.step if step is None else step, **facts)
 
     async def _train_on(
         self, experiences: list[Experience], sampled: dict[str, float], waited: float
     ) -> None:
         self.doing = f"train step {self.step + 1}"
-        await self.callbacks.tell("on_step_begin", self.step)
+        await self._tell("on_step_begin")
         started = time.monotonic()
         metrics = await self.device.run(self._step, experiences)
         elapsed = time.monotonic() - started
@@ -257,8 +265,8 @@ class Trainer:
         count = len(experiences)
         logger.info("step %d: %d experiences in %.2f s  %s", self.step, count, elapsed, shown)
         self.emit(StepDone("trainer", self.step, metrics))
-        await self.callbacks.tell("on_step_end", self.step)
-        await self.callbacks.tell("on_log", self.step, logs=dict(metrics))
+        await self._tell("on_step_end")
+        await self._tell("on_log", logs=dict(metrics))
 
     def _idle(self) -> float:
         """The share of the time since the last step in which the device did nothing."""
@@ -287,7 +295,9 @@ class Trainer:
         return metrics
 
     async def _save(self, *, last: bool) -> None:
-        self.doing, self.callbacks.saves = f"the checkpoint of step {self.step}", False
+        self.doing = f"the checkpoint of step {self.step}"
+        for one in self.steering:
+            one.saves = False
         begun = time.monotonic()
         await self._end_save()  # one at a time
         state = await self.checkpointer.snapshot()
@@ -316,7 +326,7 @@ class Trainer:
         self.buffer.commit()
         logger.info("checkpoint of step %d saved", step)
         self.emit(Saved(step))
-        await self.callbacks.tell("on_save", step)
+        await self._tell("on_save", step)
 
     async def _end_save(self) -> None:
         """The checkpoint that is being written is whole and committed. Raises what failed."""

@@ -34,7 +34,7 @@ from trireme.monitor.monitor import FILE_NAME, read_metrics
 from trireme.registry import ORMS, REWARDS, TOOLS, TRACKERS, WORKFLOWS, Registry
 from trireme.serialize import decode
 from trireme.text import say
-from trireme.trainer.callbacks import EVENTS
+from trireme.trainer.steering import EVENTS
 
 BATCH_SIZE = 32
 REPEAT_TIMES = 8
