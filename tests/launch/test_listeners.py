@@ -1,4 +1,4 @@
-"""Listeners: what a package of others brings follows a run, in this process and on Ray."""
+"""Listeners and steering: what a package of others brings follows a run, here and on Ray."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import yaml
 
 from tests.e2e.job import small_config
 from trireme import extensions
+from trireme.checkpoint.layout import JobFolder
 from trireme.cli.run import run as command
 from trireme.config import load_config
 from trireme.extensions import names_of
 from trireme.launch.check import checked, draft
-from trireme.registry import LISTENERS
+from trireme.registry import LISTENERS, STEERINGS
 
 MANIFEST = """
 about = "A diary of each run."
 [listener]
 diary = "things:Diary"
+[steering]
+brake = "things:Brake"
 """
 THINGS = '''
 import json
@@ -64,6 +67,24 @@ class Diary(RunListener):
     def end(self):
         steps = len(self.file.read_text().splitlines()) if self.file.exists() else 0
         return [{"cause": "diary", "part": "trainer", "step": 0, "text": f"{steps} lines"}]
+
+
+class Brake:
+    """Ends a training after its first step, where the run's group is brake."""
+
+    ended_by = ""
+    saves = False
+
+    def examine(self, plan):
+        if plan.config.group == "handbrake":
+            yield Problem("group", "is handbrake: expected one that moves")
+
+    def make(self, parts):
+        return self if parts.plan.config.group == "brake" else None
+
+    async def tell(self, event, step, **facts):
+        if event == "on_step_end":
+            self.ended_by = f"the brake ended the training at step {step}"
 '''
 
 
@@ -89,6 +110,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for module in ("diary", "diary.things"):
         sys.modules.pop(module, None)
     LISTENERS._registered.pop("diary", None)
+    STEERINGS._registered.pop("brake", None)
 
 
 def started(folder: Path, *overrides: str) -> int:
@@ -134,6 +156,16 @@ def test_a_listener_says_what_is_wrong_with_a_configuration_and_with_a_resume(
     assert started(tmp_path, "group=once") == 2
     assert "group is once: expected a run that begins" in capsys.readouterr().err
     assert (job / "monitor/metrics.jsonl").read_bytes() == before
+
+
+def test_what_steers_a_training_may_be_of_a_package(
+    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert started(tmp_path, "group=handbrake") == 2
+    assert "error: group is handbrake: expected one that moves" in capsys.readouterr().err
+    assert started(tmp_path, "group=brake") == 0
+    assert "the brake ended the training at step 1" in capsys.readouterr().out
+    assert JobFolder(tmp_path / "checkpoints/tests/brake/job").steps() == [1]
 
 
 def test_a_key_that_only_an_extension_reads_which_is_not_here_names_it(

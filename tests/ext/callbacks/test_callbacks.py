@@ -14,9 +14,9 @@ from transformers import TrainerCallback
 
 from tests.limits import HANG_S
 from tests.trainer.test_trainer import saves, trained
+from trireme.ext.callbacks.callbacks import Callbacks, examine_callbacks
 from trireme.registry import CALLBACKS
 from trireme.sync.probe import BrokenWeights
-from trireme.trainer.callbacks import Callbacks, examine_callbacks
 from trireme.usercode import fault_of, innermost
 
 SEEN: list[str] = []
