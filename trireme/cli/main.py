@@ -18,7 +18,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from trireme.extensions import needed_for
+from trireme.extensions import missing
 from trireme.launch import GC_THRESHOLDS
 from trireme.log import Lines
 from trireme.registry import COMMANDS
@@ -35,11 +35,8 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command by this name; None where there is none."""
         if cmd_name not in COMMANDS:
-            if owner := needed_for("command", cmd_name):
-                ctx.fail(
-                    f"The command {cmd_name} needs the extension '{owner}', which is not here: "
-                    "`trireme extensions` lists what is."
-                )
+            if need := missing("command", cmd_name):
+                ctx.fail(f"The command {cmd_name} {need}.")
             return None
         command = typer.main.get_command(_app_of(cmd_name))
         command.name = cmd_name
