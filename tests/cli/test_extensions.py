@@ -80,7 +80,9 @@ def test_a_package_of_others_adds_a_command(fresh: Path) -> None:
 def test_a_command_of_an_extension_that_is_not_here_says_which(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(main, "needed_for", lambda *name: {("command", "vjew"): "page"}.get(name))
+    monkeypatch.setattr(
+        extensions, "needed_for", lambda *name: {("command", "vjew"): "page"}.get(name)
+    )
     done = CliRunner().invoke(main.app, ["vjew", "--plain"])
     assert done.exit_code == 2
     assert "The command vjew needs the extension 'page', which is not here" in done.output
