@@ -329,7 +329,8 @@ def backend_on(machine: Machine, **given: Any) -> Any:
 
 def step(machine: Machine) -> Lines:
     """Train steps of the made-up model."""
-    from trireme.config.memory import Use, memory_of, shape_at
+    from trireme.config.shape import shape_at
+    from trireme.ext.memory.estimate import Use, memory_of
     from trireme.trainer.pack import packed_tokens
 
     most, says = machine.most()
@@ -559,7 +560,7 @@ def engine_on(machine: Machine, device: Any) -> Any:
 
 def decode(machine: Machine) -> Lines:
     """Tokens that the embedded engine draws a second, beside what reading its weights takes."""
-    from trireme.config.memory import shape_at
+    from trireme.config.shape import shape_at
     from trireme.engines.device import Device
     from trireme.engines.engine import Sampling
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trireme.config.memory import GIB, ModelShape, Use, engine_share, memory_of
+from trireme.config.memory import GIB
+from trireme.config.shape import ModelShape
+from trireme.ext.memory.estimate import Use, engine_share, memory_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 BEGIN, END = "<!-- table: scripts/memory_page.py -->", "<!-- end of the table -->"

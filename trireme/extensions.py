@@ -75,6 +75,7 @@ KINDS = (
     "engine",
     "push",
     "steering",
+    "memory_planner",
     "public",
     "launcher",
     "mode",

@@ -403,3 +403,6 @@ DIALECT_KEYS = Registry("key of a dialect", kind="key")
 """Keys of files that only a dialect reads, each with that one."""
 FLAGS = Registry("flags", kind="flags")
 """What other systems' flags mean: see cli/arguments.py."""
+
+MEMORY_PLANNERS = Registry("memory planner", kind="memory_planner")
+"""Estimates of what a trainer's rank needs of its device: see config/memory.py."""

@@ -3,8 +3,7 @@ from io import StringIO
 import pytest
 from huggingface_hub import constants
 
-from tests.config.made import config_of, values, values_with
-from tests.config.test_placement import SEVEN
+from tests.config.made import config_of, values
 from trireme.cli.check import check
 from trireme.config import ConfigError, load_config
 from trireme.launch.check import checked
@@ -47,23 +46,6 @@ def test_a_folder_that_holds_a_run_says_so(tmp_path):
             (folder / "manifest.json").touch()
         assert said in printed(tmp_path / "config.yaml")[1]
     assert "holds a run" not in printed(tmp_path / "config.yaml", "name=other")[1]
-
-
-def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):
-    config_of(tmp_path, values_with(tmp_path, **SEVEN))
-    code, text = printed(tmp_path / "config.yaml")
-    assert code == 0
-    assert "memory        " in text and " each trainer " in text
-    assert "in its turn" not in text
-
-
-def test_a_mixture_that_the_memory_plan_does_not_know_is_named(tmp_path):
-    facts = {"model_type": "deepseek_v3", "n_routed_experts": 64, "num_experts_per_tok": 6}
-    config_of(tmp_path, values_with(tmp_path, **(SEVEN | facts)))
-    code, text = printed(tmp_path / "config.yaml")
-    assert code == 0 and "memory        " not in text
-    assert "note: model.model_path: there is no memory plan and no MFU for this kind " in text
-    assert "(deepseek_v3, a mixture of experts)" in text
 
 
 def test_the_mode_is_the_one_that_was_asked_for(tmp_path):

@@ -6,8 +6,7 @@ import subprocess
 
 import pytest
 
-from scripts import memory_page
-from tests.config.made import SEEDS, config_of, plan_of, values, values_with
+from tests.config.made import SEEDS, plan_of, values
 from trireme.config import ConfigError, load_config
 from trireme.config.plan import gpu_bytes
 from trireme.launch.check import draft
@@ -25,10 +24,6 @@ def machine(monkeypatch):
 
     has(0)
     return has
-
-
-def four(tmp_path):
-    return values_with(tmp_path, **FOUR)
 
 
 def test_the_alfworld_seed_splits_eight_gpus_into_halves(machine):
@@ -126,142 +121,6 @@ def test_an_engine_takes_its_tensor_pipeline_and_data_parallel_places(tmp_path, 
         plan_of(tmp_path, "cluster.gpu_per_node=8", f"{MODEL}.pipeline_parallel_size=16")
 
 
-SEVEN = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
-
-
-def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machine, monkeypatch):
-    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
-    machine(8)
-    given = ("cluster.gpu_per_node=8", f"{MODEL}.engine_type=torch")
-    tokens = "trainer.max_token_len_per_gpu=16384"
-    found = draft(
-        config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens, f"{ENGINES}=6")
-    )
-    (said,) = [p for p in map(str, found.problems) if "short" in p]
-    assert said.startswith("trainer needs ") and "for each of 2 ranks" in said
-    assert "a GPU has 80.0 GiB" in said and "GiB are short" in said
-    (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens))
-    assert plan.trainer_ranks == 7 and plan.gradient_checkpointing
-    assert sum(plan.memory.values()) < 80 * 2**30
-    (small,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given))
-    assert not small.gradient_checkpointing
-    asked = "trainer.enable_gradient_checkpointing=true"
-    (small,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given, asked))
-    assert small.gradient_checkpointing
-
-
-def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, machine):
-    machine(8)
-    given = ("cluster.gpu_per_node=8", f"{MODEL}.engine_type=torch")
-
-    def memory(engines, shards):
-        asked = (f"{ENGINES}={engines}", f"trainer.fsdp_size={shards}")
-        (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, *asked))
-        return plan.memory
-
-    assert memory(4, 2) == memory(6, -1) != memory(4, -1) == memory(4, 4)
-
-
-FOUR = {
-    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    "model_type": "qwen3", "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-def test_a_teacher_is_charged_where_it_lies_on_the_trainers_gpu(tmp_path, machine, monkeypatch):
-    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
-    machine(1)
-
-    def charged(*given):
-        config = config_of(tmp_path, four(tmp_path), "cluster.launcher=local", *given)
-        (plan,), _, _ = draft(config)
-        return plan.memory["auxiliary models"]
-
-    key, model = "explorer.auxiliary_models", tmp_path / "model"
-    weights = 4_022_468_096
-    assert charged() == 0
-    assert charged(f"{key}=[{{model_path: {model}}}]", "algorithm.teacher_kl_fn=k2") == 2 * weights
-    served = f"{{model_path: {model}, engine_type: remote, base_urls: ['http://127.0.0.1:9']}}"
-    assert charged(f"{key}=[{served}]", "algorithm.teacher_kl_fn=k2") == 0
-
-
-def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
-    tmp_path, machine, monkeypatch
-):
-    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
-    machine(1)
-
-    def engine(*given):
-        config = config_of(tmp_path, four(tmp_path), "cluster.launcher=local", *given)
-        (plan,), _, _ = draft(config)
-        return plan.share_tensors, plan.memory["engine"], plan.memory["engine's cache"] > 0
-
-    weights = 4_022_468_096  # as the model's own parameters count
-    assert engine() == (False, 2 * weights, True)  # in bfloat16, of the trainer's float32
-    assert engine("synchronizer.sync_style=fully_async") == (False, 2 * weights, True)
-    linear = 36 * 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728)  # kept beside those with the adapter
-    assert engine("model.lora_configs=[{name: a}]") == (False, 2 * (weights + linear), True)
-    merged = "model.lora_configs=[{name: a, use_dora: true}]"
-    assert engine(merged) == (False, 2 * weights, True)
-    by_files = ("model.lora_configs=[{name: a}]", "synchronizer.sync_method=offline")
-    assert engine(*by_files) == (False, 2 * weights, True)
-    machine(4)
-    apart = (f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
-    assert engine(*apart) == (False, 0, False)
-    data = tmp_path / "sft.jsonl"
-    data.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    store = f"buffer.trainer_input.experience_buffer.path={data}"
-    assert engine("algorithm.algorithm_type=sft", store)[1:] == (0, False)
-
-
-def test_a_plan_that_does_not_fit_can_be_tried_all_the_same(tmp_path, machine, monkeypatch):
-    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 24 * 2**30)
-    machine(1)
-    config = config_of(tmp_path, four(tmp_path))
-    (said,) = [str(p) for p in draft(config).problems]
-    assert "ignore_validator_suggestions: true" in said and "trainer.offload" not in said
-    config = config_of(tmp_path, four(tmp_path), "ignore_validator_suggestions=true")
-    (plan,), found, _ = draft(config)
-    assert not found and any("GiB are short" in note for note in plan.notes)
-
-
-def test_the_copy_that_saves_behind_is_asked_for_and_its_memory_is_noted(tmp_path, machine):
-    machine(4)
-
-    def noted(*given):
-        config = config_of(tmp_path, four(tmp_path), *given)
-        (plan,), _, _ = draft(config)
-        return plan.trainer_ranks, [note for note in plan.notes if "save_behind" in note]
-
-    here, behind = "cluster.launcher=local", "trainer.save_behind=true"
-    assert noted(here) == (1, [])
-    assert "copy takes 45.0 GiB of the CPU's memory" in noted(here, behind)[1][0]  # 12 a weight
-    lora = "model.lora_configs=[{name: a}]"
-    assert "copy takes 15.0 GiB" in noted(here, behind, lora)[1][0]
-    ranks, (note,) = noted("cluster.gpu_per_node=4", behind, "trainer.offload=true")
-    assert ranks > 1 and f"takes {4_022_468_096 * 12 / ranks / 2**30:.1f} GiB" in note
-    assert note.endswith("in which trainer.offload keeps weights and moments already")
-
-
-def test_where_the_gpu_is_not_known_nothing_is_computed_again_unasked(
-    tmp_path, machine, monkeypatch
-):
-    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: None)
-    machine(1)
-    (plan,), _, _ = draft(config_of(tmp_path, four(tmp_path)))
-    assert plan.memory and not plan.gradient_checkpointing
-
-
 def test_of_the_gpus_the_smallest_that_is_visible_counts(monkeypatch):
     said = "0, GPU-aa11, 81559\n1, GPU-bb22, 24564\n2, GPU-cc33, 49140\n"
     answer = subprocess.CompletedProcess([], 0, stdout=said)
@@ -273,11 +132,6 @@ def test_of_the_gpus_the_smallest_that_is_visible_counts(monkeypatch):
         assert gpu_bytes() == size * 2**20
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-dd44")
     assert gpu_bytes() is None
-
-
-def test_the_page_has_the_plans_table():
-    page = memory_page.PAGE.read_text(encoding="utf-8")
-    assert page == memory_page.document(), "run: python scripts/memory_page.py"
 
 
 URLS = (f"{MODEL}.base_urls=[http://127.0.0.1:1]",)
@@ -313,3 +167,11 @@ def test_several_torch_engines_are_processes(tmp_path):
     found = plan_of(tmp_path, torch, f"{ENGINES}=2")
     assert (found.engine_kind, found.engine_hosts, found.sync_method) == ("torch", 2, "nccl")
     assert plan_of(tmp_path, f"{ENGINES}=2").engine_hosts == 0
+
+
+def test_without_a_memory_planner_activations_are_computed_again_where_it_is_asked_for(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trireme.config.memory.MEMORY_PLANNERS", {})
+    assert plan_of(tmp_path).memory == {} and not plan_of(tmp_path).gradient_checkpointing
+    assert plan_of(tmp_path, "trainer.enable_gradient_checkpointing=true").gradient_checkpointing

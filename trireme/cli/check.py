@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan
-from trireme.config.memory import told
+from trireme.config.memory import in_gib
 from trireme.log import hide_passwords
 from trireme.monitor.terminal import Terminal
 
@@ -98,7 +98,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         where = "in each trainer process" if plan.device == "cpu" else "on each trainer GPU"
         share = plan.engine_share
         turns = "" if share is None else f"; in its turn the engine has {share:g} of it"
-        rows.append(("memory", f"{told(plan.memory)} {where}{again}{turns}"))
+        rows.append(("memory", f"{in_gib(plan.memory)} {where}{again}{turns}"))
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
         engine = ", ".join(plan.engine_urls) or _engines(plan)

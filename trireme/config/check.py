@@ -26,9 +26,9 @@ from trireme.config.lookup import (
     model_facts,
     near_model,
 )
-from trireme.config.memory import experts_of
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
+from trireme.config.shape import experts_of
 from trireme.config.stages import StageFacts, Steps, used_tasksets
 from trireme.registry import ENGINES
 

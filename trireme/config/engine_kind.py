@@ -33,6 +33,10 @@ ELSEWHERE = ("remote", "external", "tinker")
 """Values of `engine_type` that name no kind: someone else runs the engine."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Keys that may multiply the places of one engine."""
+LEAST_SHARE = 0.25
+"""The share of a GPU's memory that an engine which takes turns with the trainer gets at least, or
+where that GPU is not known.
+"""
 _ENDS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
 """Names of heads and embeddings."""
 

@@ -1,322 +1,23 @@
-"""Memory: what a trainer's rank will need of its device, in bytes, before anything starts.
+"""Memory: what a trainer's rank will need of its device, as a memory planner estimates it.
 
-An estimate from a decoder's config.json: what is held all the time (weights, gradients,
-moments, reference), what a micro-batch adds, and what an engine on that device takes beside them.
-Activations are those that transformers' blocks keep for their backward pass;
-`tests/trainer/test_memory.py` compares them with what a process really takes.
+Planners are named in manifests, as functions `(stage, places, request)` that return a MemoryPlan
+and findings; the first counts. Without one the memory is not known, and activations are computed
+again where the file asks for it alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.config import Findings
-from trireme.config.engine_kind import EngineChoice, adapter_rank_of
-from trireme.config.lookup import located, model_config, model_shapes
-from trireme.config.placement import Places
-from trireme.config.schema import OptimizerConfig
-from trireme.config.stages import StageFacts
+from trireme.registry import MEMORY_PLANNERS
+
+if TYPE_CHECKING:
+    from trireme.config.placement import Places
+    from trireme.config.stages import StageFacts
 
 GIB = 2**30
-FLOAT = 4
-LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
-"""Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
-_CHUNK_COPIES = 4  # logits, their log-softmax, probabilities and gradient
-_BUCKET = 64 * 2**20
-_OF_STEPS = (
-    "gradients", "gathered", "activations", "their gradients", "logits", "merged adapter",
-)  # fmt: skip
-"""What a trainer holds while it computes alone."""
-_CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and what its libraries keep
-LEAST_SHARE = 0.25
-"""The share of a GPU's memory that an engine which takes turns with the trainer gets at least, or
-where that GPU is not known.
-"""
-MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
-"""The embedded engine's: rollouts that decode at once, their tokens, and those that it keeps of
-finished ones.
-"""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""How configurations call the experts of a layer."""
-_MIXTURES = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
-"""Kinds of mixtures of which every layer has experts and nothing beside them, and what their
-configurations call the width of an expert.
-"""
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A decoder's sizes."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    """Of a mixture an expert's."""
-    query_width: int
-    """Heads times their width."""
-    key_width: int
-    vocabulary: int
-    tied: bool
-    biased: bool
-    """Query, key and value have a bias."""
-    normed: int = 0
-    """Width of the norms of queries and keys of a head."""
-    experts: int = 0
-    """Of a layer; 0: it is dense."""
-    chosen: int = 0
-    """Experts that compute a token."""
-
-    @property
-    def linear(self) -> int:
-        """Weights of a layer that an adapter may be on: of a mixture those of attention."""
-        attention = 2 * self.query_width + 2 * self.key_width
-        return self.hidden * (attention + 3 * self.intermediate * (not self.experts))
-
-    @property
-    def of_experts(self) -> int:
-        """Weights of a layer's experts."""
-        return 3 * self.hidden * self.intermediate * self.experts
-
-    @property
-    def block(self) -> int:
-        """Weights of a layer."""
-        bias = (self.query_width + 2 * self.key_width) * self.biased
-        mixture = self.of_experts + self.hidden * self.experts  # and their router
-        return self.linear + mixture + bias + 2 * self.hidden + 2 * self.normed
-
-    @property
-    def root(self) -> int:
-        """Weights outside of the layers: embedding, head, last norm."""
-        return self.vocabulary * self.hidden * (2 - self.tied) + self.hidden
-
-    @property
-    def weights(self) -> int:
-        """All of them."""
-        return self.layers * self.block + self.root
-
-    @property
-    def kept(self) -> int:
-        """Numbers that a layer keeps of a token for its backward pass."""
-        attention = 6 * self.hidden + 3 * self.query_width + 2 * self.key_width
-        return attention + 4 * self.intermediate * (not self.experts) + self.kept_by_experts
-
-    @property
-    def kept_by_experts(self) -> int:
-        """Those of them that experts keep: each what it gets and gives, too."""
-        return self.chosen * (2 * self.hidden + 4 * self.intermediate)
-
-
-def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape | None:
-    """By config.json; None where it is of no decoder that this knows.
-
-    `folder`: where its weights lie, which say whether there is a head beside the embedding, where
-    the configuration does not.
-    """
-    facts = {**facts, **(facts.get("text_config") or {})}
-    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
-    kind = facts.get("model_type")
-    experts = experts_of(facts)
-    if experts:
-        sparse = facts.get("decoder_sparse_step", 1) == 1 and not facts.get("mlp_only_layers")
-        if kind not in _MIXTURES or not sparse:
-            return None
-        sizes = (*sizes[:2], _MIXTURES[kind], sizes[3])
-    heads, chosen = facts.get("num_attention_heads"), facts.get("num_experts_per_tok")
-    if not all(isinstance(facts.get(name), int) for name in (*sizes, "num_attention_heads")) or (
-        experts and not isinstance(chosen, int)
-    ):
-        return None
-    assert isinstance(heads, int)
-    width = facts.get("head_dim") or facts["hidden_size"] // heads
-    return ModelShape(
-        *(facts[name] for name in sizes[:3]),
-        query_width=heads * width,
-        key_width=(facts.get("num_key_value_heads") or heads) * width,
-        vocabulary=facts["vocab_size"],
-        tied=_tied(facts, folder),
-        biased=bool(facts.get("attention_bias", kind == "qwen2")),
-        normed=width if kind in ("qwen3", "qwen3_moe") else 0,
-        experts=experts,
-        chosen=chosen if experts and isinstance(chosen, int) else 0,
-    )
-
-
-def experts_of(facts: Mapping[str, Any]) -> int:
-    """How many experts a layer has by config.json; 0: it has none."""
-    facts = {**facts, **(facts.get("text_config") or {})}
-    return next((count for name in _EXPERTS if (count := facts.get(name))), 0)
-
-
-def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
-    said = facts.get("tie_word_embeddings")
-    if said is not None:
-        return bool(said)
-    try:
-        names = model_shapes(folder) if folder else {}
-    except ValueError:  # `check_model` says what is wrong with it
-        names = {}
-    if names:
-        return not any(name.endswith("lm_head.weight") for name in names)
-    return str(facts.get("model_type")).startswith("gemma")  # its family's default; others say so
-
-
-def shape_at(path: str | None) -> ModelShape | None:
-    """Of a model's path; None where it is not here, or of no decoder that this knows."""
-    facts = model_config(path)
-    return shape_of(facts, located(path, "models")) if path and facts else None
-
-
-@dataclass(frozen=True)
-class Use:
-    """How a trainer uses a model."""
-
-    ranks: int
-    """That hold the model together."""
-    tokens: int
-    """Of a micro-batch, on a rank."""
-    half: bool
-    """Blocks compute in bfloat16."""
-    device: str
-    checkpointing: bool = False
-    reference: bool = False
-    moments: int = 2
-    """Numbers that the optimizer keeps of a weight."""
-    critic: ModelShape | None = None
-    critic_moments: int = 2
-    trains_all: bool = True
-    """False: an adapter alone is trained, of which the size is left out."""
-    offload: bool = False
-    engine: int = 0
-    """Bytes that an engine takes of the same device."""
-    engine_sleeps: bool = False
-    """While the trainer computes, it gives them back but for its context, and while it generates
-    the trainer has given back what only its steps need.
-    """
-    parks: bool = False
-    """The optimizer's moments are in the CPU's memory then."""
-    auxiliary: int = 0
-    """Bytes of judges' and teachers' weights on the same device."""
-    cache: int = 0
-    """Bytes of keys and values that the engine holds at most."""
-
-
-def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
-    """Bytes of a rank's device by what they are for."""
-    width = 2 if use.half else FLOAT
-    apart = use.ranks > 1
-    lies_here = 0 if use.offload and apart else 1
-    policy = shape.weights * lies_here // use.ranks
-    critic = use.critic.weights * lies_here // use.ranks if use.critic else 0
-    trained = policy * use.trains_all  # a critic has no adapter
-    held = FLOAT if use.trains_all else width  # what is not trained needs no more than it computes
-    states = {
-        "weights": held * policy + FLOAT * critic,
-        "gradients": FLOAT * (trained + critic),
-        "moments": FLOAT * (use.moments * trained + use.critic_moments * critic),
-    }
-    if use.reference and use.trains_all:
-        held = width if apart else FLOAT
-        states["reference"] = held * shape.weights * lies_here // use.ranks
-    if apart:  # whole while they compute: the root and two blocks, and what they arrive in and
-        # leave by: a buffer of each, and a block's gradient
-        gathered = 2 * width * (shape.root + 2 * shape.block) + 2 * FLOAT * shape.block
-    else:  # autocast keeps what it has cast: all but experts, which stay in float32
-        cast = shape.weights - shape.layers * shape.of_experts
-        gathered = width * cast * use.half * use.trains_all
-    experts = FLOAT if not apart and use.trains_all else width
-    block = use.tokens * (shape.kept * width + shape.kept_by_experts * (experts - width))
-    layers = shape.layers * use.tokens * shape.hidden * width + block
-    largest = shape.vocabulary * shape.hidden
-    passing = {
-        "gathered": gathered,
-        "activations": layers if use.checkpointing else block * shape.layers,
-        "their gradients": block,
-        "logits": FLOAT * (_chunk(shape, use) * _CHUNK_COPIES + largest * use.trains_all),
-    }
-    # an adapter is merged in float32, a layer at a time, where the model is saved or pushed whole:
-    # a weight, its addition and their sum; the micro-batches' own have gone by then
-    across = shape.query_width if shape.experts else max(shape.intermediate, shape.query_width)
-    merged = 0 if use.trains_all else 3 * FLOAT * shape.hidden * across * lies_here
-    # of a side that works and what the other holds while it rests, the larger sum counts
-    beside = sum(passing.values()) + states["gradients"] + states["moments"] * use.parks
-    at_rest = _CONTEXT[use.device] if use.engine else 0
-    engine = max(use.engine - beside, at_rest) if use.engine_sleeps else use.engine
-    return {
-        **states,
-        **passing,
-        "merged adapter": max(merged - sum(passing.values()), 0),
-        "sync": FLOAT * largest * apart + _BUCKET,
-        "engine": engine,
-        "engine's cache": use.cache,
-        "auxiliary models": use.auxiliary,
-        "context": _CONTEXT[use.device],
-    }
-
-
-def engine_share(shape: ModelShape, use: Use, free: int) -> float:
-    """Of a GPU of `free` bytes, what an engine may take that takes turns with the trainer: a
-    twentieth stays free, and all that the trainer does not hold while it rests is the engine's.
-    """
-    parts = memory_of(shape, replace(use, engine=0, engine_sleeps=False))
-    resting = sum(size for name, size in parts.items() if name not in _OF_STEPS)
-    resting -= parts["moments"] * use.parks
-    steps = int((free - resting) * 20 / free) - 1
-    return max(min(steps / 20, 0.85), LEAST_SHARE)
-
-
-def _chunk(shape: ModelShape, use: Use) -> int:
-    return min(LOGIT_NUMBERS[use.device], use.tokens * shape.vocabulary)
-
-
-def told(parts: Mapping[str, int]) -> str:
-    """`31.2 GiB: weights 12.0, ...`, the largest first, without what is small."""
-    large = sorted(((n, b) for n, b in parts.items() if b >= GIB // 10), key=lambda x: -x[1])
-    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in large)
-    return f"{sum(parts.values()) / GIB:.1f} GiB" + (f" ({named})" if named else "")
-
-
-def _engine_of(
-    stage: StageFacts,
-    shape: ModelShape,
-    *,
-    hosts: int,
-    shared: bool,
-    apart: bool,
-    length: int,
-    width: int,
-) -> dict[str, Any]:
-    """What `Use` tells of an engine on the trainer's device. Engine processes that do not take
-    turns with the trainer have GPUs of their own, and a trainer that reads data has no engine.
-    """
-    config, explorer = stage.config, stage.config.explorer
-    if config.mode != "both" or stage.remote or stage.reads_file:
-        return {}
-    if hosts:
-        return {"engine_sleeps": True} if stage.colocated else {}
-    runners = explorer.runner_per_model * explorer.rollout_model.engine_num
-    rows = min(min(runners, config.buffer.batch_size) * config.algorithm.repeat_times, MAX_ROWS)
-    tokens = min(rows * length, KV_TOKENS) + PREFIX_TOKENS
-    # beside the layers with an adapter in them the engine keeps these without
-    by_files = config.synchronizer.sync_method in ("checkpoint", "offline")
-    alone = adapter_rank_of(stage, EngineChoice(), "checkpoint" if by_files else "memory")
-    numbers = shape.weights + shape.layers * shape.linear * bool(alone)
-    # a process of its own holds new weights beside its old ones until they are all there
-    copies = 0 if shared else 1 + apart
-    return {
-        "engine": copies * width * numbers,
-        "cache": tokens * 2 * width * shape.key_width * shape.layers,
-    }
-
-
-def _auxiliary_of(stage: StageFacts, width: int) -> int:
-    """Bytes of the weights of the auxiliary models that are loaded beside a trainer."""
-    models = stage.config.explorer.auxiliary_models if stage.config.mode == "both" else ()
-    paths = [m.model_path for m in models if m.engine_type not in ("remote", "external")]
-    shapes = [shape_at(path) for path in paths]
-    return sum(width * shape.weights for shape in shapes if shape is not None)
 
 
 class MemoryPlan(NamedTuple):
@@ -330,149 +31,45 @@ class MemoryPlan(NamedTuple):
     """Of a GPU, of an engine that takes turns with the trainer."""
 
 
-def plan_memory(
-    stage: StageFacts,
-    places: Places,
-    *,
-    tokens: int,
-    length: int,
-    device: str,
-    half: bool,
-    hosts: int,
-    takes_turns: bool,
-    shared: bool,
-    free: int | None,
-) -> tuple[MemoryPlan, Findings]:
-    """Decide whether activations are computed again: as asked for, else on a GPU of `free` bytes
-    whose memory is too small for them.
+class MemoryRequest(NamedTuple):
+    """What a planner is asked about: one rank of a stage's trainer on a device."""
 
-    What cannot fit is a problem, or a note. `length`: tokens of a sequence at most;
-    `hosts`: engine processes of this machine; `shared`: the engine reads the trainer's tensors;
-    `free` None: how large the GPU is is not known.
-    """
+    tokens: int
+    """Of a micro-batch."""
+    length: int
+    """Tokens of a sequence at most."""
+    device: str
+    half: bool
+    """Blocks compute in bfloat16."""
+    hosts: int
+    """Engine processes of this machine."""
+    takes_turns: bool
+    """Trainer and engine take turns on their device."""
+    shared: bool
+    """The engine reads the trainer's tensors."""
+    free: int | None
+    """Bytes of a GPU; None: there is none, or how large it is is not known."""
+
+
+def plan_memory(
+    stage: StageFacts, places: Places, request: MemoryRequest
+) -> tuple[MemoryPlan, Findings]:
+    """Decide whether activations are computed again, and an engine's share of the GPU."""
     findings = Findings()
-    config, trainer = stage.config, stage.config.trainer
-    asked = trainer.enable_gradient_checkpointing
-    trains = config.mode in ("both", "train")
-    if takes_turns and trainer.save_behind:
+    trainer = stage.config.trainer
+    if request.takes_turns and trainer.save_behind:
         findings.note(
             "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
             "engine take turns on their device"
         )
-    shape = shape_at(config.model.model_path) if trains else None
-    if shape is None:
-        if trains:
-            findings.add(_note_without_plan(stage))
-        return MemoryPlan({}, bool(asked)), findings
-    spread = places.spread
-    engine: dict[str, Any] = {}
-    if device == "cuda" and (takes_turns or not spread):
-        facts = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
-        engine = _engine_of(stage, shape, shared=shared, apart=places.paired, **facts)
-        engine["auxiliary"] = _auxiliary_of(stage, facts["width"])
-    shards = max(places.trainer_ranks, 1)
-    if 0 < trainer.fsdp_size < shards:
-        shards = trainer.fsdp_size
-    critic = None
-    if stage.has_critic:  # it turns nothing into words, and has no head for that
-        critic = replace(shape_at(config.model.critic_model_path) or shape, tied=True)
-    use = Use(
-        ranks=shards if spread else 1,
-        tokens=tokens,
-        half=half,
-        device=device,
-        checkpointing=bool(asked),
-        reference=stage.has_reference,
-        moments=_moments(config.algorithm.optimizer),
-        critic=critic,
-        critic_moments=_moments(config.algorithm.critic.optimizer),
-        trains_all=not config.model.lora_configs,
-        offload=trainer.offload,
-        parks=trainer.park_optimizer and takes_turns and not trainer.offload,
-        **engine,
-    )
-    share = None
-    if use.engine_sleeps and free is not None:
-        share = findings.take(_share_of(stage, shape, use, free))
-        use = replace(use, engine=int(free * share))
-    if trainer.save_behind and not takes_turns:
-        findings.add(_note_copy(shape, use))
-    needs = memory_of(shape, use)
-    if asked is None and free is not None and sum(needs.values()) > free:
-        use = replace(use, checkpointing=True)
-        needs = memory_of(shape, use)
-    if free is not None and sum(needs.values()) > free:
-        findings.add(_say_what_is_short(stage, needs, use, free))
-    return MemoryPlan(needs, use.checkpointing, share), findings
+    planner = next(iter(MEMORY_PLANNERS.values()), None)
+    if planner is None:
+        return MemoryPlan({}, bool(trainer.enable_gradient_checkpointing)), findings
+    return findings.take(planner(stage, places, request)), findings
 
 
-def _note_without_plan(stage: StageFacts) -> Findings:
-    """That of the model's layers too little is known. Nothing where its files are not here yet."""
-    findings = Findings()
-    facts = model_config(stage.config.model.model_path)
-    if kind := facts.get("model_type"):
-        kind += ", a mixture of experts" * bool(experts_of(facts))
-        findings.note(
-            f"model.model_path: there is no memory plan and no MFU for this kind ({kind}): whether "
-            "it fits shows when it runs, and trainer.enable_gradient_checkpointing is off unless "
-            "it is set"
-        )
-    return findings
-
-
-def _share_of(stage: StageFacts, shape: ModelShape, use: Use, free: int) -> tuple[float, Findings]:
-    """The share of a GPU that the engine gets; a problem where the model does not fit into it."""
-    findings = Findings()
-    model = stage.config.explorer.rollout_model
-    given = "gpu_memory_utilization" in model.model_fields_set
-    share = model.gpu_memory_utilization if given else engine_share(shape, use, free)
-    needed, gets = (2 if use.half else FLOAT) * shape.weights + _CONTEXT[use.device], free * share
-    if needed > gets:
-        findings.problem(
-            "mode",
-            f"is colocate: beside the resting trainer the engine gets {gets / GIB:.1f} GiB of a "
-            f"GPU ({share:g}), and its weights take {needed / GIB:.1f} GiB; more ranks or "
-            "trainer.park_optimizer leave it more",
-        )
-    return share, findings
-
-
-def _note_copy(shape: ModelShape, use: Use) -> Findings:
-    """What trainer.save_behind takes of the CPU's memory, which nothing else counts."""
-    findings = Findings()
-    size = FLOAT * shape.weights * (1 + use.moments * use.trains_all) / use.ranks / GIB
-    text = f"each rank's copy takes {size:.1f} GiB of the CPU's memory"
-    if use.offload and use.ranks > 1:
-        text += ", in which trainer.offload keeps weights and moments already"
-    findings.note(f"trainer.save_behind: {text}")
-    return findings
-
-
-def _moments(optimizer: OptimizerConfig) -> int:
-    return 0 if optimizer.optimizer_type == "sgd" else 2
-
-
-def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free: int) -> Findings:
-    """A problem, or a note where the user wants to try, or where only keys and values are more
-    than there is room for: replies may be short.
-    """
-    findings = Findings()
-    short = sum(needs.values()) - free
-    more = "more ranks" if stage.config.trainer.fsdp_size == -1 else "a larger trainer.fsdp_size"
-    ways = [more, "trainer.offload"] if use.ranks > 1 else []
-    ways += ["model.lora_configs"] if use.trains_all else []
-    each = f" for each of {use.ranks} ranks" * (use.ranks > 1)
-    text = (
-        f"needs {told(needs)} of a GPU{each}, and a GPU has {free / GIB:.1f} GiB: "
-        f"{short / GIB:.1f} GiB are short; {''.join(f'{way} or ' for way in ways)}a smaller "
-        f"trainer.max_token_len_per_gpu ({use.tokens}) takes less"
-    )
-    if stage.config.ignore_validator_suggestions:
-        findings.note(f"trainer {text} (ignore_validator_suggestions)")
-    elif short <= use.cache:
-        findings.note(f"trainer {text}, and so do replies that end early")
-    else:
-        findings.problem(
-            "trainer", f"{text}; ignore_validator_suggestions: true makes this estimate a note"
-        )
-    return findings
+def in_gib(parts: Mapping[str, int]) -> str:
+    """Write `31.2 GiB: weights 12.0, ...`, the largest first, without what is small."""
+    large = sorted(((n, b) for n, b in parts.items() if b >= GIB // 10), key=lambda x: -x[1])
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in large)
+    return f"{sum(parts.values()) / GIB:.1f} GiB" + (f" ({named})" if named else "")

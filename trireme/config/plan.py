@@ -12,7 +12,7 @@ from trireme.config.check import note_idle
 from trireme.config.engine_kind import adapter_rank_of, choose_engine, kind_named
 from trireme.config.launcher import LOCAL
 from trireme.config.lookup import Api, api_of, gpu_bytes, num_gpus
-from trireme.config.memory import plan_memory
+from trireme.config.memory import MemoryRequest, plan_memory
 from trireme.config.placement import gpus_of, note_places, places_of
 from trireme.config.schema import Config
 from trireme.config.stages import StageFacts, check_fates, lengths_of, steps_of
@@ -192,14 +192,16 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
         plan_memory(
             stage,
             places,
-            tokens=max_tokens,
-            length=lengths.max_model_len,
-            device=device,
-            half=dtype == "bfloat16",
-            hosts=hosts or (places.num_engines if places.paired and engine.sleeps else 0),
-            takes_turns=takes_turns,
-            shared=shares,
-            free=gpu_bytes() if gpus and not elsewhere else None,
+            MemoryRequest(
+                tokens=max_tokens,
+                length=lengths.max_model_len,
+                device=device,
+                half=dtype == "bfloat16",
+                hosts=hosts or (places.num_engines if places.paired and engine.sleeps else 0),
+                takes_turns=takes_turns,
+                shared=shares,
+                free=gpu_bytes() if gpus and not elsewhere else None,
+            ),
         )
     )
     listen_address = findings.take(_listen_address(stage))

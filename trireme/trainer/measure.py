@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trireme.config.memory import GIB, shape_of
+from trireme.config.memory import GIB
+from trireme.config.shape import shape_of
 from trireme.files import whole_file
 from trireme.trainer.pack import PackedBatch
 

@@ -158,7 +158,7 @@ class VllmKind:
 
     def options(self, plan: Plan) -> dict[str, Any]:
         """See EngineKind."""
-        from trireme.config.memory import LEAST_SHARE  # the environment of vLLM lacks its packages
+        from trireme.config.engine_kind import LEAST_SHARE
 
         model = plan.config.explorer.rollout_model
         options = {name: getattr(model, name) for name in self.keys}

@@ -24,8 +24,10 @@ from transformers import (
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
 from trireme.batch import of_tokens
-from trireme.config.memory import GIB, ModelShape, Use, engine_share, memory_of, shape_of
+from trireme.config.memory import GIB
+from trireme.config.shape import ModelShape, shape_of
 from trireme.engines.torch import linear
+from trireme.ext.memory.estimate import Use, engine_share, memory_of
 from trireme.trainer.ranks import Ranks, RankSpec
 
 MB = 2**20

@@ -1,0 +1,177 @@
+"""What the memory plan decides and says of a stage: what is short, and what is computed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import memory_page
+from tests.cli.test_check import printed
+from tests.config.conftest import spreads as spreads
+from tests.config.made import config_of, values, values_with
+from tests.config.test_placement import ENGINES, MODEL
+from tests.config.test_placement import machine as machine
+from trireme.launch.check import draft
+
+pytestmark = pytest.mark.usefixtures("spreads")
+
+
+def four(tmp_path):
+    return values_with(tmp_path, **FOUR)
+
+
+SEVEN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
+    machine(8)
+    given = ("cluster.gpu_per_node=8", f"{MODEL}.engine_type=torch")
+    tokens = "trainer.max_token_len_per_gpu=16384"
+    found = draft(
+        config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens, f"{ENGINES}=6")
+    )
+    (said,) = [p for p in map(str, found.problems) if "short" in p]
+    assert said.startswith("trainer needs ") and "for each of 2 ranks" in said
+    assert "a GPU has 80.0 GiB" in said and "GiB are short" in said
+    (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens))
+    assert plan.trainer_ranks == 7 and plan.gradient_checkpointing
+    assert sum(plan.memory.values()) < 80 * 2**30
+    (small,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given))
+    assert not small.gradient_checkpointing
+    asked = "trainer.enable_gradient_checkpointing=true"
+    (small,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given, asked))
+    assert small.gradient_checkpointing
+
+
+def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, machine):
+    machine(8)
+    given = ("cluster.gpu_per_node=8", f"{MODEL}.engine_type=torch")
+
+    def memory(engines, shards):
+        asked = (f"{ENGINES}={engines}", f"trainer.fsdp_size={shards}")
+        (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, *asked))
+        return plan.memory
+
+    assert memory(4, 2) == memory(6, -1) != memory(4, -1) == memory(4, 4)
+
+
+FOUR = {
+    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "model_type": "qwen3", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_a_teacher_is_charged_where_it_lies_on_the_trainers_gpu(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
+    machine(1)
+
+    def charged(*given):
+        config = config_of(tmp_path, four(tmp_path), "cluster.launcher=local", *given)
+        (plan,), _, _ = draft(config)
+        return plan.memory["auxiliary models"]
+
+    key, model = "explorer.auxiliary_models", tmp_path / "model"
+    weights = 4_022_468_096
+    assert charged() == 0
+    assert charged(f"{key}=[{{model_path: {model}}}]", "algorithm.teacher_kl_fn=k2") == 2 * weights
+    served = f"{{model_path: {model}, engine_type: remote, base_urls: ['http://127.0.0.1:9']}}"
+    assert charged(f"{key}=[{served}]", "algorithm.teacher_kl_fn=k2") == 0
+
+
+def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
+    tmp_path, machine, monkeypatch
+):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
+    machine(1)
+
+    def engine(*given):
+        config = config_of(tmp_path, four(tmp_path), "cluster.launcher=local", *given)
+        (plan,), _, _ = draft(config)
+        return plan.share_tensors, plan.memory["engine"], plan.memory["engine's cache"] > 0
+
+    weights = 4_022_468_096  # as the model's own parameters count
+    assert engine() == (False, 2 * weights, True)  # in bfloat16, of the trainer's float32
+    assert engine("synchronizer.sync_style=fully_async") == (False, 2 * weights, True)
+    linear = 36 * 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728)  # kept beside those with the adapter
+    assert engine("model.lora_configs=[{name: a}]") == (False, 2 * (weights + linear), True)
+    merged = "model.lora_configs=[{name: a, use_dora: true}]"
+    assert engine(merged) == (False, 2 * weights, True)
+    by_files = ("model.lora_configs=[{name: a}]", "synchronizer.sync_method=offline")
+    assert engine(*by_files) == (False, 2 * weights, True)
+    machine(4)
+    apart = (f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
+    assert engine(*apart) == (False, 0, False)
+    data = tmp_path / "sft.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    store = f"buffer.trainer_input.experience_buffer.path={data}"
+    assert engine("algorithm.algorithm_type=sft", store)[1:] == (0, False)
+
+
+def test_a_plan_that_does_not_fit_can_be_tried_all_the_same(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 24 * 2**30)
+    machine(1)
+    config = config_of(tmp_path, four(tmp_path))
+    (said,) = [str(p) for p in draft(config).problems]
+    assert "ignore_validator_suggestions: true" in said and "trainer.offload" not in said
+    config = config_of(tmp_path, four(tmp_path), "ignore_validator_suggestions=true")
+    (plan,), found, _ = draft(config)
+    assert not found and any("GiB are short" in note for note in plan.notes)
+
+
+def test_the_copy_that_saves_behind_is_asked_for_and_its_memory_is_noted(tmp_path, machine):
+    machine(4)
+
+    def noted(*given):
+        config = config_of(tmp_path, four(tmp_path), *given)
+        (plan,), _, _ = draft(config)
+        return plan.trainer_ranks, [note for note in plan.notes if "save_behind" in note]
+
+    here, behind = "cluster.launcher=local", "trainer.save_behind=true"
+    assert noted(here) == (1, [])
+    assert "copy takes 45.0 GiB of the CPU's memory" in noted(here, behind)[1][0]  # 12 a weight
+    lora = "model.lora_configs=[{name: a}]"
+    assert "copy takes 15.0 GiB" in noted(here, behind, lora)[1][0]
+    ranks, (note,) = noted("cluster.gpu_per_node=4", behind, "trainer.offload=true")
+    assert ranks > 1 and f"takes {4_022_468_096 * 12 / ranks / 2**30:.1f} GiB" in note
+    assert note.endswith("in which trainer.offload keeps weights and moments already")
+
+
+def test_where_the_gpu_is_not_known_nothing_is_computed_again_unasked(
+    tmp_path, machine, monkeypatch
+):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: None)
+    machine(1)
+    (plan,), _, _ = draft(config_of(tmp_path, four(tmp_path)))
+    assert plan.memory and not plan.gradient_checkpointing
+
+
+def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):
+    config_of(tmp_path, values_with(tmp_path, **SEVEN))
+    code, text = printed(tmp_path / "config.yaml")
+    assert code == 0
+    assert "memory        " in text and " each trainer " in text
+    assert "in its turn" not in text
+
+
+def test_a_mixture_that_the_memory_plan_does_not_know_is_named(tmp_path):
+    facts = {"model_type": "deepseek_v3", "n_routed_experts": 64, "num_experts_per_tok": 6}
+    config_of(tmp_path, values_with(tmp_path, **(SEVEN | facts)))
+    code, text = printed(tmp_path / "config.yaml")
+    assert code == 0 and "memory        " not in text
+    assert "note: model.model_path: there is no memory plan and no MFU for this kind " in text
+    assert "(deepseek_v3, a mixture of experts)" in text
+
+
+def test_the_page_has_the_plans_table():
+    page = memory_page.PAGE.read_text(encoding="utf-8")
+    assert page == memory_page.document(), "run: python scripts/memory_page.py"

@@ -1,0 +1,139 @@
+"""Shape: the sizes of a decoder, by its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trireme.config.lookup import located, model_config, model_shapes
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""How configurations call the experts of a layer."""
+_MIXTURES = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
+"""Kinds of mixtures of which every layer has experts and nothing beside them, and what their
+configurations call the width of an expert.
+"""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's sizes."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    """Of a mixture an expert's."""
+    query_width: int
+    """Heads times their width."""
+    key_width: int
+    vocabulary: int
+    tied: bool
+    biased: bool
+    """Query, key and value have a bias."""
+    normed: int = 0
+    """Width of the norms of queries and keys of a head."""
+    experts: int = 0
+    """Of a layer; 0: it is dense."""
+    chosen: int = 0
+    """Experts that compute a token."""
+
+    @property
+    def linear(self) -> int:
+        """Weights of a layer that an adapter may be on: of a mixture those of attention."""
+        attention = 2 * self.query_width + 2 * self.key_width
+        return self.hidden * (attention + 3 * self.intermediate * (not self.experts))
+
+    @property
+    def of_experts(self) -> int:
+        """Weights of a layer's experts."""
+        return 3 * self.hidden * self.intermediate * self.experts
+
+    @property
+    def block(self) -> int:
+        """Weights of a layer."""
+        bias = (self.query_width + 2 * self.key_width) * self.biased
+        mixture = self.of_experts + self.hidden * self.experts  # and their router
+        return self.linear + mixture + bias + 2 * self.hidden + 2 * self.normed
+
+    @property
+    def root(self) -> int:
+        """Weights outside of the layers: embedding, head, last norm."""
+        return self.vocabulary * self.hidden * (2 - self.tied) + self.hidden
+
+    @property
+    def weights(self) -> int:
+        """All of them."""
+        return self.layers * self.block + self.root
+
+    @property
+    def kept(self) -> int:
+        """Numbers that a layer keeps of a token for its backward pass."""
+        attention = 6 * self.hidden + 3 * self.query_width + 2 * self.key_width
+        return attention + 4 * self.intermediate * (not self.experts) + self.kept_by_experts
+
+    @property
+    def kept_by_experts(self) -> int:
+        """Those of them that experts keep: each what it gets and gives, too."""
+        return self.chosen * (2 * self.hidden + 4 * self.intermediate)
+
+
+def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape | None:
+    """By config.json; None where it is of no decoder that this knows.
+
+    `folder`: where its weights lie, which say whether there is a head beside the embedding, where
+    the configuration does not.
+    """
+    facts = {**facts, **(facts.get("text_config") or {})}
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+    kind = facts.get("model_type")
+    experts = experts_of(facts)
+    if experts:
+        sparse = facts.get("decoder_sparse_step", 1) == 1 and not facts.get("mlp_only_layers")
+        if kind not in _MIXTURES or not sparse:
+            return None
+        sizes = (*sizes[:2], _MIXTURES[kind], sizes[3])
+    heads, chosen = facts.get("num_attention_heads"), facts.get("num_experts_per_tok")
+    if not all(isinstance(facts.get(name), int) for name in (*sizes, "num_attention_heads")) or (
+        experts and not isinstance(chosen, int)
+    ):
+        return None
+    assert isinstance(heads, int)
+    width = facts.get("head_dim") or facts["hidden_size"] // heads
+    return ModelShape(
+        *(facts[name] for name in sizes[:3]),
+        query_width=heads * width,
+        key_width=(facts.get("num_key_value_heads") or heads) * width,
+        vocabulary=facts["vocab_size"],
+        tied=_tied(facts, folder),
+        biased=bool(facts.get("attention_bias", kind == "qwen2")),
+        normed=width if kind in ("qwen3", "qwen3_moe") else 0,
+        experts=experts,
+        chosen=chosen if experts and isinstance(chosen, int) else 0,
+    )
+
+
+def experts_of(facts: Mapping[str, Any]) -> int:
+    """How many experts a layer has by config.json; 0: it has none."""
+    facts = {**facts, **(facts.get("text_config") or {})}
+    return next((count for name in _EXPERTS if (count := facts.get(name))), 0)
+
+
+def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
+    said = facts.get("tie_word_embeddings")
+    if said is not None:
+        return bool(said)
+    try:
+        names = model_shapes(folder) if folder else {}
+    except ValueError:  # `check_model` says what is wrong with it
+        names = {}
+    if names:
+        return not any(name.endswith("lm_head.weight") for name in names)
+    return str(facts.get("model_type")).startswith("gemma")  # its family's default; others say so
+
+
+def shape_at(path: str | None) -> ModelShape | None:
+    """Of a model's path; None where it is not here, or of no decoder that this knows."""
+    facts = model_config(path)
+    return shape_of(facts, located(path, "models")) if path and facts else None

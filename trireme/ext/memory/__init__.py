@@ -1,0 +1,1 @@
+"""An estimate of what a trainer's rank needs of its device, before anything starts."""

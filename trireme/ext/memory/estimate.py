@@ -1,0 +1,307 @@
+"""Memory: what a trainer's rank will need of its device, in bytes, before anything starts.
+
+An estimate from a decoder's config.json: what is held all the time (weights, gradients,
+moments, reference), what a micro-batch adds, and what an engine on that device takes beside them.
+Activations are those that transformers' blocks keep for their backward pass;
+`tests/ext/memory/test_memory.py` compares them with what a process really takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trireme.config import Findings
+from trireme.config.engine_kind import LEAST_SHARE, EngineChoice, adapter_rank_of
+from trireme.config.lookup import model_config
+from trireme.config.memory import GIB, MemoryPlan, MemoryRequest, in_gib
+from trireme.config.placement import Places
+from trireme.config.schema import OptimizerConfig
+from trireme.config.shape import ModelShape, experts_of, shape_at
+from trireme.config.stages import StageFacts
+from trireme.engines.torch.rows import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
+from trireme.trainer.head import LOGIT_NUMBERS
+
+FLOAT = 4
+_CHUNK_COPIES = 4  # logits, their log-softmax, probabilities and gradient
+_BUCKET = 64 * 2**20
+_OF_STEPS = (
+    "gradients", "gathered", "activations", "their gradients", "logits", "merged adapter",
+)  # fmt: skip
+"""What a trainer holds while it computes alone."""
+_CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and what its libraries keep
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a trainer uses a model."""
+
+    ranks: int
+    """That hold the model together."""
+    tokens: int
+    """Of a micro-batch, on a rank."""
+    half: bool
+    """Blocks compute in bfloat16."""
+    device: str
+    checkpointing: bool = False
+    reference: bool = False
+    moments: int = 2
+    """Numbers that the optimizer keeps of a weight."""
+    critic: ModelShape | None = None
+    critic_moments: int = 2
+    trains_all: bool = True
+    """False: an adapter alone is trained, of which the size is left out."""
+    offload: bool = False
+    engine: int = 0
+    """Bytes that an engine takes of the same device."""
+    engine_sleeps: bool = False
+    """While the trainer computes, it gives them back but for its context, and while it generates
+    the trainer has given back what only its steps need.
+    """
+    parks: bool = False
+    """The optimizer's moments are in the CPU's memory then."""
+    auxiliary: int = 0
+    """Bytes of judges' and teachers' weights on the same device."""
+    cache: int = 0
+    """Bytes of keys and values that the engine holds at most."""
+
+
+def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
+    """Bytes of a rank's device by what they are for."""
+    width = 2 if use.half else FLOAT
+    apart = use.ranks > 1
+    lies_here = 0 if use.offload and apart else 1
+    policy = shape.weights * lies_here // use.ranks
+    critic = use.critic.weights * lies_here // use.ranks if use.critic else 0
+    trained = policy * use.trains_all  # a critic has no adapter
+    held = FLOAT if use.trains_all else width  # what is not trained needs no more than it computes
+    states = {
+        "weights": held * policy + FLOAT * critic,
+        "gradients": FLOAT * (trained + critic),
+        "moments": FLOAT * (use.moments * trained + use.critic_moments * critic),
+    }
+    if use.reference and use.trains_all:
+        held = width if apart else FLOAT
+        states["reference"] = held * shape.weights * lies_here // use.ranks
+    if apart:  # whole while they compute: the root and two blocks, and what they arrive in and
+        # leave by: a buffer of each, and a block's gradient
+        gathered = 2 * width * (shape.root + 2 * shape.block) + 2 * FLOAT * shape.block
+    else:  # autocast keeps what it has cast: all but experts, which stay in float32
+        cast = shape.weights - shape.layers * shape.of_experts
+        gathered = width * cast * use.half * use.trains_all
+    experts = FLOAT if not apart and use.trains_all else width
+    block = use.tokens * (shape.kept * width + shape.kept_by_experts * (experts - width))
+    layers = shape.layers * use.tokens * shape.hidden * width + block
+    largest = shape.vocabulary * shape.hidden
+    passing = {
+        "gathered": gathered,
+        "activations": layers if use.checkpointing else block * shape.layers,
+        "their gradients": block,
+        "logits": FLOAT * (_chunk(shape, use) * _CHUNK_COPIES + largest * use.trains_all),
+    }
+    # an adapter is merged in float32, a layer at a time, where the model is saved or pushed whole:
+    # a weight, its addition and their sum; the micro-batches' own have gone by then
+    across = shape.query_width if shape.experts else max(shape.intermediate, shape.query_width)
+    merged = 0 if use.trains_all else 3 * FLOAT * shape.hidden * across * lies_here
+    # of a side that works and what the other holds while it rests, the larger sum counts
+    beside = sum(passing.values()) + states["gradients"] + states["moments"] * use.parks
+    at_rest = _CONTEXT[use.device] if use.engine else 0
+    engine = max(use.engine - beside, at_rest) if use.engine_sleeps else use.engine
+    return {
+        **states,
+        **passing,
+        "merged adapter": max(merged - sum(passing.values()), 0),
+        "sync": FLOAT * largest * apart + _BUCKET,
+        "engine": engine,
+        "engine's cache": use.cache,
+        "auxiliary models": use.auxiliary,
+        "context": _CONTEXT[use.device],
+    }
+
+
+def engine_share(shape: ModelShape, use: Use, free: int) -> float:
+    """Of a GPU of `free` bytes, what an engine may take that takes turns with the trainer: a
+    twentieth stays free, and all that the trainer does not hold while it rests is the engine's.
+    """
+    parts = memory_of(shape, replace(use, engine=0, engine_sleeps=False))
+    resting = sum(size for name, size in parts.items() if name not in _OF_STEPS)
+    resting -= parts["moments"] * use.parks
+    steps = int((free - resting) * 20 / free) - 1
+    return max(min(steps / 20, 0.85), LEAST_SHARE)
+
+
+def _chunk(shape: ModelShape, use: Use) -> int:
+    return min(LOGIT_NUMBERS[use.device], use.tokens * shape.vocabulary)
+
+
+def _engine_of(
+    stage: StageFacts,
+    shape: ModelShape,
+    *,
+    hosts: int,
+    shared: bool,
+    apart: bool,
+    length: int,
+    width: int,
+) -> dict[str, Any]:
+    """What `Use` tells of an engine on the trainer's device. Engine processes that do not take
+    turns with the trainer have GPUs of their own, and a trainer that reads data has no engine.
+    """
+    config, explorer = stage.config, stage.config.explorer
+    if config.mode != "both" or stage.remote or stage.reads_file:
+        return {}
+    if hosts:
+        return {"engine_sleeps": True} if stage.colocated else {}
+    runners = explorer.runner_per_model * explorer.rollout_model.engine_num
+    rows = min(min(runners, config.buffer.batch_size) * config.algorithm.repeat_times, MAX_ROWS)
+    tokens = min(rows * length, KV_TOKENS) + PREFIX_TOKENS
+    # beside the layers with an adapter in them the engine keeps these without
+    by_files = config.synchronizer.sync_method in ("checkpoint", "offline")
+    alone = adapter_rank_of(stage, EngineChoice(), "checkpoint" if by_files else "memory")
+    numbers = shape.weights + shape.layers * shape.linear * bool(alone)
+    # a process of its own holds new weights beside its old ones until they are all there
+    copies = 0 if shared else 1 + apart
+    return {
+        "engine": copies * width * numbers,
+        "cache": tokens * 2 * width * shape.key_width * shape.layers,
+    }
+
+
+def _auxiliary_of(stage: StageFacts, width: int) -> int:
+    """Bytes of the weights of the auxiliary models that are loaded beside a trainer."""
+    models = stage.config.explorer.auxiliary_models if stage.config.mode == "both" else ()
+    paths = [m.model_path for m in models if m.engine_type not in ("remote", "external")]
+    shapes = [shape_at(path) for path in paths]
+    return sum(width * shape.weights for shape in shapes if shape is not None)
+
+
+def plan_memory(
+    stage: StageFacts, places: Places, request: MemoryRequest
+) -> tuple[MemoryPlan, Findings]:
+    """Decide whether activations are computed again: as asked for, else on a GPU whose memory is
+    too small for them.
+
+    What cannot fit is a problem, or a note.
+    """
+    tokens, length, device, half, hosts, takes_turns, shared, free = request
+    findings = Findings()
+    config, trainer = stage.config, stage.config.trainer
+    asked = trainer.enable_gradient_checkpointing
+    trains = config.mode in ("both", "train")
+    shape = shape_at(config.model.model_path) if trains else None
+    if shape is None:
+        if trains:
+            findings.add(_note_without_plan(stage))
+        return MemoryPlan({}, bool(asked)), findings
+    spread = places.spread
+    engine: dict[str, Any] = {}
+    if device == "cuda" and (takes_turns or not spread):
+        facts = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
+        engine = _engine_of(stage, shape, shared=shared, apart=places.paired, **facts)
+        engine["auxiliary"] = _auxiliary_of(stage, facts["width"])
+    shards = max(places.trainer_ranks, 1)
+    if 0 < trainer.fsdp_size < shards:
+        shards = trainer.fsdp_size
+    critic = None
+    if stage.has_critic:  # it turns nothing into words, and has no head for that
+        critic = replace(shape_at(config.model.critic_model_path) or shape, tied=True)
+    use = Use(
+        ranks=shards if spread else 1,
+        tokens=tokens,
+        half=half,
+        device=device,
+        checkpointing=bool(asked),
+        reference=stage.has_reference,
+        moments=_moments(config.algorithm.optimizer),
+        critic=critic,
+        critic_moments=_moments(config.algorithm.critic.optimizer),
+        trains_all=not config.model.lora_configs,
+        offload=trainer.offload,
+        parks=trainer.park_optimizer and takes_turns and not trainer.offload,
+        **engine,
+    )
+    share = None
+    if use.engine_sleeps and free is not None:
+        share = findings.take(_share_of(stage, shape, use, free))
+        use = replace(use, engine=int(free * share))
+    if trainer.save_behind and not takes_turns:
+        findings.add(_note_copy(shape, use))
+    needs = memory_of(shape, use)
+    if asked is None and free is not None and sum(needs.values()) > free:
+        use = replace(use, checkpointing=True)
+        needs = memory_of(shape, use)
+    if free is not None and sum(needs.values()) > free:
+        findings.add(_say_what_is_short(stage, needs, use, free))
+    return MemoryPlan(needs, use.checkpointing, share), findings
+
+
+def _note_without_plan(stage: StageFacts) -> Findings:
+    """That of the model's layers too little is known. Nothing where its files are not here yet."""
+    findings = Findings()
+    facts = model_config(stage.config.model.model_path)
+    if kind := facts.get("model_type"):
+        kind += ", a mixture of experts" * bool(experts_of(facts))
+        findings.note(
+            f"model.model_path: there is no memory plan and no MFU for this kind ({kind}): whether "
+            "it fits shows when it runs, and trainer.enable_gradient_checkpointing is off unless "
+            "it is set"
+        )
+    return findings
+
+
+def _share_of(stage: StageFacts, shape: ModelShape, use: Use, free: int) -> tuple[float, Findings]:
+    """The share of a GPU that the engine gets; a problem where the model does not fit into it."""
+    findings = Findings()
+    model = stage.config.explorer.rollout_model
+    given = "gpu_memory_utilization" in model.model_fields_set
+    share = model.gpu_memory_utilization if given else engine_share(shape, use, free)
+    needed, gets = (2 if use.half else FLOAT) * shape.weights + _CONTEXT[use.device], free * share
+    if needed > gets:
+        findings.problem(
+            "mode",
+            f"is colocate: beside the resting trainer the engine gets {gets / GIB:.1f} GiB of a "
+            f"GPU ({share:g}), and its weights take {needed / GIB:.1f} GiB; more ranks or "
+            "trainer.park_optimizer leave it more",
+        )
+    return share, findings
+
+
+def _note_copy(shape: ModelShape, use: Use) -> Findings:
+    """What trainer.save_behind takes of the CPU's memory, which nothing else counts."""
+    findings = Findings()
+    size = FLOAT * shape.weights * (1 + use.moments * use.trains_all) / use.ranks / GIB
+    text = f"each rank's copy takes {size:.1f} GiB of the CPU's memory"
+    if use.offload and use.ranks > 1:
+        text += ", in which trainer.offload keeps weights and moments already"
+    findings.note(f"trainer.save_behind: {text}")
+    return findings
+
+
+def _moments(optimizer: OptimizerConfig) -> int:
+    return 0 if optimizer.optimizer_type == "sgd" else 2
+
+
+def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free: int) -> Findings:
+    """A problem, or a note where the user wants to try, or where only keys and values are more
+    than there is room for: replies may be short.
+    """
+    findings = Findings()
+    short = sum(needs.values()) - free
+    more = "more ranks" if stage.config.trainer.fsdp_size == -1 else "a larger trainer.fsdp_size"
+    ways = [more, "trainer.offload"] if use.ranks > 1 else []
+    ways += ["model.lora_configs"] if use.trains_all else []
+    each = f" for each of {use.ranks} ranks" * (use.ranks > 1)
+    text = (
+        f"needs {in_gib(needs)} of a GPU{each}, and a GPU has {free / GIB:.1f} GiB: "
+        f"{short / GIB:.1f} GiB are short; {''.join(f'{way} or ' for way in ways)}a smaller "
+        f"trainer.max_token_len_per_gpu ({use.tokens}) takes less"
+    )
+    if stage.config.ignore_validator_suggestions:
+        findings.note(f"trainer {text} (ignore_validator_suggestions)")
+    elif short <= use.cache:
+        findings.note(f"trainer {text}, and so do replies that end early")
+    else:
+        findings.problem(
+            "trainer", f"{text}; ignore_validator_suggestions: true makes this estimate a note"
+        )
+    return findings
