@@ -81,7 +81,7 @@ def test_a_command_of_an_extension_that_is_not_here_says_which(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        extensions, "needed_for", lambda *name: {("command", "vjew"): "page"}.get(name)
+        "trireme.extensions.needed_for", lambda *name: {("command", "vjew"): "page"}.get(name)
     )
     done = CliRunner().invoke(main.app, ["vjew", "--plain"])
     assert done.exit_code == 2
