@@ -72,6 +72,14 @@ def test_an_api_is_measured_where_bench_writes(
     }
     asked = {one["messages"][-1]["content"] for one in Api.asked}
     assert asked == {f"{i} + 1?" for i in range(4)}
+
+
+@pytest.mark.extension("provenance")
+def test_the_record_of_a_start_names_the_key_of_an_api_and_does_not_hold_it(
+    config: Path, tmp_path: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ran(config, api, monkeypatch).exit_code == 0
+    [job] = tmp_path.glob("jobs/*/api")
     written = "".join(file.read_text() for file in (job / "run").glob("start*"))
     assert "THEIR_KEY" in written and "the key" not in written
 

@@ -79,6 +79,7 @@ def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
             raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
+        patch.setattr("trireme.launch.stage.LISTENERS", ["fails"])
         patch.setattr("trireme.launch.stage.listener_named", lambda _: Fails())
         with pytest.raises(ZeroDivisionError), opened(plan, device):
             pass

@@ -5,8 +5,8 @@ and the store between the two. Each is made when it is first needed, and only on
 holds open is closed when it ends, the last first, also where it could not be opened.
 
 The process that is the run, or starts its others, opens it with `open_run`: the stage is validated,
-and its stream of events has the run's monitors and its watchdog, which begin where the checkpoint
-does.
+and its stream of events has `metrics.jsonl` and the listeners that manifests name, which begin
+where the checkpoint does.
 """
 
 from __future__ import annotations
