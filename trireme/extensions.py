@@ -81,6 +81,7 @@ KINDS = (
     "mode",
     "model",
     "gateway",
+    "program",
     "dialect",
     "key",
     "flags",

@@ -32,12 +32,25 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.engine_kind import size_of
 from trireme.engines.make import EngineSpec
+from trireme.extensions import missing, names_of
 from trireme.files import for_appending
 from trireme.launch.engines import engine_plugins, engine_spec, make_remote_engine
 from trireme.log import get_logger
 
 if TYPE_CHECKING:
     from trireme.engines.remote import RemoteEngine
+
+
+SERVER = "engine_server"
+"""The name of the program that serves an engine from a process of its own."""
+
+
+def _program() -> str:
+    """The module that serves an engine as a program. Raises ValueError where it is not here."""
+    place = names_of("program").get(SERVER)
+    if place is None:
+        raise ValueError(f"an engine in a process of its own {missing('program', SERVER)}")
+    return place.partition(":")[0]
 
 
 def engine_hosts(plan: Plan, model_path: str) -> list[EngineHost]:
@@ -278,7 +291,7 @@ class EngineHost:
         os.set_blocking(self._answer, False)
         with for_appending(self._log_file) as log:
             self._process = subprocess.Popen(
-                [self._python, "-m", "trireme.server.process", str(theirs)],
+                [self._python, "-m", _program(), str(theirs)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
