@@ -142,7 +142,7 @@ test-postgres: setup
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
 test-vllm: setup $(VLLM_INSTALLED)
 	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) TRIREME_ONLY=vllm $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rsfE \
-	    tests/engines tests/e2e tests/server tests/ext/vllm $(wildcard tests/ext/ray)
+	    tests/engines tests/e2e tests/ext/http tests/ext/vllm $(wildcard tests/ext/ray)
 
 # what comes along of vision and sound is built for CUDA, and would fail to load
 $(VLLM)/.installed: constraints-vllm.txt
@@ -162,7 +162,7 @@ test-ray: setup
 # requests and calls that nobody thought of, against a live engine: FUZZ=100000 for more of them
 FUZZ ?= 10000
 test-fuzz: setup
-	OMP_NUM_THREADS=1 TRIREME_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/server/test_fuzz.py -m large
+	OMP_NUM_THREADS=1 TRIREME_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/ext/http/test_fuzz.py -m large
 
 # what is long and needs nothing more: every pair of features in some run, runs with equal bytes,
 # torch's own compiler and compiled ranks, a notebook that trains, benchmarks on little work, copies that

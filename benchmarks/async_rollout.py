@@ -27,9 +27,9 @@ from trireme.demo.problems import make_problems
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
+from trireme.ext.http.rollouts import Rollouts
+from trireme.ext.http.trajectories import infer
 from trireme.model.chat_tokens import ChatTokens
-from trireme.server.rollouts import Rollouts
-from trireme.server.trajectories import infer
 
 MAX_TURNS, TOOL_SECONDS, MAX_LEN = 8, 0.05, 4096
 SAMPLING = {"max_tokens": 256, "stop": [" has", " many", "How", ".", "?"]}

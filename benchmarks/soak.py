@@ -30,8 +30,8 @@ import psutil
 
 from tests.e2e.job import command as run_command
 from tests.e2e.job import small_config
-from tests.server import bad, fuzz
-from tests.server.made import command
+from tests.ext.http import bad, fuzz
+from tests.ext.http.made import command
 from tests.tiny import make_model
 
 CLIENTS, SAMPLE_S, PATIENCE_S = 6, 30.0, 600.0

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ext",),
     ("cli",),
     ("launch", "demo"),
-    ("explorer", "trainer", "server"),
+    ("explorer", "trainer"),
     ("workflows", "sync", "pipeline"),
     ("model",),
     ("engines", "buffer", "checkpoint", "monitor"),

@@ -37,8 +37,6 @@ from trireme.registry import (
     TASK_OPERATORS,
     WORKFLOWS,
 )
-from trireme.server.gateway import Gateway
-from trireme.server.rollouts import Rollouts
 from trireme.workflows.workflow import resolve
 
 USER = [{"role": "user", "content": "?"}]
@@ -110,10 +108,14 @@ def test_rewards(page: Page) -> None:
 
 
 def test_serve(page: Page) -> None:
-    page("serve.md")  # the clients are made; tests/server sends what they send
+    page("serve.md")  # the clients are made; tests/ext/http sends what they send
 
 
+@pytest.mark.extension("http")
 def test_agents(page: Page, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trireme.ext.http.gateway import Gateway
+    from trireme.ext.http.rollouts import Rollouts
+
     module = page("agents.md")
     (tmp_path / "result.txt").write_text("6\n")
     assert module.tests_pass(Task({"response": "6"}), "", workdir=str(tmp_path)) == 1.0

@@ -20,11 +20,11 @@ from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Outcome, Runner, TimeLimit
+from trireme.ext.http.gateway import Gateway
+from trireme.ext.http.rollouts import Rollouts
 from trireme.launch.engine_host import start_all, stop_all
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
-from trireme.server.gateway import Gateway
-from trireme.server.rollouts import Rollouts
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

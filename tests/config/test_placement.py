@@ -137,6 +137,7 @@ def test_of_the_gpus_the_smallest_that_is_visible_counts(monkeypatch):
 URLS = (f"{MODEL}.base_urls=[http://127.0.0.1:1]",)
 
 
+@pytest.mark.extension("http")
 @pytest.mark.extension("sql")
 def test_auxiliary_models_on_gpus_have_a_place_of_their_own(tmp_path, machine):
     machine(4)

@@ -293,6 +293,7 @@ def test_one_gpu_is_shared(tmp_path, monkeypatch):
     assert plan.gpus == {"explorer": 1, "trainer": 1}
 
 
+@pytest.mark.extension("http")
 @pytest.mark.extension("sql")
 @pytest.mark.parametrize(
     ("overrides", "address", "says"),
@@ -311,6 +312,7 @@ def test_a_server_without_a_key_is_on_loopback(tmp_path, overrides, address, say
     assert (plan.buffer_type, plan.sync_method) == ("sql", "checkpoint")
 
 
+@pytest.mark.extension("http")
 @pytest.mark.extension("sql")
 def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
     given = values(tmp_path)

@@ -534,6 +534,7 @@ def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):
     assert plan.explore_steps == 2
 
 
+@pytest.mark.extension("http")
 @pytest.mark.extension("sql")
 def test_a_server_for_other_machines_needs_a_key(tmp_path):
     problem = only_problem(tmp_path, "mode=serve", "explorer.listen_address=10.0.0.1")

@@ -33,7 +33,7 @@ IMPORTS = [
     "trireme.cli.main",
     "trireme.cli.run",
     "trireme.launch.run",
-    "trireme.server.app",
+    "trireme.ext.http.app",
 ]
 """What a run loads before it does anything: four seconds of a processor."""
 

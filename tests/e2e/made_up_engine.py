@@ -77,7 +77,7 @@ class MadeUpKind:
         from trireme.engines.make import make_torch_engine
 
         NOTED.append(Path(spec.options["noted_in"]))
-        here = not sys.argv[0].endswith("server/process.py")
+        here = not sys.argv[0].endswith("http/process.py")
         note("here" if here else "in a process")
         made = make_torch_engine(spec, tokenizer, device, barrier=barrier, share_with=share_with)
         made.traits = EngineTraits({"memory": "dreamt"})

@@ -44,7 +44,9 @@ def test_a_misspelt_kind_of_engine_is_named_with_the_nearest(tmp_path: Path) -> 
     assert f"engine_type is 'made_upp': {expected}; did you mean 'made_up'?" in output
 
 
-@pytest.mark.parametrize("embedded", [True, False])
+@pytest.mark.parametrize(
+    "embedded", [True, pytest.param(False, marks=pytest.mark.extension("http"))]
+)
 def test_a_plugins_kind_of_engine_generates_here_or_in_a_process(
     tmp_path: Path, embedded: bool
 ) -> None:

@@ -209,6 +209,6 @@ def engines_of(parent: int) -> list[int]:
             ppid = int((place / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if ppid == parent and b"trireme.server.process" in words:
+        if ppid == parent and b"trireme.ext.http.process" in words:
             found.append(int(place.name))
     return sorted(found)

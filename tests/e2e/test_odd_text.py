@@ -21,9 +21,9 @@ from tests.e2e.test_command import ON_RAY as RAY
 from tests.e2e.test_command import needs_ray
 from tests.e2e.test_modes import metrics
 from tests.e2e.test_two_commands import Pair
+from tests.ext.http import bad
 from tests.limits import HANG_S
 from tests.odd import ALL, NUL, ODD
-from tests.server import bad
 from tests.tiny import make_model
 from trireme.buffer.trained import FOLDER, eids_of, files
 from trireme.text import joined

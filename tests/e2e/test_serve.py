@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.job import environment, small_config
 from tests.e2e.test_modes import metrics
 from tests.e2e.test_two_commands import Pair
+from tests.ext.http import bad
 from tests.limits import HANG_S
-from tests.server import bad
 
 AGENT = Path(__file__).with_name("agent.py")
 

@@ -11,7 +11,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.limits import HANG_S
-from tests.server.made import on_port, torch_rollouts
 from tests.tiny import make_model
 from tests.vllm import START_S, needs_vllm, vllm_host
 from trireme.engines.device import Device
@@ -24,6 +23,7 @@ from trireme.launch.engine_host import EngineHost, start_all, stop_all
 PROMPT = [5, 6, 7, 8]
 MAX_LEN = 64
 LONG = Sampling(max_tokens=40, ignore_eos=True)
+REMOTE = pytest.param("remote", marks=pytest.mark.extension("http"))
 VLLM = pytest.param("vllm", marks=needs_vllm)
 Run = Callable[[Callable[[Engine], Awaitable[Any]]], Any]
 
@@ -41,7 +41,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineHost,
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=["scripted", "torch", CUDA, "remote", VLLM])
+@pytest.fixture(params=["scripted", "torch", CUDA, REMOTE, VLLM])
 def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
     """Runs `main(engine)`, closes the engine, and fails after a while."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
@@ -80,6 +80,8 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
 
 
 async def _remote(main: Callable[[Engine], Awaitable[Any]], folder: Path) -> Any:
+    from tests.ext.http.made import on_port, torch_rollouts
+
     async with torch_rollouts(folder, max_model_len=MAX_LEN) as rollouts, on_port(rollouts) as url:
         engine = RemoteEngine([url])
         try:

@@ -292,7 +292,7 @@ def engine_dies(trial: Trial, folder: Path) -> None:
         time.sleep(0.02)
     children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     for child in children:
-        if b"trireme.server.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"trireme.ext.http.process" in Path(f"/proc/{child}/cmdline").read_bytes():
             os.kill(int(child), signal.SIGKILL)
     if code := ended(process):
         raise RuntimeError(f"ended with {code}")

@@ -14,6 +14,7 @@ from trireme.engines.make import EngineSpec
 from trireme.launch.engine_host import EngineHost, start_all
 
 
+@pytest.mark.extension("http")
 def test_an_engine_that_ends_before_it_is_told_its_settings_is_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def engine_that(does: str, folder: Path) -> EngineHost:
     )
 
 
+@pytest.mark.extension("http")
 def test_an_engine_has_time_to_end_by_itself_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

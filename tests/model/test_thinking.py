@@ -16,7 +16,6 @@ from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.model.openai_answer import respond, stream
 from trireme.model.thinking import ReasoningParser
-from trireme.server.messages import events_of, message_of
 
 THOUGHT = "<think>\nHm.\n</think>\n\nTwo."
 
@@ -178,24 +177,3 @@ def test_a_stream_s_pieces_are_the_whole_however_a_reply_looks(parser: Any, open
         assert told["reasoning_content"] == (message.get("reasoning_content") or ""), repr(reply)
         assert told["content"] == (message["content"] or ""), repr(reply)
     assert early > 5
-
-
-def test_anthropic_s_clients_get_blocks_of_thinking() -> None:
-    body = {"messages": [user("1 + 1?")]}
-    whole = message_of(asyncio.run(respond(model_of([THOUGHT]), body, chat=True)))
-    assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
-
-    async def run() -> list[Any]:
-        chunks = stream(model_of([THOUGHT]), body | {"stream": True}, chat=True)
-        return [event async for event in events_of(chunks)]
-
-    events = asyncio.run(run())
-    starts = [event for event in events if event["type"] == "content_block_start"]
-    assert [(e["index"], e["content_block"]["type"]) for e in starts] == [
-        (0, "thinking"),
-        (1, "text"),
-    ]
-    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-    assert len(deltas) > 4
-    assert "".join(delta.get("thinking", "") for delta in deltas) == "Hm."
-    assert "".join(delta.get("text", "") for delta in deltas) == "Two."

@@ -14,7 +14,7 @@ The bucket's format is that of ms-swift's and TRL's trainers: a list of parts, t
   the header has a handle of the bucket, which the engine copies and then says so. The trainer
   writes the next bucket over it. At the end it waits until the engine maps the bucket no more.
 - A trainer of ms-swift or TRL is the last of two ranks and lists the parts by HTTP:
-  `server/weights.py`.
+  their rollout server has the routes.
 
 A fingerprint, one number for each tensor, tells a right copy from a wrong one. It is exact, where
 scores are not: a train step of a small learning rate changes log-probabilities less than another

@@ -259,7 +259,7 @@ class EngineHost:
         """`python`: an interpreter that has what the engine needs; Trireme is put on its path.
 
         `port` 0: any that is free; `key`: what clients must show; `environment`: laid over this
-        process's own; `serving`: further settings of server/process.py.
+        process's own; `serving`: further settings of its program.
         """
         self.name = name
         self.key = key

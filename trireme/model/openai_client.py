@@ -1,6 +1,6 @@
 """OpenAI client: real OpenAI clients whose requests reach the rollout's Model, in this process.
 
-From other processes they reach it by its Address, see server/gateway.py. Here only the wire is
+From other processes they reach it by its Address, which a gateway gives. Here only the wire is
 ours: an httpx transport (newer clients use httpx2, and take httpx still) that answers
 `chat/completions` and `completions`. Every request is recorded like `model.chat`. A ValueError of
 the model is a 400 with its sentence; any other failure comes out of the client as it is, or as the

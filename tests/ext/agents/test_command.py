@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.job import wait_for
+from tests.ext.agents.addressed import played
 from tests.limits import HANG_S
-from tests.workflows.addressed import played
 from trireme.explorer.runner import Outcome
 from trireme.ext.agents.command import (
     CommandWorkflow,

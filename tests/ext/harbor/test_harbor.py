@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.ext.agents.addressed import played
 from tests.ext.agents.test_command import ASK
 from tests.limits import HANG_S
-from tests.workflows.addressed import played
 from trireme.data.rows import NoRows, load_rows
 from trireme.explorer.runner import Outcome
 from trireme.ext.agents.program import ProgramFailed

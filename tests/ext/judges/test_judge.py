@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.limits import HANG_S
-from tests.server.made import on_port, rollouts_over
 from tests.tiny import make_tokenizer
 from trireme.engines.scripted import ScriptedEngine
 from trireme.model.chat_tokens import ChatTokens
@@ -50,6 +49,8 @@ def rewards(reward: Any, said: Said, texts: list[str], task: Task = TASK) -> Any
 
 
 def over_http(said: list[str], texts: list[str]) -> list[float | None]:
+    from tests.ext.http.made import on_port, rollouts_over
+
     async def go() -> list[float | None]:
         tokenizer = make_tokenizer()
         rollouts = rollouts_over(
@@ -62,10 +63,12 @@ def over_http(said: list[str], texts: list[str]) -> list[float | None]:
     return asyncio.run(go())
 
 
+@pytest.mark.extension("http")
 def test_the_number_that_it_says_is_the_reward() -> None:
     assert over_http(["0.75", "it is 1"], ["2", "3"]) == [0.75, 1.0]
 
 
+@pytest.mark.extension("http")
 @pytest.mark.parametrize("answer", ["good", "8/10"])
 def test_a_judge_that_says_no_number_from_0_to_1_does_not_apply(answer: str) -> None:
     with pytest.raises(ValueError, match="no reward function applies to rollout 0"):
@@ -218,7 +221,10 @@ def test_an_endpoint_that_does_not_answer_is_told_before_the_run() -> None:
         Judge.of([dead | {"base_url": "nowhere"}]).examine(Task(raw_task={}))
 
 
+@pytest.mark.extension("http")
 def test_one_that_answers_whatever_it_be_is_good() -> None:
+    from tests.ext.http.made import on_port, rollouts_over
+
     async def go() -> None:
         tokenizer = make_tokenizer()
         engine = ScriptedEngine(["1"], tokenizer=tokenizer)

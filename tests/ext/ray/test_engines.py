@@ -14,8 +14,8 @@ from tests.limits import HANG_S
 
 pytest.importorskip("ray")
 
-from tests.server.made import on_port, torch_rollouts, until
-from tests.server.test_remote import PROMPT, SHORT, weights_of
+from tests.ext.http.made import on_port, torch_rollouts, until
+from tests.ext.http.test_remote import PROMPT, SHORT, weights_of
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.servers import INSTANCE, Servers
 from trireme.ext.ray.actors import ExplorerWorker, TrainerWorker

@@ -27,10 +27,10 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trireme.ext.http.limits import WrongKeys
 from trireme.ext.page.rollouts import Filter, RolloutIndex, as_item, export
 from trireme.ext.page.runs import Curves, RunFolder, about, find_runs, meanings, overview
 from trireme.ext.page.tokens import Tokens
-from trireme.server.limits import WrongKeys
 from trireme.text import as_json
 
 COOKIE = "trireme_view_{port}"

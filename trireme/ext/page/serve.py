@@ -34,9 +34,9 @@ def serve(options: PageOptions, ready: Callable[[str], None] | None = None) -> i
     """Serve until Ctrl-C; `ready` is told the URL. Raises ValueError and OSError before that."""
     import uvicorn
 
+    from trireme.ext.http.connections import server_config
+    from trireme.ext.http.limits import short_key
     from trireme.ext.page.app import Page, create_app
-    from trireme.server.connections import server_config
-    from trireme.server.limits import short_key
 
     key = _key(options)
     page = Page(options.root)

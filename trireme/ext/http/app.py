@@ -1,0 +1,175 @@
+"""App: puts the rollout server's HTTP routes together, and runs uvicorn before them.
+
+What a client got wrong is a 4xx that names it; a 5xx is ours, an answer that is no JSON included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException as StarletteError
+
+from trireme.aio import LoopWatch, running
+from trireme.engines.engine import what_is_wrong
+from trireme.ext.http import openai_routes
+from trireme.ext.http.bodies import Answer
+from trireme.ext.http.connections import server_config
+from trireme.ext.http.engine_routes import group_router, steering_router, stream_router
+from trireme.ext.http.limits import Limits, error_body
+from trireme.ext.http.rollouts import Rollouts
+from trireme.ext.http.sessions import Sessions
+from trireme.registry import ROUTES
+
+MOST = 4096
+"""Requests in flight; more are refused."""
+STATUS = ((ValueError, 400), (TimeoutError, 504), (FileNotFoundError, 400))
+
+
+def create_app(
+    rollouts: Rollouts,
+    *,
+    key: str | Callable[[str], str | None] | None = None,
+    most: int = MOST,
+    sessions: Sessions | None = None,
+) -> FastAPI:
+    """All endpoints over one engine. `key`: what clients must show, or that of a path, see Limits;
+    `most`: requests in flight.
+
+    With `sessions` only the agents' routes: no client may steer the engine.
+    """
+    app = FastAPI(title="Trireme rollout server", version="1", default_response_class=Answer)
+    app.state.rollouts = rollouts
+    app.state.instance = secrets.token_hex(8)
+    for path in ("/health", "/health/"):
+        app.add_api_route(path, partial(_health, rollouts), methods=["GET"])
+    app.include_router(openai_routes.make_router(rollouts, sessions))
+    if sessions is None:
+        others = (ROUTES.get(name) for name in ROUTES.built_in())
+        for steering in (steering_router, stream_router, group_router, *others):
+            app.include_router(steering(rollouts))
+    app.add_middleware(
+        Limits,
+        key=key,
+        most=most,
+        instance=app.state.instance,
+        max_weights=rollouts.max_weight_bytes,
+        max_text=rollouts.max_text,
+    )
+    kinds = (Exception, RuntimeError, RecursionError, *(kind for kind, _ in STATUS), StarletteError)
+    for kind in kinds:
+        app.add_exception_handler(kind, _failed)
+    app.add_exception_handler(RequestValidationError, _failed)
+    return app
+
+
+async def _health(rollouts: Rollouts) -> dict[str, str]:
+    rollouts.engine.health()
+    return {"status": "ok"}
+
+
+async def _failed(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, RequestValidationError | ValidationError):
+        status = 422 if isinstance(error, RequestValidationError) else 400
+        return JSONResponse(error_body(status, what_is_wrong(error.errors())), status)
+    if isinstance(error, RecursionError):
+        return JSONResponse(error_body(400, "the request is nested too deeply"), 400)
+    if isinstance(error, StarletteError):
+        return JSONResponse(error_body(error.status_code, error.detail), error.status_code)
+    status = next((code for kind, code in STATUS if isinstance(error, kind)), 500)
+    return JSONResponse(error_body(status, f"{error}" or type(error).__name__), status)
+
+
+GRACE_S = 5
+"""How long answers under way may still take when the server is told to end."""
+KEEP_ALIVE_S = 120
+"""How long a quiet connection stays: longer than clients keep it, so that none sends into one that
+is being closed.
+"""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The address taken, before a model is loaded for it. Raises OSError where that cannot be."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    return listener
+
+
+class AppServer:
+    """One app on one socket: the one way in which Trireme serves."""
+
+    def __init__(self, app: Any, listener: socket.socket, *, grace: float = GRACE_S) -> None:
+        """`grace`: seconds that answers under way get when the server is told to end."""
+        config = server_config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=max(1, int(grace)),
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server: Any = uvicorn.Server(config)
+        # its own would raise signals again, and end us before `finally`
+        self._server.capture_signals = nullcontext
+        self._listener = listener
+        self.stopped_by: list[int] = []
+        """The signals that came; 0 for `stop`."""
+        listener.listen(config.backlog)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is under way."""
+        return bool(self._server.server_state.tasks)
+
+    def stop(self, number: int = 0) -> bool:
+        """Let answers under way end, which is True; asked a second time: end them."""
+        self._server.force_exit = bool(self.stopped_by)
+        self._server.should_exit = True
+        self.stopped_by.append(number)
+        return True
+
+    def stop_on_signals(self) -> None:
+        """SIGINT and SIGTERM end it; the second one does so at once."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
+
+    async def serve(
+        self,
+        watch: Coroutine[Any, Any, None] | None = None,
+        *,
+        limit: float | None = None,
+        watches_loop: bool = True,
+    ) -> None:
+        """Until it is stopped, or `watch` ends, whose error is raised here.
+
+        `limit`: seconds that a user's code (a plug-in's scheduler, say) may block the event loop;
+        None: it is not ended. Without `watches_loop` the caller looks at that.
+        """
+        blocked = LoopWatch(limit) if watches_loop else None
+        try:
+            async with running(*filter(None, [watch])) as watching:
+                for task in watching:
+                    task.add_done_callback(self._watch_has_ended)
+                await self._server.serve(sockets=[self._listener])
+                for task in watching:
+                    if task.done():
+                        task.result()
+        finally:
+            if blocked is not None:
+                blocked.stop()
+
+    def _watch_has_ended(self, _: asyncio.Future[None]) -> None:
+        self._server.should_exit = True

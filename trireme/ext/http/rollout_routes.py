@@ -1,0 +1,241 @@
+"""Rollout routes: the endpoints that ms-swift's and TRL's trainers call."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from trireme.aio import one_by_one
+from trireme.engines.engine import MOST_SAMPLES
+from trireme.engines.weight_group import BucketEntry
+from trireme.ext.http.bodies import JsonRoute, until_gone
+from trireme.ext.http.rollouts import Rollouts, as_key
+from trireme.ext.http.trajectories import infer as infer_all
+from trireme.ext.http.weights import AnnouncedWeights
+from trireme.model.chat_tokens import NOT_TEXT
+from trireme.model.openai_wire import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Ids,
+    Messages,
+    Tools,
+    refuse_many,
+)
+from trireme.workflows.scheduler import RolloutInferRequest
+
+
+class InferBody(BaseModel):
+    """Conversations, and how to sample all of them."""
+
+    infer_requests: Annotated[
+        list[RolloutInferRequest], Field(fail_fast=True, max_length=MOST_SAMPLES)
+    ]
+    request_config: dict[str, Any] | None = None
+    use_tqdm: bool | None = None
+    key: list[Any] = Field(default_factory=list)
+    loss_scale: str = "default"
+
+
+class PromptsBody(BaseModel):
+    """Texts or ids (`prompts`), or conversations (`messages`), n completions each."""
+
+    prompts: (
+        Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
+    ) = Field(default_factory=list)
+    messages: Annotated[list[Messages], Field(fail_fast=True)] = Field(default_factory=list)
+    n: int = 1
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int = 16
+    tools: Tools | None = None
+
+
+class GroupBody(BaseModel):
+    """Where the trainer's process group meets."""
+
+    host: str
+    port: int = Field(ge=1, le=65535)
+    world_size: int = Field(default=2, ge=2, le=2)
+
+
+class ParameterBody(BaseModel):
+    """A tensor that is broadcast next."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class BucketBody(BaseModel):
+    """Tensors in one broadcast of bytes."""
+
+    metadatas: list[BucketEntry]
+
+
+class AdapterBody(BaseModel):
+    """LoRA tensors in one broadcast of bytes, and peft's configuration of them."""
+
+    peft_config: dict[str, Any]
+    metadatas: list[BucketEntry]
+
+
+class PathBody(BaseModel):
+    """A folder of safetensors."""
+
+    path: str
+
+
+# Of a request configuration, what steers the client's side or has no meaning here.
+_ASIDE = {
+    *("stream", "num_beams", "return_details", "top_logprobs", "logprobs", "length_penalty", "n"),
+    *("presence_penalty", "frequency_penalty"),
+}
+
+
+def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
+    """Our sampling options of a RequestConfig. Raises ValueError for what is not served."""
+    settings = {name: value for name, value in (config or {}).items() if value is not None}
+    if settings.get("n", 1) != 1:
+        raise ValueError(
+            f"request_config.n is {settings['n']}: expected 1; send the request n times"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        if settings.get(name, 0) != 0:
+            raise ValueError(f"request_config.{name} is not served: leave it out")
+    options = {name: value for name, value in settings.items() if name not in _ASIDE}
+    if settings.get("logprobs"):
+        options["logprobs"] = int(settings.get("top_logprobs") or settings["logprobs"])
+    return options
+
+
+def _examine(rollouts: Rollouts, index: int, request: RolloutInferRequest) -> None:
+    """Raise ValueError for a conversation that cannot be led."""
+    for name in NOT_TEXT:
+        if getattr(request, name, None):
+            raise ValueError(f"infer_requests.{index}.{name} is not empty: only text is supported")
+    if len(request.messages) > MOST_MESSAGES or len(request.tools or ()) > MOST_TOOLS:
+        raise ValueError(
+            f"infer_requests.{index} has {len(request.messages)} messages and "
+            f"{len(request.tools or ())} tools: expected at most {MOST_MESSAGES} and {MOST_TOOLS}"
+        )
+    rollouts.refuse_long(request.messages, request.tools)
+
+
+def make_router(rollouts: Rollouts) -> APIRouter:
+    """See the module."""
+    router = APIRouter(route_class=JsonRoute)
+    weights = AnnouncedWeights(
+        rollouts.engine, model_path=rollouts.model_path, max_bytes=rollouts.max_weight_bytes
+    )
+
+    @router.get("/get_world_size/")
+    async def world_size() -> dict[str, int]:
+        return {"world_size": 1}
+
+    @router.get("/get_model_state_keys/")
+    async def keys() -> dict[str, list[str]]:
+        return {"keys": sorted(await rollouts.engine.fingerprint() or {})}
+
+    @router.post("/get_engine_type/")
+    async def engine_type() -> dict[str, Any]:
+        return {
+            "engine_type": "AsyncLLMEngine" if rollouts.use_async_engine else "LLMEngine",
+            "enable_multi_turn": rollouts.multi_turn,
+            "use_gym_env": rollouts.scheduler.get("scheduler")
+            in ("gym_scheduler", "openenv_scheduler"),
+            "enable_lora": True,
+        }
+
+    @router.post("/infer/")
+    async def infer(body: InferBody, request: Request) -> list[dict[str, Any]]:
+        for index, one in enumerate(body.infer_requests):
+            _examine(rollouts, index, one)
+        await weights.settled()
+        options = sampling_of(body.request_config)
+        key = as_key(body.key)
+        work = infer_all(
+            rollouts, body.infer_requests, options, key=key, loss_scale=body.loss_scale
+        )
+        return await until_gone(request, work)
+
+    @router.post("/generate/")
+    async def generate(body: PromptsBody, request: Request) -> dict[str, Any]:
+        await weights.settled()
+        return await until_gone(request, _complete(rollouts, body, chat=False))
+
+    @router.post("/chat/")
+    async def chat(body: PromptsBody, request: Request) -> dict[str, Any]:
+        await weights.settled()
+        return await until_gone(request, _complete(rollouts, body, chat=True))
+
+    _add_weights(router, weights)
+    return router
+
+
+def _add_weights(router: APIRouter, weights: AnnouncedWeights) -> None:
+    @router.post("/init_communicator/")
+    async def init_communicator(body: GroupBody, request: Request) -> dict[str, str]:
+        reached, _ = request.scope.get("server") or ("127.0.0.1", 0)
+        await weights.join(body.host, body.port, reached=reached)
+        return {"message": "the group is being made"}
+
+    @router.post("/update_named_param/")
+    async def update_named_param(body: ParameterBody) -> dict[str, str]:
+        await weights.receive_tensor(body.name, body.dtype, body.shape)
+        return {"message": f"waiting for {body.name}"}
+
+    @router.post("/update_flattened_params/")
+    async def update_flattened_params(body: BucketBody) -> dict[str, str]:
+        await weights.receive_bucket(body.metadatas)
+        return {"message": f"waiting for {len(body.metadatas)} tensors"}
+
+    @router.post("/update_adapter_flattened_param/")
+    async def update_adapter_flattened_param(body: AdapterBody) -> dict[str, str]:
+        await weights.receive_bucket(body.metadatas, body.peft_config)
+        return {"message": f"waiting for {len(body.metadatas)} tensors of an adapter"}
+
+    @router.post("/update_weights_from_path/")
+    async def update_weights_from_path(body: PathBody) -> dict[str, str]:
+        await weights.load(body.path)
+        return {"message": f"loaded {body.path}"}
+
+    async def apply() -> dict[str, Any]:
+        version = await weights.ready()
+        return {"message": "done", "version": version}
+
+    # with every new weights the prefix cache is empty already
+    for name in ("process_weights_after_loading", "reset_prefix_cache", "reset_encoder_cache"):
+        router.add_api_route(f"/{name}/", apply, methods=["POST"])
+    router.add_api_route("/reset_mm_cache/", apply, methods=["POST"])
+
+    @router.post("/close_communicator/")
+    async def close_communicator() -> dict[str, str]:
+        await weights.close()
+        return {"message": "closed"}
+
+
+async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dict[str, Any]:
+    """Completions as TRL's client reads them: prompts in order, each n times."""
+    fields = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
+    options = body.model_dump(include=set(fields))
+
+    async def one(prompt: Any) -> list[Any]:
+        rollouts.refuse_long(prompt, body.tools)
+        model = rollouts.model((), {})
+        if chat:
+            return await model.chat_samples(prompt, body.tools, **options)
+        return await model.generate_samples(prompt, **options)
+
+    asked = body.messages if chat else body.prompts
+    refuse_many(len(asked), body.n)
+    answers = await one_by_one(one(prompt) for prompt in asked)
+    return {
+        "prompt_ids": [replies[0].call.ids[: replies[0].prompt_tokens] for replies in answers],
+        "completion_ids": [reply.tokens for replies in answers for reply in replies],
+        "logprobs": [reply.logprobs for replies in answers for reply in replies],
+    }

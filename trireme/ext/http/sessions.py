@@ -1,0 +1,271 @@
+"""Sessions: conversations of agents of other processes, recorded until they are rewarded and sent.
+
+A session is a URL prefix `/s/<id>/v1`, the header x-session-id, or the key `session:<id>` where no
+other key is wanted. Calls outside of one get a session each. Sampled ids are kept as they are.
+
+Invariants:
+- A commit takes whole groups: all sessions of a task that have a reward. What it has taken is no
+  session any more, and is never sent again.
+- Only sessions without a reward are dropped: when they were quiet for long, or are too many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from trireme.experience import EID, Experience
+from trireme.ext.http.rollouts import characters
+from trireme.log import get_logger
+from trireme.model.model import Model
+from trireme.model.recorder import Call
+
+logger = get_logger("explorer")
+
+Ship = Callable[[list[Experience]], Awaitable[None]]
+MOST_REMEMBERED = 1 << 16
+"""Names of ended sessions that are known still."""
+LONGEST_NAME = 200
+"""Characters."""
+MOST_HELD = 2**30
+"""Bytes, about, of all that sessions have recorded, before the oldest are dropped."""
+
+
+@dataclass
+class Session:
+    """One conversation, or all that one agent does in one run."""
+
+    name: str
+    model: Model
+    alone: bool = False
+    """Of one call that named no session: a reward for the reply is the session's."""
+    reward: float | None = None
+    rewards: dict[Call, float] = field(default_factory=dict)
+    """Of single calls."""
+    task: str = ""
+    run: int | None = None
+    touched: float = field(default_factory=time.monotonic)
+    replies: list[str] = field(default_factory=list)
+    """Ids of its responses."""
+    size: int = 0
+    """Bytes, about, of what it has recorded."""
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether a commit may take it."""
+        return self.reward is not None or bool(self.rewards)
+
+    @property
+    def group(self) -> str:
+        """The rewards it is compared with: those of its task's sessions, or none."""
+        return self.task or self.name
+
+    def experiences(self) -> list[Experience]:
+        """One a conversation with the session's reward, or one a call where calls have their own.
+
+        Empty where there is no reward yet.
+        """
+        if self.rewards:
+            calls = self.model.recorder.fresh()
+            whole = self.reward or 0.0
+            rewards = [self.rewards.get(call, whole) for call in calls]
+            return self.model.experiences(reward=rewards) if calls else []
+        return [] if self.reward is None else self.model.experiences(reward=self.reward)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What became of a name: how many sessions had it, and whether the last one was sent."""
+
+    times: int
+    sent: bool
+
+
+class Sessions:
+    """All of them, by name."""
+
+    def __init__(
+        self,
+        make_model: Callable[[str, int], Model],
+        *,
+        most: int = 4096,
+        most_held: float = MOST_HELD,
+        keep: float = float("inf"),
+        ship: Ship | None = None,
+    ) -> None:
+        """`make_model(name, times)`: `times` sessions had this name before.
+
+        `most` sessions are open at once, with `most_held` bytes of calls; one without a reward ends
+        when it was quiet for `keep` seconds. `ship` takes the experiences of a commit; without it
+        the client gets them.
+        """
+        self.ship = ship
+        self.dropped = 0
+        self._make = make_model
+        self._most, self._most_held, self._held = most, most_held, 0
+        self._keep = keep
+        self._sessions: dict[str, Session] = {}
+        self._replies: dict[str, tuple[Session, Sequence[Call]]] = {}
+        self._past: dict[str, Past] = {}
+        self._count = itertools.count(1)
+
+    def open(self, name: str | None = None) -> Session:
+        """The session of a name, begun now where it is new.
+
+        Raises ValueError where it is one too many, and none can be dropped, and for a name that no
+        answer's header could repeat.
+        """
+        alone = not name
+        if name:
+            _look_at_name(name)
+        while not name or (alone and name in self._sessions):
+            name = f"call-{next(self._count)}"
+        session = self._sessions.get(name)
+        if session is None:
+            if len(self._sessions) >= self._most or self._held >= self._most_held:
+                self._drop_oldest()
+            times = self._past[name].times if name in self._past else 0
+            session = self._sessions[name] = Session(name, self._make(name, times), alone)
+        session.touched = time.monotonic()
+        return session
+
+    def alone(self) -> Model:
+        """A Model of no session, for requests that get no reward."""
+        return self._make("", 0)
+
+    def note(self, session: Session, reply_id: str, calls: Sequence[Call]) -> None:
+        """Remember which calls a response with this id came from."""
+        if self._sessions.get(session.name) is session:
+            session.touched = time.monotonic()
+            session.replies.append(reply_id)
+            size = sum(map(_size, calls))
+            session.size, self._held = session.size + size, self._held + size
+            self._replies[reply_id] = session, tuple(calls)
+
+    def reward(
+        self,
+        reward: float,
+        *,
+        session: str | None = None,
+        replies: Sequence[str] = (),
+        task: str = "",
+        run: int | None = None,
+    ) -> int:
+        """Give a reward to a whole session, or to single replies by their ids; how many got it.
+
+        Raises ValueError for a session or reply that is not known; then no session has got it.
+        """
+        if session is None and not replies:
+            raise ValueError("feedback is for nobody: expected session_id, or msg_ids")
+        for reply in replies:
+            if reply not in self._replies:
+                raise ValueError(f"reply '{reply}' is not known, or was sent already")
+        rated: list[tuple[Session, Sequence[Call]]] = [self._replies[reply] for reply in replies]
+        for owner, calls in rated or [(self._known(session or ""), ())]:
+            owner.task, owner.run = task or owner.task, owner.run if run is None else run
+            if calls and not owner.alone:
+                owner.rewards |= dict.fromkeys(calls, reward)
+            else:
+                owner.reward = reward
+        return len(rated) or 1
+
+    def reply(self, reply_id: str) -> tuple[Session, Call]:
+        """The session and the call of a reply. Raises ValueError where it is not known."""
+        if reply_id not in self._replies:
+            raise ValueError(f"reply '{reply_id}' is not known, or was sent already")
+        session, calls = self._replies[reply_id]
+        return session, calls[0]
+
+    def take(self, session: str | None = None, task: str | None = None) -> list[Experience]:
+        """The experiences of a session's group, of a task's, or of all groups that have a reward.
+
+        They are forgotten here. A session that was sent already gives none. Raises ValueError for
+        one that is not known, or has no reward.
+        """
+        if session not in self._sessions and session in self._past and self._past[session].sent:
+            return []
+        if session is not None:
+            task = self._known(session).group
+            if not self._known(session).rewarded:
+                raise ValueError(f"session '{session}' has no reward: give one by POST /feedback")
+        chosen = [s for s in self._sessions.values() if s.rewarded and task in (None, s.group)]
+        out: list[Experience] = []
+        runs: dict[str, set[int]] = {}
+        for one in chosen:
+            used = runs.setdefault(one.group, set())
+            if one.run is None or one.run in used:
+                one.run = next(run for run in itertools.count() if run not in used)
+            used.add(one.run)
+            experiences = one.experiences()
+            for step, experience in enumerate(experiences):
+                experience.eid = EID(task=one.group, run=one.run, step=step)
+            self.close(one.name, sent=True)
+            out += experiences
+        return out
+
+    def drop_quiet(self) -> int:
+        """End the sessions that have no reward and were quiet for `keep` seconds; how many."""
+        oldest = time.monotonic() - self._keep
+        old = [s for s in self._sessions.values() if s.touched < oldest and not s.rewarded]
+        return self._drop(old, f"quiet for {self._keep:g} s")
+
+    def close(self, name: str, *, sent: bool = False) -> None:
+        """Forget a session, if there is one; a call that is under way in it fails."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return
+        session.model.revoke()
+        self._held -= session.size
+        times = self._past.pop(name, Past(0, False)).times
+        self._past[name] = Past(times + 1, sent)
+        if len(self._past) > MOST_REMEMBERED:
+            del self._past[next(iter(self._past))]
+        for reply in session.replies:
+            self._replies.pop(reply, None)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def _drop_oldest(self) -> None:
+        """Drop an eighth of the sessions at once, so that one log line covers many."""
+        waiting = sorted(
+            (s for s in self._sessions.values() if not s.rewarded), key=lambda s: s.touched
+        )
+        if not waiting:
+            raise ValueError(
+                f"all {len(self)} sessions have a reward: send them by POST /commit, then go on"
+            )
+        why = f"{len(self)} are open with {self._held >> 20} MiB, the most there are"
+        self._drop(waiting[: max(len(self) // 8, 1)], why)
+
+    def _drop(self, sessions: Sequence[Session], why: str) -> int:
+        for session in sessions:
+            self.close(session.name)
+        self.dropped += len(sessions)
+        if sessions:
+            first = sessions[0].name
+            text = "%d sessions without a reward dropped (%s), '%s' first"
+            logger.warning(text, len(sessions), why, first)
+        return len(sessions)
+
+    def _known(self, name: str) -> Session:
+        if name not in self._sessions:
+            raise ValueError(f"session '{name}' is not known, or was sent already")
+        return self._sessions[name]
+
+
+def _size(call: Call) -> int:
+    """Bytes, about, of a recorded call: its texts, and eight for each token."""
+    return characters(call.messages or []) + 8 * (len(call.inserted) + len(call.completion.ids))
+
+
+def _look_at_name(name: str) -> None:
+    """Raise ValueError for a name that cannot stand in a header, or is none to be remembered."""
+    good = name.isprintable() and name.isascii() and name == name.strip()
+    if not good or len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"the session's name is {name[:60]!a}, {len(name)} characters: expected up to "
+            f"{LONGEST_NAME} printable ones of ASCII"
+        )

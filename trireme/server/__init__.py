@@ -1,1 +1,0 @@
-"""Server: rollouts over HTTP, for trainers and agents in other processes."""
