@@ -394,6 +394,8 @@ MODES = Registry("mode", kind="mode")
 
 MODELS = Registry("model of an engine", kind="model")
 """Classes of what workflows hold of an engine, which names its own: see model/model.py."""
+PROGRAMS = Registry("program", kind="program")
+"""The `main` of modules that are run in processes of their own: see launch/engine_host.py."""
 GATEWAYS = Registry("gateway", kind="gateway")
 """What gives rollouts addresses of their own: see launch/explorer_side.py."""
 

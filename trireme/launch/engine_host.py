@@ -32,10 +32,10 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.engine_kind import size_of
 from trireme.engines.make import EngineSpec
-from trireme.extensions import missing, names_of
 from trireme.files import for_appending
 from trireme.launch.engines import engine_plugins, engine_spec, make_remote_engine
 from trireme.log import get_logger
+from trireme.registry import PROGRAMS
 
 if TYPE_CHECKING:
     from trireme.engines.remote import RemoteEngine
@@ -47,10 +47,7 @@ SERVER = "engine_server"
 
 def _program() -> str:
     """The module that serves an engine as a program. Raises ValueError where it is not here."""
-    place = names_of("program").get(SERVER)
-    if place is None:
-        raise ValueError(f"an engine in a process of its own {missing('program', SERVER)}")
-    return place.partition(":")[0]
+    return PROGRAMS.get(SERVER).__module__
 
 
 def engine_hosts(plan: Plan, model_path: str) -> list[EngineHost]:
