@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.test_callbacks import ARGS
+from tests.ext.callbacks.test_callbacks import ARGS
+from trireme.ext.callbacks.callbacks import Callbacks, examine_callbacks
 from trireme.ext.swift.callback import TrainerCallback
 from trireme.registry import CALLBACKS
-from trireme.trainer.callbacks import Callbacks, examine_callbacks
 
 SEEN: list[str] = []
 
