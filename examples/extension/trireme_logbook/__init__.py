@@ -1,0 +1,1 @@
+"""A package that extends Trireme: see parts.py."""
