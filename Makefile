@@ -198,8 +198,8 @@ test-envs: setup
 	$(BIN)/python -m venv $(ENVS)
 	$(LOCKED) $(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras,scienceworld,gymnasium $(ENVS)/bin/python -m pytest -q -rsfE \
-	    tests/ext/environments tests/ext/alfworld tests/workflows/test_gym_scheduler.py \
-	    tests/ext/small_worlds/test_sciworld.py tests/workflows/test_tool_calls.py tests/e2e/test_seed_000.py
+	    tests/ext/environments tests/ext/alfworld tests/ext/multi_turn/test_gym_scheduler.py \
+	    tests/ext/small_worlds/test_sciworld.py tests/ext/multi_turn/test_tool_calls.py tests/e2e/test_seed_000.py
 
 # programs behind bubblewrap, without which `make test` may have run
 test-sandbox: setup

@@ -29,11 +29,11 @@ from transformers import AutoTokenizer
 
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
+from trireme.ext.multi_turn.math_tips import DOUBT, RECHECK
+from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.task import Task
-from trireme.workflows.math_tips import DOUBT, RECHECK
-from trireme.workflows.scheduled import multi_turn_scheduler
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multi_turn_scheduler"
 PROGRAM = [sys.executable, "-u", "-c", "from trireme.cli.main import main; main()"]

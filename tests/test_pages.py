@@ -23,7 +23,6 @@ import typer
 
 from tests.model.fake import make
 from tests.test_documents import BLOCK, DOCUMENTS, ROOT
-from tests.workflows.test_scheduler import run as play
 from trireme import Experience, Task
 from trireme.cli.main import app
 from trireme.data.selectors import selection
@@ -68,25 +67,6 @@ def test_data(page: Page) -> None:
     rows = [(0.3,), (0.9,), (0.1,)]
     order = selection("page_data:hardest_first", 3, features=rows).select(3)
     assert list(order) == [2, 0, 1]
-
-
-def test_multi_turn(page: Page) -> None:
-    page("multi_turn.md")
-    again = Task(
-        {"messages": USER, "solution": "4"},
-        workflow_args={"scheduler": "again", "max_turns": 3},
-        reward_fn_args={"funcs": ["accuracy"]},
-    )
-    [experience] = play(make(["5", "4"]), again)
-    assert experience.messages is not None
-    assert [m["content"] for m in experience.messages] == ["?", "5", "No. Again.", "4"]
-    gym = {"scheduler": "gym_scheduler", "env": "guess", "max_turns": 4}
-    guess = Task({"messages": USER, "env_config": {"secret": "7"}}, workflow_args=gym)
-    [experience] = play(make(["5", "7"]), guess)
-    assert experience.reward == 1.0
-    short = {**gym, "context_manager": "last_turns", "ctx_config": {"keep": 1}}
-    guess = Task({"messages": USER, "env_config": {"secret": "7"}}, workflow_args=short)
-    assert [e.reward for e in play(make(["5", "6", "7"]), guess)] == [1.0, 1.0, 1.0]
 
 
 def test_pipeline(page: Page) -> None:

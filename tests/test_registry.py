@@ -86,7 +86,7 @@ def test_a_user_may_give_a_built_in_name_to_another_thing_of_ours() -> None:
         "from trireme.registry import ALGORITHMS, REWARDS\n"
         "from trireme.rewards.math import format_reward\n"
         "from trireme.registry import SCALES\n"
-        "from trireme.workflows.loss_scale import by_patterns\n"
+        "from trireme.ext.multi_turn.loss_scale import by_patterns\n"
         "for registry, name, thing in (\n"
         "    (REWARDS, 'math_reward', format_reward),\n"
         "    (SCALES, 'react', by_patterns(('x', 0.0))),\n"

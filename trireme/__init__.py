@@ -35,9 +35,6 @@ _MODULES = {
     "trireme.task": "Task",
     "trireme.workflows.classes": "Workflow",
     "trireme.workflows.episode": "MultiTurnWorkflow",
-    "trireme.workflows.gym_scheduler": "ContextManager Env",
-    "trireme.workflows.scheduler": "ChatMessage MultiTurnScheduler RolloutInferRequest "
-    "RolloutOutput RolloutResponseChoice",
     "trireme.workflows.step_wise": "RewardPropagationWorkflow StepWiseRewardWorkflow",
 }
 """Module -> the public names in it, `there=here` where another name stands for one."""
@@ -110,12 +107,4 @@ if TYPE_CHECKING:
     from trireme.task import Task
     from trireme.workflows.classes import Workflow
     from trireme.workflows.episode import MultiTurnWorkflow
-    from trireme.workflows.gym_scheduler import ContextManager, Env
-    from trireme.workflows.scheduler import (
-        ChatMessage,
-        MultiTurnScheduler,
-        RolloutInferRequest,
-        RolloutOutput,
-        RolloutResponseChoice,
-    )
     from trireme.workflows.step_wise import RewardPropagationWorkflow, StepWiseRewardWorkflow

@@ -303,7 +303,7 @@ WORKFLOWS = Registry(
     },
 )
 MULTI_TURNS = Registry("multi-turn scheduler", kind="multi_turn")
-"""Schedulers of conversations: see workflows/scheduler.py. `multi_turns` for plug-ins."""
+"""Schedulers of conversations: see ext/multi_turn/scheduler.py. `multi_turns` for plug-ins."""
 ENVS = Registry("environment", kind="environment")
 """Those of the gym scheduler. `gym_envs` for plug-ins."""
 CONTEXT_MANAGERS = Registry("context manager", kind="context_manager")
@@ -369,9 +369,9 @@ tracker = TRACKERS.register
 FORMATS = Registry("tool_call_parser", kind="tool_call_parser")
 """How models write tool calls: see model/tool_calls.py."""
 TOOLS = Registry("tool", kind="tool")
-"""Functions that a model may call: see workflows/tool_calls.py."""
+"""Functions that a model may call: see ext/multi_turn/tool_calls.py."""
 SCALES = Registry("loss scale", kind="loss_scale")
-"""Weights of a reply's pieces in the loss: see workflows/loss_scale.py."""
+"""Weights of a reply's pieces in the loss: see ext/multi_turn/loss_scale.py."""
 
 ROUTES = Registry("route", kind="route")
 """Functions `(rollouts) -> APIRouter`, whose HTTP routes an engine's server has (server/app.py)."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from trireme.demo.prepare import INITIALIZER_RANGE, LARGEST_NUMBER, LARGEST_RESULT
 from trireme.demo.problems import make_problems, with_slips
 from trireme.demo.tiny_model import make_tiny_model
+from trireme.ext.multi_turn.math_tips import DOUBT, RECHECK
 from trireme.files import write_jsonl
-from trireme.workflows.math_tips import DOUBT, RECHECK
 
 NUM_TRAIN, NUM_TEST, NUM_SHOWN = 2000, 500, 400
 

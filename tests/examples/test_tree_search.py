@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.ext.multi_turn.test_scheduler import run
 from tests.model.fake import make
 from tests.model.test_turn import spans
-from tests.workflows.test_scheduler import run
 from trireme import Experience, Task
 from trireme.model.model import Model
 

@@ -15,11 +15,11 @@ import uvicorn
 from tests.limits import HANG_S
 from tests.model.fake import FakeEngine
 from trireme.explorer.runner import Outcome, Runner, TimeLimit
+from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.task import Task
 from trireme.workflows.plugins import load_plugins
-from trireme.workflows.scheduled import multi_turn_scheduler
 from trireme.workflows.workflow import resolve
 
 server = pytest.importorskip(

@@ -76,7 +76,7 @@ import time
 from pathlib import Path
 
 from trireme import multi_turns
-from trireme.workflows.scheduler import MultiTurnScheduler
+from trireme.ext.multi_turn.scheduler import MultiTurnScheduler
 
 
 @multi_turns.register("sleeper")

@@ -14,8 +14,8 @@ import pytest
 
 from tests.ext.http.made import client_of, on_port, rollouts_over, torch_rollouts
 from tests.model.fake import TOKENIZER, FakeEngine
-from trireme.workflows.scheduler import ChatMessage, RolloutResponseChoice
-from trireme.workflows.tool_calls import read_calls
+from trireme.ext.multi_turn.scheduler import ChatMessage, RolloutResponseChoice
+from trireme.ext.multi_turn.tool_calls import read_calls
 
 TOOLS: Any = [
     {

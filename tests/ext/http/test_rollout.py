@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from trireme.cli.main import app
 from trireme.ext.http.rollout import RolloutOptions, _spec
+from trireme.ext.multi_turn.gym_scheduler import GymScheduler
 from trireme.registry import MULTI_TURNS
-from trireme.workflows.gym_scheduler import GymScheduler
 
 
 @pytest.mark.extension("swift")

@@ -11,8 +11,8 @@ import pytest
 
 from tests.ext.http.made import client_of, on_port, torch_rollouts, until
 from tests.limits import HANG_S
+from trireme.ext.multi_turn.scheduler import MultiTurnScheduler
 from trireme.registry import MULTI_TURNS
-from trireme.workflows.scheduler import MultiTurnScheduler
 
 CONFIG = {"max_tokens": 12, "temperature": 1.0, "logprobs": True}
 ENDLESS = {"max_tokens": 100_000, "ignore_eos": True}

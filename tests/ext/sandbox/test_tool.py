@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.ext.multi_turn.test_tool_calls import call, play, results
 from tests.model.fake import make
-from tests.workflows.test_tool_calls import call, play, results
 from trireme.ext.sandbox import programs as sandbox
 
 

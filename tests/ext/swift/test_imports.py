@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from trireme.ext.multi_turn.scheduled import make_scheduler
+from trireme.ext.multi_turn.scheduler import MultiTurnScheduler
 from trireme.ext.swift.imports import NAMES as SWIFT_NAMES
 from trireme.ext.swift.imports import Absent, SwiftORM
 from trireme.workflows.plugins import load_plugins
-from trireme.workflows.scheduled import make_scheduler
-from trireme.workflows.scheduler import MultiTurnScheduler
 
 MAPS = [n for n in SWIFT_NAMES if n.endswith(("s", "_map")) and n.islower()]
 SWIFT = {

@@ -14,10 +14,10 @@ import pandas
 import pytest
 
 import trireme
+from trireme.ext.multi_turn.tool_calls import TOOLS
 from trireme.ext.train.train import config_from
 from trireme.registry import REWARDS, TRACKERS, WORKFLOWS
 from trireme.task import Task
-from trireme.workflows.tool_calls import TOOLS
 
 ROWS = [{"question": f"{n} + 1?", "answer": n + 1, "level": n % 3} for n in range(8)]
 SMALL = {"max_response_tokens": 8, "max_model_len": 64}

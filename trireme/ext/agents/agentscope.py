@@ -24,6 +24,7 @@ from trireme.aio import is_async
 from trireme.config.options import accepted, fitting_options
 from trireme.envs.env import extra
 from trireme.experience import Experience
+from trireme.ext.multi_turn.tool_calls import Tool, as_text, python_tool
 from trireme.model.blocking import BlockingModel
 from trireme.model.conversation import with_metrics
 from trireme.registry import Registry, signature_of
@@ -33,7 +34,6 @@ from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
 from trireme.workflows.classes import Workflow
-from trireme.workflows.tool_calls import Tool, as_text, python_tool
 
 _FUNCTIONS = Registry("agentscope function")
 """All of them are users' own, by path."""

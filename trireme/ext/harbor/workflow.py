@@ -48,14 +48,14 @@ from trireme.ext.agents.program import (
 )
 from trireme.ext.harbor.task_box import TaskBox, total
 from trireme.ext.harbor.task_folders import TOML, TaskFolder, absolute_path, read_task
+from trireme.ext.multi_turn.scheduled import samples
+from trireme.ext.multi_turn.scheduler import request_of
+from trireme.ext.multi_turn.tool_calls import ToolCallScheduler
+from trireme.ext.multi_turn.turns import play
 from trireme.ext.sandbox.programs import wall
 from trireme.model.chat_tokens import conversation_of
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
-from trireme.workflows.scheduled import samples
-from trireme.workflows.scheduler import request_of
-from trireme.workflows.tool_calls import ToolCallScheduler
-from trireme.workflows.turns import play
 
 SYSTEM_PROMPT = """You solve a task on a Linux machine. The tool `shell` runs a command in the \
 task's folder and shows what it prints. Look around, do what is asked, and check it. When you are \

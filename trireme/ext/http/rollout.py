@@ -188,8 +188,8 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from trireme.config.lookup import num_gpus
+    from trireme.ext.multi_turn.scheduled import make_scheduler
     from trireme.model.tool_calls import format_of
-    from trireme.workflows.scheduled import make_scheduler
 
     scheduler: dict[str, Any] = {
         "scheduler": options.multi_turn_scheduler,

@@ -14,6 +14,7 @@ from trireme.ext.http.bodies import JsonRoute, until_gone
 from trireme.ext.http.rollouts import Rollouts, as_key
 from trireme.ext.http.trajectories import infer as infer_all
 from trireme.ext.http.weights import AnnouncedWeights
+from trireme.ext.multi_turn.scheduler import RolloutInferRequest
 from trireme.model.chat_tokens import NOT_TEXT
 from trireme.model.openai_wire import (
     MOST_MESSAGES,
@@ -23,7 +24,6 @@ from trireme.model.openai_wire import (
     Tools,
     refuse_many,
 )
-from trireme.workflows.scheduler import RolloutInferRequest
 
 
 class InferBody(BaseModel):

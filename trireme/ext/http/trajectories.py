@@ -14,11 +14,11 @@ from typing import Any
 from trireme.aio import one_by_one
 from trireme.experience import Experience
 from trireme.ext.http.rollouts import Rollouts
+from trireme.ext.multi_turn.scheduled import make_scheduler, samples
+from trireme.ext.multi_turn.scheduler import RolloutInferRequest
+from trireme.ext.multi_turn.turns import Ended, TurnBarrier, play
 from trireme.serialize import experience_to_wire
 from trireme.usercode import UserCode
-from trireme.workflows.scheduled import make_scheduler, samples
-from trireme.workflows.scheduler import RolloutInferRequest
-from trireme.workflows.turns import Ended, TurnBarrier, play
 
 
 async def infer(

@@ -22,10 +22,10 @@ from trireme import log
 from trireme.registry import RM_PLUGINS, Registry, lazy_names
 from trireme.rewards.orm import ORM as _ORM
 
-_SCHEDULER = "trireme.workflows.scheduler"
-_GYM = "trireme.workflows.gym_scheduler"
-_TIPS = "trireme.workflows.math_tips"
-_SCALE = "trireme.workflows.loss_scale"
+_SCHEDULER = "trireme.ext.multi_turn.scheduler"
+_GYM = "trireme.ext.multi_turn.gym_scheduler"
+_TIPS = "trireme.ext.multi_turn.math_tips"
+_SCALE = "trireme.ext.multi_turn.loss_scale"
 _GROUP = "trireme.rewards.orm"
 _HERE = "trireme.ext.swift.imports"
 _REQUIRED = "modelscope"

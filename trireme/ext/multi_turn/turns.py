@@ -16,12 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trireme.aio import OwnThread, call_user
-from trireme.model.chat_tokens import plain_message
-from trireme.model.model import Model, Reply
-from trireme.model.openai_wire import token_logprobs
-from trireme.model.recorder import Call, Recorder
-from trireme.model.tool_calls import hermes, message_of, sampled_text
-from trireme.workflows.scheduler import (
+from trireme.ext.multi_turn.scheduler import (
     ChatMessage,
     InferEngine,
     MultiTurnScheduler,
@@ -29,6 +24,11 @@ from trireme.workflows.scheduler import (
     RolloutOutput,
     RolloutResponseChoice,
 )
+from trireme.model.chat_tokens import plain_message
+from trireme.model.model import Model, Reply
+from trireme.model.openai_wire import token_logprobs
+from trireme.model.recorder import Call, Recorder
+from trireme.model.tool_calls import hermes, message_of, sampled_text
 
 Given = Sequence[tuple[RolloutResponseChoice, Call]]
 """The model's replies, as the scheduler saw them and as they were recorded."""

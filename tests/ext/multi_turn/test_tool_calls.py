@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from tests.ext.multi_turn.test_scheduler import run, trained
 from tests.limits import HANG_S
 from tests.model.fake import TOKENIZER, Say, engine_of, make
 from tests.model.templates import CHATML
 from tests.model.test_turn import spans
-from tests.workflows.test_scheduler import run, trained
 from trireme import RolloutInferRequest, RolloutResponseChoice, Task
+from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
+from trireme.ext.multi_turn.scheduler import ChatMessage
+from trireme.ext.multi_turn.tool_calls import ToolCallScheduler, calculator, python_tool, read_calls
 from trireme.model.model import Model
-from trireme.workflows.scheduled import multi_turn_scheduler
-from trireme.workflows.scheduler import ChatMessage
-from trireme.workflows.tool_calls import ToolCallScheduler, calculator, python_tool, read_calls
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "solution": "4"}
 ASK = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call>'
@@ -243,7 +243,7 @@ def test_the_calculator_refuses(expression: str) -> None:
 
 
 def test_a_tool_of_a_file_is_known_by_its_path() -> None:
-    assert python_tool("trireme.workflows.tool_calls:calculator").name == "calculator"
+    assert python_tool("trireme.ext.multi_turn.tool_calls:calculator").name == "calculator"
 
 
 SERVER = """

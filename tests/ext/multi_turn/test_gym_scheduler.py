@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.ext.multi_turn.test_scheduler import run, trained
 from tests.limits import HANG_S
 from tests.model.fake import TOKENIZER, Say, engine_of, make, user
-from tests.workflows.test_scheduler import run, trained
 from trireme import ContextManager, Env, Experience, Task, context_managers, gym_envs
+from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
 from trireme.model.model import Model
-from trireme.workflows.scheduled import multi_turn_scheduler
 
 ROW = {"messages": [user("<placeholder>")], "env_config": {"name": "guess", "secret": "3"}}
 CLOSED: list[Env] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.ext.multi_turn.test_scheduler import run, task_of, trained
 from tests.model.fake import make
 from tests.model.templates import THINKING
-from tests.workflows.test_scheduler import run, task_of, trained
 from trireme import MultiTurnScheduler, RolloutOutput
 
 

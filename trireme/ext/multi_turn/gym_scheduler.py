@@ -16,13 +16,13 @@ from typing import Any
 
 from trireme.aio import OwnThread
 from trireme.envs.env import OpenEnv, extra
-from trireme.registry import CONTEXT_MANAGERS, ENVS
-from trireme.text import as_json
-from trireme.workflows.scheduler import (
+from trireme.ext.multi_turn.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
     RolloutResponseChoice,
 )
+from trireme.registry import CONTEXT_MANAGERS, ENVS
+from trireme.text import as_json
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from trireme import (
     Task,
     multi_turns,
 )
+from trireme.ext.multi_turn import loss_scale
+from trireme.ext.multi_turn.scheduled import (
+    multi_turn_scheduler,
+)
 from trireme.model.model import Model
 from trireme.rewards.orm import ORM
 from trireme.serialize import experience_of_wire, experience_to_wire
-from trireme.workflows import loss_scale
-from trireme.workflows.scheduled import (
-    multi_turn_scheduler,
-)
 from trireme.workflows.workflow import resolve
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "solution": "4", "level": 3}

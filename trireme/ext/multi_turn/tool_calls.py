@@ -25,6 +25,11 @@ from typing import Any
 
 from trireme.aio import call_user, in_thread
 from trireme.envs.env import extra
+from trireme.ext.multi_turn.scheduler import (
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    RolloutResponseChoice,
+)
 from trireme.model.tool_calls import (
     CLOSING,
     ToolCall,
@@ -34,11 +39,6 @@ from trireme.model.tool_calls import (
 from trireme.registry import TOOLS
 from trireme.task import object_or_text
 from trireme.text import joined
-from trireme.workflows.scheduler import (
-    MultiTurnScheduler,
-    RolloutInferRequest,
-    RolloutResponseChoice,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from trireme.rewards.answers import final_answer, final_truth, same
-from trireme.workflows.scheduler import (
+from trireme.ext.multi_turn.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
     RolloutOutput,
     RolloutResponseChoice,
 )
+from trireme.rewards.answers import final_answer, final_truth, same
 
 DOUBT = "But wait... It seems I made a mistake,"
 RECHECK = (

@@ -16,6 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 from trireme.config.options import accepted
 from trireme.engines.engine import Sampling
 from trireme.experience import Experience
+from trireme.ext.multi_turn import loss_scale
+from trireme.ext.multi_turn.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
+from trireme.ext.multi_turn.turns import Ended, play
 from trireme.model.chat_tokens import conversation_of
 from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
@@ -24,9 +27,6 @@ from trireme.registry import MULTI_TURNS
 from trireme.rewards.grouped import Judges, judge_of, reward_group
 from trireme.serialize import experience_of_wire
 from trireme.task import Task
-from trireme.workflows import loss_scale
-from trireme.workflows.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
-from trireme.workflows.turns import Ended, play
 
 _OWN = ("scheduler", "max_turns", "loss_scale")
 

@@ -1,0 +1,1 @@
+"""Conversations led turn by turn: schedulers, tools, MCP servers, gyms, and loss scales."""
