@@ -142,7 +142,7 @@ test-postgres: setup
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
 test-vllm: setup $(VLLM_INSTALLED)
 	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) TRIREME_ONLY=vllm $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rsfE \
-	    tests/engines tests/e2e tests/ext/http tests/ext/vllm $(wildcard tests/ext/ray)
+	    tests/engines tests/e2e tests/ext/http tests/ext/rollout_server tests/ext/vllm $(wildcard tests/ext/ray)
 
 # what comes along of vision and sound is built for CUDA, and would fail to load
 $(VLLM)/.installed: constraints-vllm.txt

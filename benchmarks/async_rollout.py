@@ -28,7 +28,7 @@ from trireme.demo.tiny_model import make_tiny_model
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
 from trireme.ext.http.rollouts import Rollouts
-from trireme.ext.http.trajectories import infer
+from trireme.ext.rollout_server.trajectories import infer
 from trireme.model.chat_tokens import ChatTokens
 
 MAX_TURNS, TOOL_SECONDS, MAX_LEN = 8, 0.05, 4096

@@ -282,11 +282,16 @@ class _Moved(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith("trireme."):
             return None
-        for extension in extensions().values():
-            for old, new in extension.formerly.items():
-                if fullname == old or fullname.startswith(f"{old}."):
-                    return _spec_of(fullname, new + fullname.removeprefix(old))
-        return None
+        moved = [
+            (old, new)
+            for extension in extensions().values()
+            for old, new in extension.formerly.items()
+            if fullname == old or fullname.startswith(f"{old}.")
+        ]
+        if not moved:
+            return None
+        old, new = max(moved, key=lambda pair: len(pair[0]))  # of a package, a module may be apart
+        return _spec_of(fullname, new + fullname.removeprefix(old))
 
 
 def _spec_of(former: str, name: str) -> ModuleSpec | None:

@@ -1,1 +1,1 @@
-"""Engines, rollouts and mode serve behind HTTP: the OpenAI, Anthropic and rollout servers."""
+"""Engines and mode serve behind HTTP, in OpenAI's and Anthropic's protocols."""

@@ -12,9 +12,9 @@ from trireme.engines.engine import MOST_SAMPLES
 from trireme.engines.weight_group import BucketEntry
 from trireme.ext.http.bodies import JsonRoute, until_gone
 from trireme.ext.http.rollouts import Rollouts, as_key
-from trireme.ext.http.trajectories import infer as infer_all
 from trireme.ext.http.weights import AnnouncedWeights
 from trireme.ext.multi_turn.scheduler import RolloutInferRequest
+from trireme.ext.rollout_server.trajectories import infer as infer_all
 from trireme.model.chat_tokens import NOT_TEXT
 from trireme.model.openai_wire import (
     MOST_MESSAGES,

@@ -149,8 +149,8 @@ def rollout(
     ] = 1,
 ) -> None:
     """Serve a model to trainers and agents, and as an OpenAI API."""
-    from trireme.ext.http.rollout import RolloutOptions
-    from trireme.ext.http.rollout import rollout as command
+    from trireme.ext.rollout_server.rollout import RolloutOptions
+    from trireme.ext.rollout_server.rollout import rollout as command
 
     options = RolloutOptions(
         model=model,

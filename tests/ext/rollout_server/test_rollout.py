@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from trireme.cli.main import app
-from trireme.ext.http.rollout import RolloutOptions, _spec
 from trireme.ext.multi_turn.gym_scheduler import GymScheduler
+from trireme.ext.rollout_server.rollout import RolloutOptions, _spec
 from trireme.registry import MULTI_TURNS
 
 
@@ -18,7 +18,7 @@ from trireme.registry import MULTI_TURNS
 def test_the_rollout_server_takes_flags_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        "trireme.ext.http.rollout.rollout", lambda options: seen.append(options) or 0
+        "trireme.ext.rollout_server.rollout.rollout", lambda options: seen.append(options) or 0
     )
     words = (
         "rollout --model m --vllm_max_model_len 512 --vllm_gpu_memory_utilization=0.5 "
@@ -43,7 +43,7 @@ def test_a_rollout_server_takes_the_environment_and_the_template_of_ms_swift(
         served.append(_spec(options)[0])
         return 0
 
-    monkeypatch.setattr("trireme.ext.http.rollout._serve", serve)
+    monkeypatch.setattr("trireme.ext.rollout_server.rollout._serve", serve)
 
     def call(words: str) -> str:
         given = f"rollout --model {tiny_dir} --port 0 --external_plugins {plugin} {words}"
