@@ -81,6 +81,7 @@ def test_every_built_in_name_can_be_looked_up(registry: Registry) -> None:
     assert all(registry.get(name) is not None for name in registry.built_in())
 
 
+@pytest.mark.extension("multi_turn")
 def test_a_user_may_give_a_built_in_name_to_another_thing_of_ours() -> None:
     code = (
         "from trireme.registry import ALGORITHMS, REWARDS\n"

@@ -181,6 +181,7 @@ def test_a_run_reads_no_data_set_twice(tmp_path: Path) -> None:
     assert parts.evaluation[0] is not None and evaluation.rows is parts.evaluation[0].rows
 
 
+@pytest.mark.extension("multi_turn")
 def test_gdpo_refuses_before_the_run_what_has_no_parts_or_changes_the_reward(checked: Any) -> None:
     gdpo = "algorithm.algorithm_type=gdpo"
     assert "no problems" in checked(gdpo)
@@ -205,6 +206,7 @@ def test_a_reference_that_follows_is_none_of_an_adapters(checked: Any) -> None:
     assert "algorithm.sync_ref_model is true, and the mean of two adapters" in output
 
 
+@pytest.mark.extension("multi_turn")
 def test_turns_without_a_reward_are_for_a_teacher_alone(checked: Any) -> None:
     turns = f"{WORKFLOW}=multi_turn_scheduler"
     teacher = 'explorer.auxiliary_models=[{model_path: "${model.model_path}"}]'

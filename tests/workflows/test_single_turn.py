@@ -178,7 +178,14 @@ def test_a_base_model_gets_a_conversation_as_lines() -> None:
     assert prompt == f"User: 6 * 7?\nAssistant: 41\nUser: Sure?\n{BOXED}\nAssistant:"
 
 
-@pytest.mark.parametrize("workflow", ["simple_workflow", "math_workflow", "multi_turn_scheduler"])
+@pytest.mark.parametrize(
+    "workflow",
+    [
+        "simple_workflow",
+        "math_workflow",
+        pytest.param("multi_turn_scheduler", marks=pytest.mark.extension("multi_turn")),
+    ],
+)
 @pytest.mark.parametrize(
     ("row", "said"),
     [
