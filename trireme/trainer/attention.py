@@ -40,7 +40,7 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
 
 Kernel = Literal["sdpa", "varlen", "flex"]
 
-_SMALLEST = 16  # rows below this many queries or keys are not told apart
+_SMALLEST = 16  # rows below this many queries or keys share a bucket
 _LONG = 512  # queries of a row that is quicker without a mask, its short beginning computed again
 _MULTIPLE = 128  # queries of aligned rows: a kernel's block
 _AGREEMENT = 0.02  # of a trial to float32, in parts of the largest number: bfloat16 has 0.004
@@ -50,7 +50,7 @@ class Trie(NamedTuple):
     """Flat tokens [T] in an order in which every token precedes what continues it."""
 
     spans: Sequence[tuple[int, np.ndarray]]
-    """Of each row how many keys come before its first query, and its whole path."""
+    """The number of keys before each row's first query, and the row's whole path."""
     depth: np.ndarray
     """[T] tokens before each on its path."""
     ends: np.ndarray
@@ -58,10 +58,10 @@ class Trie(NamedTuple):
 
 
 class Layout(Protocol):
-    """What a kernel needs to know of a trie, on a device."""
+    """A trie as a kernel takes it, on a device."""
 
     def to(self, device: torch.device) -> Layout:
-        """The same on a device."""
+        """Return the same layout on `device`."""
         ...
 
     def attend(
@@ -115,7 +115,7 @@ def choose_kernel(
 
 
 def _trial(kernel: Kernel, device: torch.device, shape: tuple[int, int, int]) -> float:
-    """How far outputs and gradients of a small trie lie from those of SDPA in float32."""
+    """The largest relative gap of a small trie's outputs and gradients to SDPA in float32."""
     heads, key_heads, width = shape
     trunk, branch = np.arange(200), np.concatenate([np.arange(70), np.arange(200, 330)])
     ends = np.where(np.arange(330) < 70, 330, np.where(np.arange(330) < 200, 200, 330))
@@ -151,11 +151,13 @@ class AttentionRows:
     causal: bool
     """All starts are 0 and Q = K: plain causal attention, no mask needed."""
     named: CausalBias | None = None
-    """Where all starts are K - Q: the mask by its name, which kernels know, without its numbers."""
+    """The mask by its name, which kernels know, without its numbers; only where all starts are K -
+    Q.
+    """
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def bias(self, window: int = 0) -> Tensor | None:
-        """None where attention is plain causal; else the mask, by its name where it has one."""
+        """The mask, by its name where it has one; None where attention is plain causal."""
         if self.causal and not window:
             return None
         return self.mask(window) if window or self.named is None else self.named
@@ -217,7 +219,7 @@ class Rows:
         return cls(tuple(out), torch.from_numpy(place))
 
     def to(self, device: torch.device) -> Rows:
-        """See `Layout`."""
+        """Move the indices of all buckets to `device`."""
         buckets = tuple(
             AttentionRows(
                 r.queries.to(device), r.keys.to(device), r.starts.to(device), r.causal, r.named
@@ -229,7 +231,7 @@ class Rows:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
     ) -> Tensor:
-        """See `Layout`."""
+        """Attend bucket by bucket, then return to the order of the flat tokens."""
         query, key, value = _as_autocast(query, key, value)
         flat_query, flat_key, flat_value = (_flat(x) for x in (query, key, value))
         outputs = []
@@ -271,7 +273,7 @@ class Paths:
         return cls(None if queries == keys else index, first, second, max(queries), max(keys))
 
     def to(self, device: torch.device) -> Paths:
-        """See `Layout`."""
+        """Move the indices to `device`."""
         keys = None if self.keys is None else self.keys.to(device)
         starts = self.query_starts.to(device), self.key_starts.to(device)
         return Paths(keys, *starts, self.most_queries, self.most_keys)
@@ -279,7 +281,7 @@ class Paths:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
     ) -> Tensor:
-        """See `Layout`."""
+        """Attend by flash attention over rows end to end."""
         query, key, value = _as_autocast(query, key, value)
         options = {"scale": scale} | _varlen_options(window, query.shape[1] != key.shape[1])
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
@@ -298,7 +300,7 @@ def _varlen() -> Any:
 
 
 def _varlen_options(window: int, grouped: bool) -> dict[str, Any]:
-    """How the installed torch is told of causal attention, a window and grouped heads.
+    """Options for causal attention, a window and grouped heads, as the installed torch names them.
 
     Raises NotImplementedError where its kernel has no window.
     """
@@ -313,24 +315,24 @@ def _varlen_options(window: int, grouped: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Who sees whom among the flat tokens, by blocks, for FlexAttention."""
+    """Flat tokens with a block mask of who sees whom, for FlexAttention."""
 
     depth: Tensor
-    """See `Trie`."""
+    """[T] as in `Trie`."""
     ends: Tensor
-    """See `Trie`."""
+    """[T] as in `Trie`."""
     device: torch.device
-    """Where masks are used; they are made on the host."""
+    """The device that uses the masks; they are made on the host."""
     _masks: dict[int, flex.BlockMask] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Blocks:
-        """See `Layout`."""
+        """Take `device` for the masks."""
         return Blocks(self.depth, self.ends, device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
     ) -> Tensor:
-        """See `Layout`."""
+        """Attend by FlexAttention, with one block mask for each window."""
         query, key, value = _as_autocast(query, key, value)
         if window not in self._masks:
             self._masks[window] = self.mask(window)
@@ -339,7 +341,7 @@ class Blocks:
         return _flex(query.device.type)(query, key, value, **options).transpose(1, 2)
 
     def mask(self, window: int = 0) -> flex.BlockMask:
-        """Blocks of which all is seen, those of which something is, and who sees whom in these."""
+        """The block mask: blocks seen whole, blocks seen in part, and who sees whom in these."""
         depth, ends = self.depth.to(self.device), self.ends.to(self.device)
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -383,8 +385,8 @@ def _flex(kind: str) -> Any:
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does for SDPA, but not where the mask is a name. Rotary embeddings and norms
-    leave queries and keys in float32, and values are not.
+    """Cast as autocast does for SDPA, which it leaves out where the mask is a name. Rotary
+    embeddings and norms leave queries and keys in float32, and values are not.
     """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -426,12 +428,12 @@ class HasLayout(Protocol):
 
     @property
     def attention(self) -> Layout:
-        """Who attends to whom, as the kernel takes it."""
+        """The layout of attention, as the kernel takes it."""
         ...
 
     @property
     def handle(self) -> Tensor:
-        """Of that layout, for blocks that are compiled."""
+        """The handle of that layout, for blocks that are compiled."""
         ...
 
 

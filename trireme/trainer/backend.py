@@ -62,7 +62,7 @@ from trireme.trainer.ranks import (
 from trireme.trainer.write import Writing, shared_files
 
 Part = Literal["merged", "base", "adapter"]
-"""Of the weights with LoRA."""
+"""A part of the weights with LoRA."""
 
 # (part of the batch, logprobs [M], entropies [M] or None) -> what the part adds to the loss.
 LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
@@ -70,7 +70,7 @@ LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How models are trained: made once from a plan, the same for policy and critic."""
+    """The settings of training, made once from a plan, the same for policy and critic."""
 
     optimizer: OptimizerConfig
     max_token_len: int
@@ -78,9 +78,9 @@ class TrainSettings:
     grad_clip: float
     """Largest norm of a gradient."""
     total_steps: int | None = None
-    """Where schedules end."""
+    """The step at which schedules end."""
     device: str = "cpu"
-    """Of one process; ranks have their own."""
+    """The device of a single process; ranks have their own."""
     dtype: str = "float32"
     lora: Lora | None = None
     gradient_checkpointing: bool = False
@@ -90,14 +90,14 @@ class TrainSettings:
     """Shards and optimizer lie in the CPU's memory; of ranks only."""
     share_prefix: bool = True
     attn_implementation: str = "auto"
-    """What computes attention: auto, or a `Kernel`."""
+    """The way to compute attention: auto, or a `Kernel`."""
     trust_remote_code: bool = False
     seed: int = 0
-    """Of all that training draws."""
+    """The seed of all that training draws."""
     deterministic: bool = False
     """Equal steps give equal bytes, also on a GPU, as far as torch has kernels for that."""
     export_dtype: torch.dtype = torch.float32
-    """Of the weights that others load."""
+    """The dtype of the weights that others load."""
     peak_tflops: float | None = None
     """TFLOP/s that a rank's device could do, where its name does not tell."""
 
@@ -153,11 +153,11 @@ class TrainSettings:
         )
 
     def team(self, ranks: Ranks | None) -> Team:
-        """Who computes a batch."""
+        """The ranks among which a batch is computed."""
         return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
 
     def kernel(self, path: str | Path, device: torch.device) -> Kernel:
-        """What computes attention of the model of a folder; ValueError where that cannot."""
+        """The attention kernel for the model in a folder; ValueError where it cannot run."""
         model = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         text = model.get_text_config()
         heads = text.num_attention_heads
@@ -178,7 +178,7 @@ class TrainSettings:
 
     @property
     def half(self) -> bool:
-        """Whether the forward pass is in bfloat16. A plan asks a CPU for float32 alone."""
+        """True if the forward pass is in bfloat16. A plan asks a CPU for float32 alone."""
         return self.dtype == "bfloat16"
 
 
@@ -210,7 +210,7 @@ class Backend:
         self.adapter = None if lora is None else Adapter(self.module, lora)
         if self.adapter and reference:
             self.adapter.keep_start()
-        # Dropout in an adapter and checkpointing are the only things that tell training apart.
+        # Only dropout in an adapter and checkpointing behave differently in training.
         self._train_mode = settings.gradient_checkpointing or bool(lora and lora.dropout)
         if settings.gradient_checkpointing:
             checkpoint_activations(self.module)
@@ -228,7 +228,7 @@ class Backend:
         self._writing: Writing | None = None
 
     def in_order(self) -> AbstractContextManager:
-        """Within it a deterministic run computes a train step."""
+        """A context in which a deterministic run computes a train step."""
         return sums_in_order(self.device) if self._settings.deterministic else nullcontext()
 
     def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
@@ -277,8 +277,8 @@ class Backend:
         return self._scores(batch, reference=reference)[0]
 
     def scores(self, batch: Batch) -> Tensor:
-        """Of each entry log p, the entropy H, and the mean of p (H + log p) over the vocabulary
-        [3, M], of the trained model; on every rank's CPU.
+        """log p, the entropy H, and the mean of p (H + log p) over the vocabulary of each entry [3,
+        M], by the trained model; on every rank's CPU.
         """
         return self._scores(batch, entropy=True)
 
@@ -297,7 +297,7 @@ class Backend:
         self._reference_moved = True
 
     def _reference_shards(self) -> dict[str, Tensor]:
-        """This rank's part of the reference's weights, tied ones once; changed where they lie."""
+        """The reference's weights on this rank, tied ones once; changed in place."""
         assert self._reference is not None, "this backend has no reference of its own"
         model = self._reference.model
         state = model.state_dict()
@@ -333,7 +333,7 @@ class Backend:
                 raise
 
     def each_shard(self, part: Part = "merged") -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each weight, by Hugging Face names, tied ones once."""
+        """Each weight's part on this rank, by Hugging Face names, tied ones once."""
         if part == "adapter":
             assert self.adapter is not None
             return self.adapter.travelling()
@@ -353,7 +353,7 @@ class Backend:
         return self._team.gather(value, every=every)
 
     def save(self, actor: Path, *, hf: bool) -> None:
-        """Write all that a run needs to go on into a folder that all ranks see.
+        """Write all that a run needs to resume into a folder that all ranks see.
 
         Each rank writes its own files; `hf`: and its rows of the weights as others load them.
         """
@@ -385,15 +385,12 @@ class Backend:
         self._writing = None
 
     def load(self, actor: Path) -> None:
-        """Back to where `save` was called, on any number of ranks.
-
-        Raises ValueError for the files of another model.
-        """
+        """Restore what `save` wrote, on any number of ranks."""
         self._team.attempt(partial(self._load, actor))
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs beside the weights: this rank's part of the optimizer, schedule and
-        random state, the LoRA adapter whole. `torch.load(weights_only=True)` reads it.
+        """The state that a resume needs next to the weights: this rank's part of the optimizer,
+        schedule and random state, the LoRA adapter whole. `torch.load(weights_only=True)` reads it.
         """
         state = self.optimizer.state() | {"rng": random_state(self.device)}
         if self.adapter:
@@ -402,7 +399,7 @@ class Backend:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Back to where `state` was taken. The weights are those that the backend was made from."""
+        """Restore what `state` returned. The weights are those that the backend was made from."""
         self.optimizer.load_state(state)
         set_random_state(state["rng"], self.device)
         if self.adapter:
@@ -461,7 +458,7 @@ class Backend:
         return error
 
     def _blame(self) -> str:
-        """Which sample's own gradient is not finite. Slow: one sample after the other."""
+        """Name the sample whose own gradient is not finite. Slow: one sample after the other."""
         first = self.ranks is None or self.ranks.data_rank == 0
         for batch, loss, entropy in self._since_step:
             for sample in range(batch.num_samples):

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _LARGEST_NUMBER_OF_GRAPHS = 64
-"""Of one kind of block: with and without gradients, an adapter switched off, each window."""
+"""The limit for one kind of block: with and without gradients, an adapter switched off, each
+window.
+"""
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:

@@ -1,7 +1,7 @@
 """Critic: a value model, V [M], that learns from returns.
 
 A value head on a language model's hidden states: the value of entry m is read at the token before
-it, where the policy stands when it samples. The head begins at 0. Saved as `critic/` beside
+it, where the policy stands when it samples. The head begins at 0. Saved as `critic/` next to
 `actor/`. Several ranks hold and train it as they do the policy.
 """
 
@@ -40,7 +40,7 @@ def value_loss(
 
 
 class Critic:
-    """One process and one device, or with `ranks` one of many that all call alike."""
+    """A value model on one device, or with `ranks` in one of many processes that all call alike."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Critic:
         return self._team.scores(batch, lambda part: [self._values(part)])[0]
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step towards the batch's `returns` from its `values`; metrics.
+        """Do one optimizer step towards the batch's `returns` from its `values`; returns metrics.
 
         Raises FloatingPointError where the gradient is not finite; nothing has moved then.
         """
@@ -124,7 +124,7 @@ class Critic:
         self._team.write_whole(folder, self.weights())
 
     def load(self, folder: Path) -> None:
-        """Back to where `save` was called, on any number of ranks. ValueError for other files."""
+        """Restore what `save` wrote, on any number of ranks. ValueError for other files."""
         self._team.attempt(partial(self._load, folder))
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class Critic:
             return self._root(self._worth, layout).float()
 
     def _worth(self, model: PreTrainedModel, layout: PackedBatch) -> Tensor:
-        """Within the root's forward, where its weights are whole."""
+        """Compute the values within the root's forward, where its weights are whole."""
 
         def read_off(hidden: Tensor, at: Tensor, _: Tensor | slice) -> list[Tensor]:
             return [self.head(select(hidden, at)).squeeze(-1)]

@@ -1,7 +1,7 @@
 """Head: log-probabilities and entropies of entries from hidden states, without all logits at once.
 
 Logits are made in chunks, and made again in the backward pass, so that no [M, V] tensor outlives
-its chunk; where one chunk is enough they are kept. Entries that follow the same token at the same
+its chunk; where one chunk is enough they are stored. Entries that follow the same token at the same
 temperature (equal rollouts) share theirs.
 The gradient of the head's weight is added up over the chunks in float32, whatever the weight is in:
 in bfloat16 each addition would lose what is small.
@@ -24,11 +24,11 @@ from trireme.trainer.attention import select
 LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
 """Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
 _BLOCK = 1 << 13
-"""Rows of the head's gradient that are computed at once: all of them would be held twice."""
+"""Rows of the head's gradient that are computed at once: all at once would double its memory."""
 
 
 class Scale(NamedTuple):
-    """What a few architectures do to their logits: z -> cap tanh(factor z / cap)."""
+    """The scaling of logits that a few architectures have: z -> cap tanh(factor z / cap)."""
 
     factor: float
     cap: float | None
@@ -47,9 +47,9 @@ class Scale(NamedTuple):
 
 class _Chunk(NamedTuple):
     nodes: slice
-    """Of those that logits are made for."""
+    """The chunk's range of the nodes that logits are made for."""
     entries: slice
-    """Sorted by their nodes: the entries of these."""
+    """The range of the entries of these nodes, entries being sorted by node."""
     at: Tensor
     """[E] the node of each, counted within the chunk."""
 
@@ -63,7 +63,9 @@ def score_entries(
     *,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `token_logprobs`; `predecessors` [M] are where the entries' tokens lie in `hidden`."""
+    """Compute what `token_logprobs` returns; `predecessors` [M] index the entries' tokens in
+    `hidden`.
+    """
     # a token and the bits of its temperature: one number, so that equal ones are found at once
     keys = predecessors << 32 | temperatures.float().view(torch.int32).long()
     unique_keys, node_of = keys.unique(return_inverse=True)
@@ -99,7 +101,7 @@ def _scale(model: PreTrainedModel) -> Scale:
 
 
 def _chunks(num_nodes: int, node_of: Tensor, size: int) -> Iterator[_Chunk]:
-    """Of `size` nodes each; `node_of` [M] is sorted."""
+    """Yield chunks of `size` nodes each; `node_of` [M] is sorted."""
     starts = torch.arange(0, num_nodes + size, size, device=node_of.device)
     bounds = torch.searchsorted(node_of, starts).tolist()
     for n, (begin, end) in enumerate(pairwise(bounds)):
@@ -170,7 +172,9 @@ class _LinearHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Of log p: (one-hot - p) / heat. Of the entropy: -p (log p + H) / heat."""
+        """Gradients by the logits: (one-hot - p) / heat for log p, -p (log p + H) / heat for the
+        entropy.
+        """
         nodes, weight, bias, heat, targets, kept = ctx.saved_tensors
         cast = weight.to(ctx.dtype)
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -210,7 +214,7 @@ def _gradient(
     gradients: tuple[Tensor, ...],
     entropy: bool,
 ) -> Tensor:
-    """Of a chunk's logits [N, V], by those of its entries' numbers."""
+    """The gradient by a chunk's logits [N, V], from the gradients by its entries' numbers."""
     log_p = (logits / heat[:, None]).log_softmax(-1)
     p = log_p.exp()
     of_logprobs = gradients[0][chunk.entries]

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Commands = Mapping[str, Callable[..., Any]]
-"""What a rank can be told to do, by name."""
+"""The commands that a rank knows, by name."""
 
 STOP = "stop"
 EVERY = 0.5  # seconds between beats
@@ -42,7 +42,7 @@ _WAIT = timedelta(seconds=2)  # of a follower, before it looks whether rank 0 is
 
 @dataclass(frozen=True)
 class Command:
-    """What all ranks are to do now."""
+    """A command that all ranks carry out now."""
 
     what: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Leader:
     def together(self, command: Command, work: Callable[[], T]) -> T:
         """`work()` here and its like on all other ranks. Raises RankLost naming one that is gone.
 
-        Commands that `work` gives are part of this one: the others are not told them.
+        Commands that `work` gives are part of this one and are not sent to the others.
         """
         self._stop_if_lost()
         if self._busy:
@@ -174,7 +174,7 @@ class Leader:
 def follow(spec: RankSpec, make: Callable[[Ranks], Commands]) -> None:
     """Be one of the other ranks: do what rank 0 commands until it says stop.
 
-    Raises what went wrong here, having told rank 0. The process ends where rank 0 is gone.
+    Reports an error to rank 0 before raising it. The process ends where rank 0 is gone.
     """
     ranks = Ranks(spec)
     heartbeat = RankHeartbeat(spec)
@@ -270,6 +270,6 @@ def _await_command(ranks: Ranks, number: int) -> dict[str, Any]:
 
 
 def _is_communication(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
+    """True if an error only says that another rank is gone."""
     text = str(error)
     return isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text

@@ -2,7 +2,8 @@
 
 Shared are the critic, coefficients that adapt, and how many steps there were. A resume needs
 `state`. The reference scores a row of a data set in every epoch anew: to its last bit a score
-depends on the batch, so that kept scores would set a resumed run apart from one that went through.
+depends on the batch, so that stored scores would make a resumed run differ from one without a
+break.
 
 A batch gets, in this order: experts, pairs and labels, weights, the reference's scores, the
 trainer's old log-probabilities, values, rewards less the KL penalty, advantages; then the critic
@@ -42,17 +43,17 @@ class TrainState:
         self._critic_warmup = critic_warmup if critic is not None else 0
         self.steps = 0
         self.tokens: TrainedTokens | None = None
-        """Where what a step makes of its tokens is kept, for people to look at."""
+        """The tokens of the last step, stored for people to look at."""
         self.coefficients = {kind: part.coefficient for kind, part in recipe.parts.items()}
         self._settings = {kind: part.settings for kind, part in recipe.parts.items()}
 
     @property
     def trains_policy(self) -> bool:
-        """Whether the policy learns in this step, and not the critic alone."""
+        """True if the policy learns in this step, and not the critic alone."""
         return self.steps >= self._critic_warmup
 
     def step(self) -> Tensor:
-        """What a loss or an advantage that asks for `step` is given: the steps before this one."""
+        """The number of steps before this one, for a loss or an advantage that asks for `step`."""
         return torch.tensor(self.steps)
 
     def adapt(self, kind: str, divergence: float, count: int) -> None:
@@ -72,7 +73,7 @@ class TrainState:
         return {"steps": self.steps, "coefficients": self.coefficients}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Back to where `state` was taken."""
+        """Restore what `state` returned."""
         self.steps = state["steps"]
         for kind, coefficient in state["coefficients"].items():
             if self._settings.get(kind, {}).get("adaptive"):  # others are as they are set now
@@ -124,7 +125,7 @@ def renewed(
 
 def reference_point(backend: Backend, experiences: Sequence[Experience]) -> float:
     """KTO's z: the mean over prompts of sum log(p / p_ref) of the reply to the prompt before, the
-    first prompt's being the last reply; at least 0. Of a single experience there is none, and z 0.
+    first prompt's being the last reply; at least 0. A single experience gives z = 0.
 
     A row is cut at the length of the longest one, which the model can read.
     """
@@ -161,7 +162,7 @@ def with_selected(backend: Backend, recipe: Recipe, batch: Batch) -> tuple[Batch
 
 
 def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
-    """What each entry's policy loss [M] is multiplied by, mostly 0 or 1. It is chosen of the whole
+    """The factors of each entry's policy loss [M], mostly 0 or 1. They are chosen from the whole
     batch, before its gradient: a micro-batch that chose for itself would make the loss depend on
     how it is cut.
     """
@@ -188,7 +189,7 @@ def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
 
 
 def numbered(names: Sequence[str]) -> list[int]:
-    """Of each name the number of the first that is the same."""
+    """Number the names; equal names get the number of the first of them."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(name, len(numbers)) for name in names]
 
@@ -242,7 +243,9 @@ def _with_advantages(
 def _penalties(
     recipe: Recipe, batch: Batch, given: dict[str, Tensor], train_state: TrainState
 ) -> tuple[Tensor, dict[str, float]]:
-    """What the KL takes off the reward of each entry [M]. `given` go before the batch's own."""
+    """The amounts that the KL takes off the reward of each entry [M], and metrics. Columns of
+    `given` take precedence over the batch's own.
+    """
     part = recipe.penalty
     assert part is not None, "a recipe without one takes nothing off"
     old = given.get("old_logprobs")
@@ -317,9 +320,9 @@ def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: 
 
 
 def split_pairs(experiences: Sequence[Experience]) -> list[Experience]:
-    """Of each pair the chosen reply and behind it the rejected one, both after the prompt.
+    """Split each pair into its chosen reply and, after it, the rejected one, both after the prompt.
 
-    A pair's `tokens` are the prompt. Raises ValueError for an experience that is none.
+    A pair's `tokens` are the prompt. Raises ValueError for an experience that is not a pair.
     """
     out: list[Experience] = []
     for e in experiences:
@@ -345,8 +348,8 @@ def with_pairs(batch: Batch) -> Batch:
 
 
 def _flags(experiences: Sequence[Experience], *, key: str, default: bool | None = None) -> Tensor:
-    """Whether `info[key]` of each experience [N] is true. Raises ValueError for one that does not
-    say, unless there is a `default`.
+    """The truth of `info[key]` for each experience [N]. Raises ValueError for one that lacks the
+    key, unless there is a `default`.
     """
     said = [e.info.get(key, default) for e in experiences]
     if None in said:

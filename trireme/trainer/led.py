@@ -26,7 +26,7 @@ from trireme.trainer.step import train_step
 
 
 class Models:
-    """What is trained: the policy, and what train steps share beside it."""
+    """The trained models: the policy, and what train steps share next to it."""
 
     def __init__(self, backend: Backend, recipe: Recipe, train_state: TrainState) -> None:
         """All ranks make them, and call them alike."""
@@ -42,7 +42,7 @@ class Models:
         moved: bool = False,
         profile: str | None = None,
     ) -> dict[str, float]:
-        """See train_step."""
+        """Do one train step; see `train_step` for its arguments and metrics."""
         return train_step(
             self.backend,
             self.recipe,
@@ -59,17 +59,17 @@ class Models:
         self.train_state.critic.save(folder)
 
     def load_critic(self, folder: Path) -> None:
-        """Back to where `save_critic` was called. ValueError where that was for another model."""
+        """Restore what `save_critic` wrote. ValueError where that was for another model."""
         assert self.train_state.critic is not None, "there is none to load"
         self.train_state.critic.load(folder)
 
     def pairs(self, *, part: Part, parks: bool) -> Pairs:
-        """This rank's half of the pairs of ranks and engines; see EnginePairs."""
+        """Make this rank's half of the pairs of ranks and engines; see EnginePairs."""
         return EnginePairs(self.backend, part=part, parks=parks)
 
 
 def commands(models: Models, pairs: Pairs | None = None) -> Commands:
-    """What the other ranks can be told to do, by name; each keeps a `train_state` of its own."""
+    """The commands that other ranks carry out, by name; each has a `train_state` of its own."""
 
     def step(
         experiences: Sequence[Experience] = (), *, state: dict[str, Any], **options: Any
@@ -111,14 +111,14 @@ class Led(Backend):
         self._leader = leader
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
-        """See Backend."""
+        """Score rows on all ranks; log p of every token."""
         command = Command("score", {"ids": [list(row) for row in ids], "temperature": temperature})
         return self._leader.together(command, partial(super().score, ids, temperature=temperature))
 
     def each_weight(
         self, dtype: str | None = None, part: Part = "merged"
     ) -> Generator[tuple[str, Tensor]]:
-        """See Backend. The other ranks go through the weights and drop them."""
+        """Yield the weights, each whole. The other ranks go through the weights and drop them."""
         self._leader.together(Command("each_weight", {"dtype": dtype, "part": part}), lambda: None)
         weights = super().each_weight(dtype, part)
         while (item := self._leader.guarded(lambda: next(weights, None))) is not None:
@@ -129,16 +129,16 @@ class Led(Backend):
                 raise
 
     def begin_save(self, actor: Path, *, hf: bool, behind: bool = False) -> None:
-        """See Backend."""
+        """Begin to save on all ranks."""
         command = Command("begin_save", {"actor": str(actor), "hf": hf, "behind": behind})
         self._leader.together(command, partial(super().begin_save, actor, hf=hf, behind=behind))
 
     def end_save(self) -> None:
-        """See Backend."""
+        """End the save on all ranks."""
         self._leader.together(Command("end_save"), super().end_save)
 
     def load(self, actor: Path) -> None:
-        """See Backend."""
+        """Load a checkpoint on all ranks."""
         command = Command("load", {"actor": str(actor.absolute())})
         self._leader.together(command, partial(super().load, actor))
 
@@ -161,23 +161,23 @@ class LedModels(Models):
         moved: bool = False,
         profile: str | None = None,
     ) -> dict[str, float]:
-        """See Models."""
+        """Do one train step on all ranks."""
         options = {"version": version, "moved": moved, "profile": profile}
         command = Command("train_step", options | {"state": self.train_state.state()}, experiences)
         return self._leader.together(command, partial(super().train_step, experiences, **options))
 
     def save_critic(self, folder: Path) -> None:
-        """See Models."""
+        """Save the critic on all ranks."""
         command = Command("save_critic", {"folder": str(folder)})
         self._leader.together(command, partial(super().save_critic, folder))
 
     def load_critic(self, folder: Path) -> None:
-        """See Models."""
+        """Load the critic on all ranks."""
         command = Command("load_critic", {"folder": str(folder.absolute())})
         self._leader.together(command, partial(super().load_critic, folder))
 
     def pairs(self, *, part: Part, parks: bool) -> LedPairs:
-        """See Models."""
+        """Make the pairs of all ranks, led from this one."""
         return LedPairs(self._leader, super().pairs(part=part, parks=parks))
 
 
@@ -191,14 +191,14 @@ class LedPairs:
         self._pairs = pairs
 
     def meet(self) -> list[int]:
-        """See Pairs."""
+        """Meet the engines on all ranks; returns the port of each."""
         return self._leader.together(Command("meet_engine"), self._pairs.meet)
 
     def make_room(self) -> None:
-        """See Pairs."""
+        """Make room for the engines on all ranks."""
         self._leader.together(Command("make_room"), self._pairs.make_room)
 
     def send(self, dtype: str, note: Noted) -> None:
-        """See Pairs."""
+        """Send the weights from all ranks, each to its engine."""
         command = Command("lend_weights", {"dtype": dtype})
         self._leader.together(command, partial(self._pairs.send, dtype, note))

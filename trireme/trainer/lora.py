@@ -3,7 +3,8 @@
 The reference model is the same network with the additions that training began with: switched off
 where they began at 0, else a frozen copy of the adapter. The base is never copied.
 
-With DoRA (arXiv:2402.09353) the length of each output's weights is trained beside its direction.
+With DoRA (arXiv:2402.09353) the length of each output's weights is trained as well as their
+direction.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _BASE_LAYER = ".base_layer."
 
 @dataclass(frozen=True)
 class Lora:
-    """What `model.lora_configs` says of the one adapter."""
+    """The settings of the one adapter, from `model.lora_configs`."""
 
     rank: int = 32
     """Rank of the addition."""
@@ -55,7 +56,7 @@ class Lora:
 
     @property
     def leaves_base_alone(self) -> bool:
-        """Whether it can be made without the base's numbers: DoRA takes their norms."""
+        """True if it can be made without the base's numbers: DoRA takes their norms."""
         if self.path is None:
             return not self.dora
         return _config(self).init_lora_weights in (True, False, "gaussian")  # others change them
@@ -188,7 +189,7 @@ class Adapter:
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """What a tensor of the adapted model is called in the plain one."""
+        """The name in the plain model of a tensor of the adapted one."""
         return key.replace(_BASE_LAYER, ".")
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -210,13 +211,13 @@ class Adapter:
                 yield name, module
 
     def _dtypes_as_trained(self, model: PreTrainedModel) -> None:
-        """What is trained is float32, also on a base in bfloat16."""
+        """Make the trained parameters float32, also on a base in bfloat16."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
 
     def trains(self) -> str:
-        """How many of the model's parameters are trained, in a line."""
+        """A line with the number of the model's parameters that are trained."""
         counts = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
         trained, total = sum(n for n, grad in counts if grad), sum(n for n, _ in counts)
         return f"LoRA: trainable {trained:,} of {total:,} parameters ({trained / total:.2%})"
@@ -257,7 +258,7 @@ def _merged(layer: Any, base: Tensor) -> Tensor:
 
 
 class AdapterSource:
-    """What engines that hold the base are pushed: the additions alone. See sync/probe.py."""
+    """The source for engines that have the base: the additions alone. See sync/probe.py."""
 
     def __init__(self, backend: Backend) -> None:
         self.score = backend.score
@@ -269,7 +270,7 @@ class AdapterSource:
         return dict(self.each_weight())
 
     def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
-        """The same, one after the other."""
+        """Yield the additions one after the other."""
         return self._backend.each_weight(dtype, "adapter")
 
     def unmoved(self, dtype: str) -> dict[str, float]:

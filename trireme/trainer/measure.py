@@ -69,12 +69,12 @@ class Passes:
     head_trained: bool
     query_width: int
     windows: tuple[int, ...]
-    """Of each layer how many keys a query sees at most; 0: all before it."""
+    """The number of keys that a query of each layer sees at most; 0: all before it."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Passes | None:
-        """Of a model, before it is spread over ranks or after; None where it is no decoder
-        that the memory plan knows.
+        """Count a model's weights, before it is spread over ranks or after; None if it is no
+        decoder that the memory plan knows.
         """
         text = model.config.get_text_config()
         shape = shape_of(text.to_dict())
@@ -101,9 +101,9 @@ class Passes:
         )
 
     def flops(self, tokens: Any, pairs: Any, nodes: Any, *, backward: bool) -> Any:
-        """Of one pass over `tokens`, with so many logits rows (`nodes`); numbers, or tensors.
+        """FLOPs of one pass over `tokens`, with so many logits rows (`nodes`); numbers, or tensors.
 
-        `pairs`: of queries and the keys that they see, all layers together.
+        `pairs`: the number of pairs of a query and a key that it sees, all layers together.
         """
         linear = (2 + 4 * backward) * self.trained + (2 + 2 * backward) * self.frozen
         head = (2 + (2 + 2 * self.head_trained) * backward) * self.head
@@ -111,10 +111,10 @@ class Passes:
 
 
 class Arithmetic:
-    """What a model's passes cost, counted as they are made and read once a step."""
+    """The cost of models' passes, counted as they are made and read once a step."""
 
     def __init__(self, *models: PreTrainedModel) -> None:
-        """Nothing is counted of models whose cost is not known."""
+        """Count nothing for models whose cost is not known."""
         self._total: Tensor | None = None
         self.known = True
         for model in models:
@@ -161,7 +161,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """What happens inside counts towards the metric `name`."""
+        """Add the time spent inside to the metric `name`."""
         begun = time.monotonic()
         yield
         if self._device.type == "cuda":  # its work may be asked for and not done
@@ -175,8 +175,8 @@ class Phases:
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB that this process's device held at most since the last call; on a CPU the process's
-    memory, at most since it started.
+    """The peak memory of this process's device in GiB since the last call; on a CPU the process's
+    memory since it started.
     """
     if device.type == "cuda":
         held = torch.cuda.max_memory_allocated(device)
@@ -188,14 +188,14 @@ def peak_memory(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """Which train steps the profiler watches."""
+    """The train steps that the profiler watches."""
 
     steps: frozenset[int]
     folder: Path
-    """Where traces lie; all ranks see it."""
+    """The folder of the traces; all ranks see it."""
 
     def stem(self, step: int) -> str | None:
-        """How names of a step's files begin; None where it is not watched."""
+        """The beginning of the names of a step's files; None where it is not watched."""
         return str(self.folder / f"step_{step}") if step in self.steps else None
 
 

@@ -63,10 +63,10 @@ def empty_model(
 ) -> PreTrainedModel | None:
     """The model of a folder with packed attention, without its weights: `fill_rows`.
 
-    They are in float32 without a device; where a `dtype` is given, of that and on the CPU, so that
-    an adapter can be made beside them. None where its files hold tensors by other names than
-    `names_in` knows: they are converted as a whole model is loaded. Whether it takes packed
-    attention is for `prove_first_layers`.
+    They are in float32 without a device; with a `dtype`, in that and on the CPU, so that an adapter
+    can be made next to them. None where its files hold tensors by other names than `names_in`
+    knows: they are converted as a whole model is loaded. Whether it takes packed attention is for
+    `prove_first_layers`.
     """
     from accelerate import init_empty_weights  # slow to load, and needed by ranks alone
 
@@ -104,17 +104,17 @@ def replace_weights(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) ->
 
 
 def is_empty(weight: Tensor) -> bool:
-    """Whether it is one of an `empty_model`."""
+    """True for a weight of an `empty_model`."""
     return weight.is_meta or weight.untyped_storage().nbytes() < weight.nbytes
 
 
 def without_numbers(weight: Tensor) -> Tensor:
-    """One of an `empty_model` on no device; any other as it is."""
+    """A weight of an `empty_model` without a device; any other as it is."""
     return weight.new_empty(weight.shape, device="meta") if is_empty(weight) else weight
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
-    """Of each tensor of a folder the safetensors file that holds it; empty where there are none."""
+    """The safetensors file of each tensor of a folder; empty where there are none."""
     return {name: file for file in weight_files(Path(path)) for name in read_shapes(file)}
 
 
@@ -172,8 +172,8 @@ _RANDOM = ("dropout", "_pdrop", "layerdrop", "jitter_noise")  # how names of cha
 
 
 def without_dropout(model: nn.Module) -> None:
-    """What the model itself drops at random in training is kept, so that a probability is the same
-    when it is sampled, scored and trained.
+    """Switch off the model's own dropout in training, so that a probability is the same when it is
+    sampled, scored and trained.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -217,9 +217,9 @@ def token_logprobs(
     kernel: Kernel = "sdpa",
     sequence: SequenceGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of each entry log p(target | earlier) at its temperature [M], and the entropy there [1, M].
+    """log p(target | earlier) of each entry at its temperature [M], and the entropy there [1, M].
 
-    Without gradients there is a second row beside the entropy: the mean of p (H + log p) over the
+    Without gradients there is a second row after the entropy: the mean of p (H + log p) over the
     vocabulary. All are float32 at least, and on the model's device; alike on the ranks of a
     `sequence`.
     """

@@ -106,14 +106,14 @@ class ScheduledOptimizer:
         self._parked = []
 
     def step(self) -> tuple[float, float]:
-        """One step by the gradients, which are forgotten; the gradient's norm and learning rate.
+        """Do one step and drop the gradients; returns the gradient's norm and the learning rate.
 
         Nothing moves where the norm is not finite. A collective where parameters are sharded.
         """
         self._unpark()
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         for parameter in parameters:
-            # No gradient is one of 0: momentum and weight decay go on.
+            # No gradient is one of 0: momentum and weight decay continue.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         total = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
@@ -128,7 +128,7 @@ class ScheduledOptimizer:
         return norm, lr
 
     def state(self) -> dict[str, Any]:
-        """Where optimizer and schedule stand."""
+        """The state of optimizer and schedule."""
         self._unpark()
         return {
             "optimizer": self.inner.state_dict(),
@@ -136,7 +136,7 @@ class ScheduledOptimizer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Back to where `state` was taken; decay rates and the like stay as they are set now."""
+        """Restore what `state` returned; decay rates and the like stay as they are set now."""
         self._unpark()
         options = [
             {key: value for key, value in group.items() if key != "params"}

@@ -29,26 +29,26 @@ from trireme.trainer.compiled import handle_of
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch as the model computes it."""
+    """A micro-batch as the model computes it."""
 
     tokens: Tensor
     """[T] flat token ids, each computed once."""
     positions: Tensor
     """[T] how many tokens come before each on its path."""
     attention: Layout
-    """Who attends to whom, as the kernel takes it."""
+    """The layout of attention, as the kernel takes it."""
     predecessors: Tensor
     """[M] flat index of the token that predicts each entry of the batch."""
     handle: Tensor = field(default_factory=Tensor)
-    """Of `attention`, for blocks that are compiled. Nobody gives it, but FSDP, which casts what
-    goes into a block, makes copies with a value for each field.
+    """The handle of `attention`, for blocks that are compiled. Callers leave it out; FSDP, which
+    casts what goes into a block, makes copies with a value for each field.
     """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_of(self.attention))
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same layout on a device."""
+        """Return the same micro-batch on `device`."""
         return PackedBatch(
             self.tokens.to(device),
             self.positions.to(device),
@@ -143,14 +143,14 @@ def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator
 
 
 def packed_tokens(batch: Batch, *, share_prefix: bool = True) -> int:
-    """How many tokens the model computes where the whole batch is one micro-batch."""
+    """The number of tokens that the model computes if the whole batch is one micro-batch."""
     inputs = _inputs(batch)
     _, shared = _sorted(inputs, share_prefix)
     return sum(len(row) for row in inputs) - sum(shared)
 
 
 def _inputs(batch: Batch) -> list[np.ndarray]:
-    """Of each sample the tokens that the model must read: up to the last that predicts an entry."""
+    """The tokens of each sample that the model must read: up to the last that predicts an entry."""
     ends = np.cumsum(batch.counts)
     positions = batch.positions.numpy()
     return [

@@ -18,7 +18,7 @@ from trireme.trainer.backend import Backend, Part
 
 
 class EnginePairs:
-    """This rank's half of its pair."""
+    """A rank's half of its pair of rank and engine."""
 
     def __init__(self, backend: Backend, *, part: Part = "merged", parks: bool = False) -> None:
         """`part`: of the weights with LoRA. `parks`: the optimizer's state leaves the device while
@@ -32,7 +32,7 @@ class EnginePairs:
         self._given_up = threading.Event()
 
     def meet(self) -> list[int]:
-        """See Pairs."""
+        """Meet the engine of this rank; returns the ports of all ranks."""
         self._meetings += 1
         self._given_up.clear()
         meeting = Meeting(HOST, port=0, world_size=2, rank=0, backend="ipc")
@@ -41,7 +41,7 @@ class EnginePairs:
         return self._backend.gather(self._group.port, every=True)
 
     def make_room(self) -> None:
-        """See Pairs."""
+        """Free device memory for the engines: parked optimizer state, cached blocks."""
         if self._parks:
             self._backend.optimizer.park()
         if self._backend.device.type == "cuda":
@@ -50,7 +50,9 @@ class EnginePairs:
         self._backend.gather(None, every=True)  # engines wake when all have
 
     def send(self, dtype: str, note: Noted = iter) -> None:
-        """See Pairs. Raises RuntimeError on rank 0, naming the rank whose engine took too long."""
+        """Send the weights to this rank's engine. Raises RuntimeError on rank 0, naming the rank
+        whose engine took too long.
+        """
         assert self._group is not None, "the engines have not met their ranks"
         failure = None
         with closing(self._backend.each_weight(dtype, self._part)) as weights:
@@ -65,7 +67,7 @@ class EnginePairs:
                     raise RuntimeError(f"trainer rank {rank}: {failure}")
 
     def give_up(self) -> None:
-        """See Pairs; the other ranks look for it in the store."""
+        """End a `send` that is under way; the other ranks look for the sign in the store."""
         self._given_up.set()
         if (ranks := self._backend.ranks) is not None:
             ranks.store.set(self._sign, "")

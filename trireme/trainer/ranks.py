@@ -56,7 +56,9 @@ _RAISED = {kind.__name__: kind for kind in (NotFinite, ValueError, CannotWrite)}
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Which rank a process is, and where all of them meet. Plain values: it may be sent around."""
+    """The number of a process's rank, and the place where all of them meet. Plain values: it may be
+    sent around.
+    """
 
     rank: int
     world: int
@@ -67,7 +69,7 @@ class RankSpec:
     shards: int = -1
     """Ranks that hold the model together: `trainer.fsdp_size`; -1: all."""
     device: str = "cpu"
-    """cpu, cuda:N, or cuda: the process's current one, of which a rank on Ray sees no other."""
+    """cpu, cuda:N, or cuda: the process's current one, the only one that a rank on Ray sees."""
     timeout: float = field(kw_only=True)
     """Seconds that a collective, or the meeting, may take: `trainer.collective_timeout`."""
     lost_after: float = 20.0
@@ -96,7 +98,7 @@ class SequenceGroup:
 
 
 class Ranks:
-    """This process among the others; made by all of them at once."""
+    """A process's connection to all ranks; made by all of them at once."""
 
     def __init__(self, spec: RankSpec) -> None:
         """Waits for all, `spec.timeout` at most. Raises TimeoutError saying who is missing."""
@@ -129,7 +131,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch this rank works on."""
+        """The number of this rank's share of a batch."""
         return self.rank // self.spec.sequence
 
     @property
@@ -139,7 +141,7 @@ class Ranks:
 
     @property
     def sequence_rank(self) -> int:
-        """Which slice of a sequence this rank holds."""
+        """The number of this rank's slice of a sequence."""
         return self.rank % self.spec.sequence
 
     def gather(self, value: Any) -> list[Any]:
@@ -209,7 +211,7 @@ class Root(nn.Module):
         self.model = model
 
     def forward(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """See the class."""
+        """Call `function` with the model, whose root weights are whole meanwhile."""
         return function(self.model, *args, **options)
 
 
@@ -265,12 +267,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def my_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other as it is."""
+    """The local part of a sharded tensor; any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Team:
-    """One member of it."""
+    """A rank's part in computing a batch together."""
 
     def __init__(self, ranks: Ranks | None, *, max_token_len: int, share_prefix: bool) -> None:
         """`ranks` None: one process. `max_token_len` is what a rank computes at a time."""
@@ -280,7 +282,9 @@ class Team:
         self._share_prefix = share_prefix
 
     def parts(self, batch: Batch) -> list[Batch | None]:
-        """This rank's micro-batches, the largest first; None fills up to the most that any has."""
+        """Cut this rank's share into micro-batches, the largest first; None fills up to the most
+        that any rank has.
+        """
         if self._ranks is None:
             return list(cut(batch, self._max_token_len, share_prefix=self._share_prefix))
         shares = deal(batch, self._ranks.data_world, share_prefix=self._share_prefix)
@@ -316,7 +320,7 @@ class Team:
         return self._ranks.gather(value)[:: 1 if every else self._ranks.spec.sequence]
 
     def agree(self, error: Exception | None) -> None:
-        """Raise what any rank found: its own there, on the others what they were told of it."""
+        """Raise what any rank found: the error itself there, on the others the report of it."""
         ranks = self._ranks
         reports = ranks.gather(error and [type(error).__name__, str(error)]) if ranks else []
         if error is not None:
@@ -338,13 +342,13 @@ class Team:
         self.agree(error)
 
     def write_own(self, folder: Path, state: dict[str, Any]) -> None:
-        """This rank's files of a checkpoint; `state` as a backend or a critic gives it."""
+        """Write this rank's files of a checkpoint; `state` as a backend or a critic gives it."""
         extra = dict(state)
         write_pt(folder / rank_file("optim", self.size, self.rank), extra.pop("optimizer"))
         write_pt(folder / rank_file("extra_state", self.size, self.rank), extra)
 
     def write_whole(self, folder: Path, shards: Mapping[str, Tensor]) -> None:
-        """Weights in one file, of which each rank writes the rows that it holds. Collective."""
+        """Write the weights into one file, each rank the rows that it holds. Collective."""
         specs = {name: Spec(tuple(shards[name].shape), torch.float32) for name in sorted(shards)}
         file = SharedFiles(folder, specs)
 
@@ -358,7 +362,7 @@ class Team:
 
 
 def dummy() -> Batch:
-    """What a rank computes while others have a micro-batch more."""
+    """A batch for a rank to compute while others have a micro-batch more."""
     # Not token 0: where that is padding, tests would not see it weigh more than 0.
     return of_tokens([[1, 1]])
 

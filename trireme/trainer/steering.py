@@ -24,7 +24,7 @@ class Steering(Protocol):
     """Hears of each event of a training, which then looks at its two attributes."""
 
     ended_by: str
-    """Who has said that the training is to end, and where, as a sentence; empty: nobody."""
+    """The name and place of whoever ended the training, as a sentence; empty: nobody."""
     saves: bool
     """A checkpoint was asked for. The trainer sets it to False when it saves one."""
 
@@ -47,19 +47,19 @@ class SteeringParts:
 
 
 class SteeringKind(Protocol):
-    """One kind of steering."""
+    """A kind of steering."""
 
     def examine(self, plan: Plan) -> Iterable[Problem]:
-        """What is wrong with a configuration. A ValueError or ImportError is a problem too."""
+        """Yield the problems of a configuration. A ValueError or ImportError is a problem too."""
         ...
 
     def make(self, parts: SteeringParts) -> Steering | None:
-        """What steers this training; None where the configuration asks for nothing."""
+        """Make the steering of this training; None where the configuration asks for nothing."""
         ...
 
 
 def examine_steering(name: str, plan: Plan) -> list[Problem]:
-    """What is wrong with a plan for the kind of that name."""
+    """List the problems of a plan for the kind of that name."""
     return [*STEERINGS.get(name)().examine(plan)]
 
 

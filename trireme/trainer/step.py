@@ -68,7 +68,7 @@ def train_step(
 
 
 def _measured(backend: Backend, train_state: TrainState, seconds: float) -> dict[str, float]:
-    """What all ranks measured of their devices in a train step that took `seconds`."""
+    """Metrics of all ranks' devices in a train step that took `seconds`."""
     counts = [backend.arithmetic, *([train_state.critic.arithmetic] if train_state.critic else [])]
     flops = sum(count.take() for count in counts)
     readings = backend.gather([peak_memory(backend.device), flops], every=True)
@@ -173,7 +173,7 @@ def batch_loss(
     train_state: TrainState,
     iteration: int = 0,
 ) -> Tensor:
-    """What a part of the batch adds to the loss, a scalar; `totals` gets what is to be reported.
+    """The part's addition to the loss, a scalar; `totals` gets what is to be reported.
 
     `iteration`: optimizer steps on this batch so far.
     """
@@ -230,7 +230,7 @@ def batch_loss(
 
 
 def _split(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a part gave, and the metrics beside it."""
+    """Separate a part's result from its metrics."""
     return result if isinstance(result, tuple) else (result, {})
 
 
@@ -328,7 +328,7 @@ class MetricTotals:
 
 
 def metrics_of(readings: Sequence[Sums]) -> dict[str, float]:
-    """What the readings of all ranks say together, by name."""
+    """Combine the readings of all ranks into metrics, by name."""
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}
     maxima: dict[str, float] = {}

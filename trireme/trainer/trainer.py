@@ -2,11 +2,11 @@
 
 Invariants:
 - What is taken is committed when the checkpoint that learned from it is whole, and not before.
-- A checkpoint is written at once, or beside the train steps that follow it (`save_behind`); one
+- A checkpoint is written at once, or during the train steps that follow it (`save_behind`); one
   that cannot be written ends the run.
 - The trainer catches nothing: the first error ends the run.
 - A run that never made a train step has failed.
-- A trainer that is told to stop saves what it has learned, and raises Stopped.
+- A trainer that is asked to stop saves what it has learned, and raises Stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTHING = (
 
 
 class Stopped(Exception):
-    """The run was told to end; what was learned is in the checkpoint of `step` (0: nothing was)."""
+    """The run was asked to end; what it learned is in the checkpoint of `step` (0: nothing)."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
@@ -52,13 +52,13 @@ class Checkpointer(Protocol):
     """Writes whole checkpoints."""
 
     async def snapshot(self) -> dict[str, Any]:
-        """Where explorer, taskset and buffer stand: all at the same moment."""
+        """The positions of explorer, taskset and buffer, all at the same moment."""
         ...
 
     def begin_save(self, step: int, run_state: dict[str, Any], last: bool, behind: bool) -> None:
         """Begin to write everything that belongs to `step`; on the device, next to the weights.
 
-        `behind`: the training goes on meanwhile; else it is written when this returns.
+        `behind`: the training continues meanwhile; else it is written when this returns.
         """
         ...
 
@@ -77,16 +77,16 @@ class Checkpointer(Protocol):
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How much is trained, and when it is saved."""
+    """The amount of training, and the steps at which it is saved."""
 
     batch_size: int
     """Experiences of a train step."""
     total_steps: int | None
-    """Where the training ends; None: with the experiences."""
+    """The step at which the training ends; None: with the experiences."""
     save_interval: int
     """Train steps from one checkpoint to the next; 0: the last alone is saved."""
     save_behind: bool
-    """Checkpoints are written while the training goes on."""
+    """Checkpoints are written while the training continues."""
     save_timeout: float
     """Seconds for a checkpoint that is being written when the training fails."""
 
@@ -112,7 +112,7 @@ class Trainer:
         """Some of a batch is from `auxiliary` where the models' recipe mixes.
 
         `turn()` returns when the trainer may work on what it has taken. Without `sync` no engine
-        follows the weights. `emit` is told of each step, what it learned from, and checkpoints.
+        follows the weights. `emit` gets each step, what it learned from, and checkpoints.
         """
         self.models = models
         self.recipe = models.recipe
@@ -129,16 +129,16 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0
         self.ended_by = ""
-        """Which callback has ended the training, as a sentence; nothing where none has."""
+        """The callback that has ended the training, as a sentence; empty where none has."""
         self.doing = ""
-        """What it is at, as a noun; nothing before `train` and after it."""
+        """The present activity, as a noun; empty before `train` and after it."""
         self._saved = 0
         """The step of the newest checkpoint, which may still be written."""
         self._saving: asyncio.Task[None] | None = None
         self._looked = (0.0, 0.0)
-        """When the device's work was last looked at, and how much it was then."""
+        """The time of the last look at the device's work, and the amount of work then."""
         self._save_seconds = 0.0
-        """That the last checkpoint held the training up, until they are reported."""
+        """Seconds that the last checkpoint held the training up, until they are reported."""
         self._stopping = False
         self._taking: asyncio.Task[Any] | None = None
         """The task that waits for experiences, while it can be cancelled and loses none."""
@@ -193,7 +193,7 @@ class Trainer:
         return self._stopping
 
     async def _take(self) -> Sample | None:
-        """The next batch; None where the trainer was told to stop while it waited for one."""
+        """The next batch; None if the trainer was asked to stop while it waited for one."""
         self.doing = f"the experiences of train step {self.step + 1}"
         self._taking = asyncio.current_task() if self.recipe.takes_once else None
         try:
@@ -336,8 +336,8 @@ class Trainer:
             saving.result()
 
     async def _finish_save(self) -> None:
-        """The training has failed: what was learned before is worth having, for which
-        `save_timeout` is waited. The failure is raised; what becomes of the checkpoint is logged.
+        """Finish the save of a training that has failed: `save_timeout` is waited for what was
+        learned before. The failure is raised; what becomes of the checkpoint is logged.
         """
         if (saving := self._saving) is None:
             return

@@ -107,7 +107,7 @@ def ulysses_attention(
 
 
 def head_repeats(heads: int, key_heads: int, size: int) -> int:
-    """How often each key-value head is repeated, so that every rank gets whole heads."""
+    """The number of copies of each key-value head with which every rank gets whole heads."""
     group = heads // key_heads
     return next(r for r in range(1, group + 1) if group % r == 0 and key_heads * r % size == 0)
 

@@ -24,21 +24,21 @@ from trireme.trainer.ranks import Team
 
 
 class Trained(Protocol):
-    """What is written of a backend."""
+    """The state of a backend that a checkpoint holds."""
 
     adapter: Adapter | None
 
     def each_shard(self) -> Iterable[tuple[str, Tensor]]:
-        """This rank's part of each weight."""
+        """Each weight's part on this rank."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What else a resume needs."""
+        """The rest of what a resume needs."""
         ...
 
 
 class Writing:
-    """One checkpoint's files; all ranks make it, and `end` it, at the same time."""
+    """The files of one checkpoint; all ranks make it, and `end` it, at the same time."""
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ def shared_files(
     export: torch.dtype | None,
     alone: bool,
 ) -> list[SharedFiles]:
-    """What is written of the weights beside the ranks' own files: where they are exported, that, in
-    its dtype; and of one process, which has no other copy, what is trained. Integers stay as they
-    are. Of `weights` names, shapes and dtypes are read.
+    """The files of weights next to the ranks' own: the export in its dtype, if there is one; and
+    for a single process, which has no other copy, the trained weights. Integers stay as they are.
+    Only names, shapes and dtypes of `weights` are read.
     """
     found = sorted((name, Spec(tuple(tensor.shape), tensor.dtype)) for name, tensor in weights)
 
