@@ -102,7 +102,7 @@ class PolledSync:
         timeout: float,
         dtype: str,
     ) -> None:
-        """See Synchronizer for the styles; here only `fixed` waits."""
+        """The styles are those of Synchronizer; here only `fixed` waits."""
         self._engine = engine
         self._folder = folder
         self._style = style
@@ -119,14 +119,16 @@ class PolledSync:
 
     @property
     def finished(self) -> bool:
-        """Whether the trainer has said that it stopped. Raises RuntimeError where it failed."""
+        """True once the trainer has reported that it stopped. Raises RuntimeError where
+        it failed.
+        """
         state = self._said()
         if state.startswith("failed"):
             raise RuntimeError(f"the trainer of {self._folder.root} has {state}")
         return state == "stopped"
 
     def _said(self) -> str:
-        """What the trainer said last of itself; empty where none has begun."""
+        """The trainer's last report of its state; empty where none has begun."""
         path = self._folder.root / STATE_FILE
         if not path.exists() or path.stat().st_mtime_ns == self._old_news:
             return ""
@@ -136,12 +138,16 @@ class PolledSync:
         return said
 
     def forget(self) -> None:
-        """What a trainer has said before now is of an earlier run: this one begins first, say."""
+        """Ignore the reports so far, which are of an earlier run's trainer: this one begins first,
+        say.
+        """
         path = self._folder.root / STATE_FILE
         self._old_news = path.stat().st_mtime_ns if path.exists() else None
 
     def due(self, step: int) -> bool:
-        """See ExplorerSync."""
+        """True after every `interval` steps past the offset; where the trainer drives, after every
+        step.
+        """
         return self._style == "trainer_driven" or is_due(step, self._interval, self._offset)
 
     async def pull(self, step: int) -> None:
@@ -205,7 +211,7 @@ class PolledSync:
         logger.info("version %d: the weights of train step %d", version, step)
 
     def metrics(self) -> dict[str, float]:
-        """See ExplorerSync."""
+        """The version and the seconds waited."""
         return {"sync/version": self.version, "time/sync_wait": self._waited}
 
     def _latest(self) -> int:

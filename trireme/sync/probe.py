@@ -48,7 +48,7 @@ class WeightSource(Protocol):
         ...
 
     def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
-        """The same, one after the other, cast to a dtype."""
+        """Yield the weights one after the other, cast to a dtype."""
         ...
 
     def unmoved(self, dtype: str) -> dict[str, float]:
@@ -83,7 +83,7 @@ class BrokenWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Gap:
-    """How far the log-probabilities of one row, by engine and trainer, lie apart, in nats."""
+    """The distance between engine's and trainer's log-probabilities of one row, in nats."""
 
     mean: float
     p95: float
@@ -103,7 +103,7 @@ class Gap:
         return cls(sum(apart) / len(apart), p95, apart[-1], depth)
 
     def metrics(self) -> dict[str, float]:
-        """As a push reports them."""
+        """The metrics of a push."""
         return {"sync/probe_diff": self.largest, "sync/probe_mean": self.mean}
 
 
@@ -117,7 +117,9 @@ class Probe:
         self._measured: Gap | None = None
 
     def expected(self, trainer: WeightSource) -> list[float]:
-        """What the row comes to by the trainer's weights. Raises BrokenWeights for no numbers."""
+        """The row's log-probabilities by the trainer's weights. Raises BrokenWeights if any is not
+        finite.
+        """
         [scored] = trainer.score([self.ids])
         if not all(map(math.isfinite, scored)):
             raise BrokenWeights(f"they score a row of {len(scored)} tokens as NaN")

@@ -5,8 +5,8 @@ buckets of that dtype too, while the trainer rests: no copy of all of them is ma
 
 - The group is made at the first push, and anew when an engine was started again. Both sides wait
   for each other with a time-out that names who did not come.
-- A push: all engines pause and receive; when all have everything they commit the version and go on.
-  Where one fails none goes on, and the run ends.
+- A push: all engines pause and receive; when all have everything they commit the version.
+  Then all continue; where one fails none does, and the run ends.
 - Then the proof: fingerprints of every engine, and log-probabilities of the probe.
 
 To engines that share the devices of the trainer's ranks each rank gathers the weights a bucket at a
@@ -60,7 +60,7 @@ class WeightPush(Protocol):
 
 @dataclass(frozen=True)
 class PushParts:
-    """What a push may need of a trainer and its engine."""
+    """The parts of a trainer and its engine that a push may need."""
 
     source: WeightSource
     engine: Any
@@ -74,7 +74,7 @@ class PushParts:
     lock_step: bool = False
     """Nothing is trained until a push has ended."""
     host: str = "127.0.0.1"
-    """This machine as the engines see it."""
+    """The address of this machine as the engines see it."""
     on_gpu: bool = False
     pairs: Pairs | None = None
     """The trainer's ranks, where an engine shares the device of each."""
@@ -99,7 +99,7 @@ class MemorySync:
 
     @classmethod
     def of(cls, parts: PushParts) -> MemorySync:
-        """See WeightPush."""
+        """Make the push from its parts."""
         return cls(
             parts.source,
             parts.engine,
@@ -111,7 +111,7 @@ class MemorySync:
         )
 
     async def give(self, version: int) -> None:
-        """See WeightPush."""
+        """Bring the engine to `version`, without a proof."""
         weights = None if self.shared else await self.device.run(self.backend.weights)
         await self.engine.update_weights(weights, version)
 
@@ -155,7 +155,7 @@ class HttpSync:
 
     @classmethod
     def of(cls, parts: PushParts) -> HttpSync:
-        """See WeightPush."""
+        """Make the push from its parts."""
         return cls(parts.source, parts.engine, parts.device, dtype=parts.dtype, probe=parts.probe)
 
     async def push(self, version: int) -> dict[str, float]:
@@ -208,10 +208,10 @@ class Sent:
     marks: dict[str, float]
     """Fingerprints, those of weights that engines have already among them."""
     size: int = 0
-    """In bytes."""
+    """The bytes sent."""
 
     def noted(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights."""
+        """Yield the same weights, counted and fingerprinted."""
         for name, tensor in weights:
             self.marks |= fingerprint({name: tensor}, self.dtype)
             self.size += tensor.nbytes
@@ -232,7 +232,7 @@ class GroupSync:
     transport: str = "gloo"
     """gloo, or nccl between GPUs."""
     host: str = "127.0.0.1"
-    """This machine as the engines see it."""
+    """The address of this machine as the engines see it."""
     timeout: float = TIMEOUT_S
     bucket_bytes: int = BUCKET_BYTES
     _group: WeightGroup | None = field(default=None, init=False)
@@ -241,7 +241,7 @@ class GroupSync:
 
     @classmethod
     def of(cls, parts: PushParts) -> GroupSync:
-        """See WeightPush."""
+        """Make the push from its parts; the group is over NCCL between GPUs."""
         return cls(
             parts.source,
             parts.engine,
@@ -253,7 +253,7 @@ class GroupSync:
         )
 
     async def give(self, version: int) -> None:
-        """See WeightPush; a push whose proof nobody asks for."""
+        """Push, and drop the proof, which nobody asks for."""
         await self.push(version)
 
     async def push(self, version: int) -> dict[str, float]:
@@ -313,7 +313,7 @@ class GroupSync:
 
 
 HOST = "127.0.0.1"
-"""Of a pair's meeting point: it is one machine's."""
+"""The host of a pair's meeting point: both are on one machine."""
 
 Noted = Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 
@@ -345,9 +345,9 @@ class ColocatedSync:
 
     The order of a push keeps both sides within one device's memory:
 
-    - the trainer's turn: the engines rest; the ranks score the probe, then free what they keep;
+    - the trainer's turn: the engines rest; the ranks score the probe, then free their caches;
     - the engines wake for their weights alone, and copy bucket after bucket;
-    - they commit the version; the ranks free the last bucket and all that they kept for it;
+    - they commit the version; the ranks free the last bucket and all memory that it needed;
     - with the next call the engines wake whole, and their keys and values have room again.
     """
 
@@ -364,7 +364,7 @@ class ColocatedSync:
 
     @classmethod
     def of(cls, parts: PushParts) -> ColocatedSync:
-        """See WeightPush."""
+        """Make the push from its parts, of which `pairs` must be given."""
         assert parts.pairs is not None, "ranks and engines share no device"
         return cls(
             parts.source,
@@ -376,7 +376,7 @@ class ColocatedSync:
         )
 
     async def give(self, version: int) -> None:
-        """See WeightPush; a push whose proof nobody asks for."""
+        """Push, and drop the proof, which nobody asks for."""
         await self.push(version)
 
     async def push(self, version: int) -> dict[str, float]:

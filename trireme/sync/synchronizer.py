@@ -9,7 +9,7 @@ Styles:
 
 Invariants:
 - The version counts pushes. The explorer never waits for a trainer that has stopped, or that waits
-  itself for experiences: then it goes on with the weights it has, and that is counted.
+  itself for experiences: then it continues with the weights it has, and that is counted.
 - In lock-step explorer and trainer take turns, and neither begins before the other has ended its
   own: the explorer ends its turn in `pull` and has it again when the trainer has nothing left to
   train; a batch that the trainer gets during the explorer's turn waits in `trainers_turn`.
@@ -33,19 +33,21 @@ logger = get_logger("synchronizer")
 
 Push = Callable[[int], Awaitable[dict[str, float]]]
 Persist = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""What a push comes to, which it does again where an engine was gone: see engines/servers.py."""
+"""A call that returns the result of a push, and repeats it where an engine was gone: see
+engines/servers.py.
+"""
 
 
 class ExplorerSync(Protocol):
-    """What an explorer asks of the synchronizer, in this process or another."""
+    """The synchronizer as an explorer uses it, in this process or another."""
 
     @property
     def finished(self) -> bool:
-        """Whether the trainer wants no more experiences."""
+        """True if the trainer wants no more experiences."""
         ...
 
     def due(self, step: int) -> bool:
-        """Whether the explorer meets the trainer after explore step `step`."""
+        """True if the explorer meets the trainer after explore step `step`."""
         ...
 
     async def pull(self, step: int) -> None:
@@ -58,7 +60,7 @@ class ExplorerSync(Protocol):
 
 
 def is_due(step: int, interval: int, offset: int) -> bool:
-    """Whether explore step `step` is a border: past the offset, a whole number of intervals."""
+    """True if explore step `step` is a border: past the offset, a whole number of intervals."""
     return step > offset and (step - offset) % interval == 0
 
 
@@ -106,16 +108,18 @@ class Synchronizer:
         self.persist: Persist = once
 
     def due(self, step: int) -> bool:
-        """See ExplorerSync."""
+        """True at a border, unless the trainer pushes by itself."""
         return not self.pushes_by_itself and is_due(step, self.interval, self.offset)
 
     @property
     def pushes_by_itself(self) -> bool:
-        """Whether the trainer pushes without meeting the explorer."""
+        """True if the trainer pushes without meeting the explorer."""
         return self.style in ("trainer_driven", "fully_async")
 
     async def pull(self, step: int) -> None:
-        """See ExplorerSync. Raises TimeoutError naming what did not come."""
+        """Hand the turn to the trainer, then take its newest weights. Raises TimeoutError naming
+        what did not come.
+        """
         started = time.monotonic()
         self.explored()
         await self._wait_for_trainer(step)
@@ -167,7 +171,7 @@ class Synchronizer:
             await self._publish()
 
     def metrics(self) -> dict[str, float]:
-        """See ExplorerSync."""
+        """The version, skipped meetings and the seconds waited."""
         return {
             "sync/version": self.version,
             "sync/skipped": self.skipped,
@@ -200,7 +204,7 @@ class Synchronizer:
         await self._publish(lacking)
 
     async def _publish(self, again: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """One push at a time: version + 1, probed. `again`: also of what was pushed before."""
+        """Push version + 1 and probe it, one push at a time. `again`: even if nothing is new."""
         async with self._pushing:
             if self.trained_step == self.pushed_step and not again():
                 return {}
@@ -220,5 +224,5 @@ class Synchronizer:
 
 
 async def once(push: Callable[[], Awaitable[Any]]) -> Any:
-    """Persist, of nothing that could come back."""
+    """Push once, without retries."""
     return await push()
