@@ -182,9 +182,10 @@ def _unlikely_first(
 
 
 def counted(rewards: Tensor, groups: Tensor, runs: Tensor | None) -> Tensor:
-    """Which experiences count in a group's mean [N]: the first of a run whose rewards are equal.
+    """True for the experiences that count in a group's mean [N]: the first of a run whose rewards
+    are equal.
 
-    `rewards` are [N], or [N, K] where several are told apart.
+    `rewards` are [N], or [N, K] with K separate rewards.
     """
     counts = torch.ones(len(rewards), dtype=torch.bool)
     if runs is None:
@@ -263,7 +264,7 @@ def gigpo(
 
 
 def last_steps(groups: Tensor, runs: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Which run each experience belongs to [N], and where each run's last step lies [R]."""
+    """The run number of each experience [N], and the index of each run's last step [R]."""
     _, run_of = torch.stack([groups, runs]).unique(dim=1, return_inverse=True)
     order = steps.argsort(stable=True)
     rank = torch.empty_like(order)

@@ -68,13 +68,13 @@ def scores_less(part: Part, experiences: Sequence[Experience], costs: Tensor) ->
         runs[e.eid.rid] = runs.get(e.eid.rid, 0.0) + cost
     cheaper = [copy.copy(e) for e in experiences]
     for e in cheaper:
-        if e.reward is not None:  # the error is told below
+        if e.reward is not None:  # the error is raised below
             e.reward -= runs[e.eid.rid]
     return _scores(part, cheaper, columns_of(cheaper)).nan_to_num(nan=0.0)
 
 
 def _scores(part: Part, experiences: Sequence[Experience], columns: Columns) -> Tensor:
-    """What the part makes of the columns, one number per experience."""
+    """The part's result on the columns, one number per experience."""
     optional = part.data().get("reward_parts")
     if optional is False or (optional and "reward_parts" in columns):
         _refuse_unknown_parts(experiences, part.label)
@@ -101,7 +101,7 @@ def _refuse_not_finite(
     """Raise ValueError for infinite scores, and for a user's function that gives NaN alone.
 
     NaN leaves an experience out, so that a filter may give it; where rewards differ in every group
-    and nothing is kept, it is a division by 0. Rewards that are too large are said elsewhere.
+    and nothing is left, it is a division by 0. Rewards that are too large are reported elsewhere.
     """
     if not bool(rewards.square().isfinite().all()):
         return
@@ -164,7 +164,9 @@ def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
 
 
 def columns_of(experiences: Sequence[Experience]) -> Columns:
-    """What an advantage of groups may ask for. Raises ValueError where a reward is missing."""
+    """The columns that an advantage of groups may ask for. Raises ValueError where a reward is
+    missing.
+    """
     rewards: list[float] = []
     for experience in experiences:
         if experience.reward is None:
@@ -190,8 +192,8 @@ def columns_of(experiences: Sequence[Experience]) -> Columns:
 
 
 def _reward_parts(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
-    """What each reward gave, NaN where it does not apply, and its weight [N, K] both: tasksets may
-    weigh a reward of the same name differently. {} where workflows have left nothing of it.
+    """The value of each reward, NaN where it does not apply, and its weight [N, K] both: tasksets
+    may weigh a reward of the same name differently. {} where workflows have recorded none of it.
     """
     found = [e.info.get("reward_parts", {}) for e in experiences]
     names = list(dict.fromkeys(name for parts in found for name in parts))
@@ -230,15 +232,15 @@ def _refuse_unknown_parts(experiences: Sequence[Experience], asked_by: str) -> N
 
 
 def _mean_logprob(e: Experience) -> float:
-    """Of the trained tokens; NaN where there is none."""
+    """The mean over the trained tokens; NaN without any."""
     assert e.logprobs is not None
     trained = e.logprobs.numpy()[e.mask.numpy()]
     return float(trained.mean()) if len(trained) else math.nan
 
 
 def _step_rewards(experiences: Sequence[Experience]) -> list[float]:
-    """What each step earned: `info["step_reward"]`, 0 where its run says it of other steps only; of
-    a run that never says, the episode's reward in its last step.
+    """The reward of each step: `info["step_reward"]`, 0 where its run has it for other steps only;
+    in a run without any, the episode's reward in its last step.
     """
     last: dict[str, int] = {}
     for e in experiences:

@@ -19,7 +19,7 @@ _LABELLED = {"dpo": ("pair_ids", "pairs"), "kto": ("desirable", "labelled replie
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError for parts that are all right alone and not together."""
-    penalty, part = recipe.penalty, recipe.token_advantage  # an unknown part is told first
+    penalty, part = recipe.penalty, recipe.token_advantage  # an unknown part is reported first
     if recipe.loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': expected one of "
@@ -66,8 +66,8 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_group_penalty(recipe: Recipe) -> None:
-    """Raise ValueError for a KL that is to be taken off rewards of which the trainer does not see
-    whole groups, or that are not one number a rollout.
+    """Raise ValueError for a KL that is to be taken off rewards where the trainer does not see
+    whole groups, or where they are not one number a rollout.
     """
     given = f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}', and '{recipe.name}'"
     if recipe.advantage_fn is None:
@@ -162,7 +162,7 @@ def _check_teacher(recipe: Recipe) -> None:
 
 
 def _brings_expert(recipe: Recipe) -> bool:
-    """Whether the sample strategy mixes an expert's rows into a batch."""
+    """True if the sample strategy mixes an expert's rows into a batch."""
     return "expert_data_ratio" in parameters_of(recipe.parts["sample_strategy"].function)
 
 

@@ -50,7 +50,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k3 with d kept within +-20 and the result within +-10."""
+    """k3 with d clamped to +-20 and the result to +-10."""
     difference = (ref_logprobs - logprobs).clamp(-20, 20)
     return (difference.exp() - 1 - difference).clamp(-10, 10)
 
@@ -108,20 +108,20 @@ def own_entropy(entropies: Tensor, expert: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, sample_ids: Tensor) -> Tensor:
-    """Of each entry [M] the sum of `values` [M] over its sample."""
+    """The sum of `values` [M] over the sample of each entry [M]."""
     num = int(sample_ids.max()) + 1 if len(sample_ids) else 0
     return values.new_zeros(num).index_add(0, sample_ids, values)[sample_ids]
 
 
 def top_entropy(entropies: Tensor, share: float) -> Tensor:
-    """Which tokens [M] are among the `share` of them with the highest entropy; at least one is."""
+    """True for the `share` of tokens [M] with the highest entropy, at least one."""
     kept = math.ceil(share * len(entropies))
     return entropies >= entropies.kthvalue(len(entropies) - kept + 1).values
 
 
 def discounted_ahead(values: Tensor, sample_ids: Tensor, positions: Tensor, decay: float) -> Tensor:
-    """Of each entry [M] sum_k decay^(its distance) values over itself and the later ones of its
-    sample; `positions` [M] say how far apart they are.
+    """sum_k decay^(its distance) values [M] over each entry and the later ones of its sample;
+    distances are those of `positions` [M].
     """
     total, step = values, 1
     longest = int(torch.bincount(sample_ids).max()) if len(values) else 0
@@ -135,12 +135,13 @@ def discounted_ahead(values: Tensor, sample_ids: Tensor, positions: Tensor, deca
 
 
 def segment_mean(values: Tensor, sample_ids: Tensor) -> Tensor:
-    """Of each entry [M] the mean of `values` [M] over its sample's entries."""
+    """The mean of `values` [M] over the entries of each entry's sample [M]."""
     return segment_sum(values, sample_ids) / segment_sum(torch.ones_like(values), sample_ids)
 
 
 def weights(mode: str, sample_ids: Tensor, num_samples: int, *, width: int) -> Tensor:
-    """Of each trained token, [M], by its sample's number [M]; `width`: the longest response.
+    """The weight of each trained token [M], by its sample's number [M]; `width`: the longest
+    response.
 
     token-mean: 1 / M. seq-mean-token-sum: 1 / N. seq-mean-token-mean: 1 / (N * tokens of the
     sample). seq-mean-token-sum-norm: 1 / width (arXiv:2503.20783). A sample without trained tokens

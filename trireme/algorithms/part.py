@@ -47,18 +47,18 @@ class Part:
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the kind has beside the function's own options."""
+    """The settings of the kind, next to the function's own options."""
     before: Part | None = None
     """The part whose result the function starts from."""
 
     @property
     def label(self) -> str:
-        """For messages: `policy_loss_fn 'ppo'`."""
+        """The part's name in messages: `policy_loss_fn 'ppo'`."""
         return f"{self.kind} '{self.name}'"
 
     @property
     def coefficient(self) -> float:
-        """What the part's result is multiplied by, at the start where it adapts."""
+        """The factor of the part's result, at the start where it adapts."""
         return float(next(iter(self.settings.values()), 1.0))
 
     def option(self, name: str) -> Any:
@@ -67,7 +67,7 @@ class Part:
         return self.options.get(name, own.default if own is not None else None)
 
     def marked(self, name: str) -> bool:
-        """Whether the function says so of itself: `in_trainer`, `of_sequences` and the like."""
+        """True if the function has the mark `name`: `in_trainer`, `of_sequences` and the like."""
         return bool(getattr(self.function, name, False))
 
     def data(self) -> dict[str, bool]:

@@ -53,7 +53,7 @@ def selects(choose: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
 
 
 def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """log r, kept where its exponential is finite."""
+    """log r, clamped where its exponential is finite."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -147,8 +147,9 @@ def second_moment_mask(
     m2_threshold: float = 0.04,
     log_ratio_clip: float = MAX_LOG_RATIO,
 ) -> Tensor:
-    """Which tokens of a batch M2PO learns from: the furthest go until the mean of (log r)^2 is at
-    most the threshold, of those that PPO's clip would touch (A > 0 and r > 1, A < 0 and r < 1).
+    """True for the tokens that M2PO learns from: those with the largest |log r| go until the mean
+    of (log r)^2 is at most the threshold, both taken over the tokens that PPO's clip would touch (A
+    > 0 and r > 1, A < 0 and r < 1).
     """
     log_ratio = (logprobs - old_logprobs).clamp(-log_ratio_clip, log_ratio_clip)
     touched = log_ratio * advantages > 0
@@ -265,7 +266,7 @@ def fipo(
 ) -> Reported:
     """sg(f) PPO, f_t = clip(exp(sum_k g^k log r_{t+k})): what followed counts (arXiv:2603.19835).
 
-    g is 2^(-1 / `half_life`). f is kept within 1 +- `influence_clip`, or above 1 with
+    g is 2^(-1 / `half_life`). f is clamped to 1 +- `influence_clip`, or above 1 with
     `influence_clip_high_only`; 0 does not clip. Where A < 0 and r > `safety_threshold` it is at
     most 1 and at least 0.8. `clip_ratio_c` bounds the loss where A < 0, as ppo's does, and leaves
     tokens with r above it out of the sum; None: neither.
@@ -446,7 +447,7 @@ def rollout_correction(
 
 
 def sampler_measures(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What the means that `rollout_correction` reports come to: the share of the tokens that is
+    """Measures from the means that `rollout_correction` reports: the share of the tokens that is
     left as effective sample size, (mean w)^2 / mean w^2, and the perplexities of both sides.
 
     Ratios so small that float32 rounds their squares to 0 have no effective sample size.

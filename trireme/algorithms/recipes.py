@@ -73,7 +73,7 @@ class Recipe:
     loss_agg_mode: str = "token-mean"
     sample_strategy: str = "default"
     schema: Schema = "experience"
-    """What the rows of its buffer are."""
+    """The kind of rows in its buffer."""
     group_size: int = 1
     """Rollouts of a task, where the YAML does not say."""
     greedy_run: bool = False
@@ -88,7 +88,7 @@ class Recipe:
     """Share of the policy's weights in it then."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     use: str = ""
-    """When to take it, in a sentence."""
+    """The case for taking it, in a sentence."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
@@ -120,7 +120,7 @@ class Recipe:
 
     @property
     def divergences(self) -> dict[str, tuple[str, str]]:
-        """Those of DIVERGENCES that have a weight."""
+        """The members of DIVERGENCES that have a weight."""
         return {kind: names for kind, names in DIVERGENCES.items() if self._weighted(kind)}
 
     @property
@@ -147,7 +147,7 @@ class Recipe:
 
     @property
     def weighs_by_length(self) -> bool:
-        """Whether a loss of whole samples meets an average in which a longer one weighs more."""
+        """True if a loss of whole samples meets an average in which a longer one weighs more."""
         return self.policy_loss.marked("of_sequences") and (
             self.loss_agg_mode != "seq-mean-token-mean"
         )
@@ -159,12 +159,12 @@ class Recipe:
 
     @property
     def selects(self) -> bool:
-        """Whether the policy learns from a part of the batch's tokens."""
+        """True if the policy learns from a part of the batch's tokens."""
         return self.top_entropy < 1 or self.policy_loss.marked("selects")
 
     @property
     def keeps_old_logprobs(self) -> bool:
-        """Whether the trainer's own log-probabilities from before the first optimizer step on a
+        """True if the trainer's own log-probabilities from before the first optimizer step on a
         batch are needed in the later ones.
         """
         own = not self.bypass_old_logprobs or self.correction is not None
@@ -183,27 +183,27 @@ class Recipe:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model has to be loaded."""
+        """True if a reference model has to be loaded."""
         return bool(self.kl or self.penalty) or self.asks("ref_logprobs")
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether a teacher has to score what the policy samples."""
+        """True if a teacher has to score what the policy samples."""
         return self.teacher is not None or self.asks("teacher_logprobs")
 
     @property
     def rewards_teach(self) -> bool:
-        """Whether rewards are learned from; not so where a teacher stands in their place."""
+        """True if rewards are learned from, and no teacher stands in their place."""
         return not self.asks("teacher_logprobs")
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a value model has to be loaded."""
+        """True if a value model has to be loaded."""
         return self.asks("values")
 
     @property
     def needs_groups(self) -> bool:
-        """Whether the advantage compares the rollouts of one task, so that one says nothing."""
+        """True if the advantage compares the rollouts of one task, so that one says nothing."""
         if self.advantage_fn is None:
             return False
         part = self.parts["advantage_fn"]
@@ -212,8 +212,8 @@ class Recipe:
 
     @property
     def expert_ratio(self) -> float | None:
-        """Which share of a train batch the sample strategy takes from an expert's data; None:
-        it has no option `expert_data_ratio`. Raises ValueError for what is no share.
+        """The share of a train batch that the sample strategy takes from an expert's data; None
+        without an option `expert_data_ratio`. Raises ValueError for an invalid share.
         """
         strategy = self.parts["sample_strategy"]
         option = parameters_of(strategy.function).get("expert_data_ratio")
@@ -225,22 +225,22 @@ class Recipe:
 
     @property
     def from_data(self) -> bool:
-        """Whether it learns from a data set, without an explorer."""
+        """True if it learns from a data set, without an explorer."""
         return self.schema != "experience"
 
     @property
     def idle_at_zero_advantage(self) -> bool:
-        """Whether a token without an advantage has no gradient."""
+        """True if a token without an advantage has no gradient."""
         known = self.policy_loss.marked("idle_at_zero_advantage")
         return known and self.kl is None and self.teacher is None and self.entropy is None
 
     @property
     def takes_once(self) -> bool:
-        """Whether a batch is what one call of the buffer gave."""
+        """True if a batch is the result of one call of the buffer."""
         return self.parts["sample_strategy"].marked("takes_once")
 
     def asks(self, name: str) -> bool:
-        """Whether advantage, loss or entropy cannot do without this data."""
+        """True if advantage, loss or entropy cannot do without this data."""
         kinds = ("advantage_fn", "policy_loss_fn", "entropy_loss_fn")
         parts = (self.parts[kind] for kind in kinds if kind in self.parts)
         return any(part.data().get(name) is False for part in parts)
@@ -255,9 +255,11 @@ class Recipe:
     def advantages(
         self, experiences: list[Experience], *, at_least: int = 0
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Write `advantages` and `returns` of whole groups; those to be trained, and metrics.
+        """Write `advantages` and `returns` of whole groups; returns those to be trained, and
+        metrics.
 
-        `at_least` so many are kept, as far as there are, of groups that were to be left out too.
+        At least `at_least` experiences stay, as far as there are, if need be from groups that were
+        to be left out.
         """
         if self.advantage_fn is None:
             return experiences, {}

@@ -22,7 +22,7 @@ Sample = tuple[list[Experience], dict[str, float]]
 
 
 class Takes(Protocol):
-    """What a strategy needs of a buffer."""
+    """The methods of a buffer that a strategy needs."""
 
     async def take(self, n: int) -> list[Experience]:
         """n experiences; fewer only when these are the last. Raises EOFError after these."""
@@ -74,7 +74,7 @@ async def staleness_control(
             fresh = made < 0 or version - made <= max_staleness
             (kept if fresh else stale).append(experience)
         if len(taken) < wanted and kept:
-            break  # the last ones; with none kept, the next take says that it is over
+            break  # the last ones; with none left, the next take says that it is over
     return kept, {
         "sample/dropped_stale": float(len(stale)),
         "sample/dropped_stale_groups": float(len({e.eid.tid for e in stale})),
@@ -111,7 +111,7 @@ async def mix(
 
 
 def own_share(num: int, expert_data_ratio: float) -> int:
-    """How many of `num` experiences are not an expert's."""
+    """The number of those of `num` experiences that are not an expert's."""
     if not 0 < expert_data_ratio < 1:
         raise ValueError(
             f"algorithm.sample_strategy_args.expert_data_ratio is {expert_data_ratio:g}: expected "

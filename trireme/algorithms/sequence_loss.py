@@ -115,7 +115,7 @@ def vespo(
 
     A smooth weight in place of a clip: 1 on policy, and near 0 where the sample has become much
     likelier or less likely. `k_pos` and `lambda_pos` are k and l where A >= 0, the others where
-    A < 0. log r of a token is kept within +-20, log w between log 1e-8 and 20.
+    A < 0. log r of a token is clamped to +-20, log w to log 1e-8 .. 20.
     """
     log_ratio = log_ratio_of(logprobs.detach(), old_logprobs)
     log_w = segment_sum(log_ratio, sample_ids).clamp(math.log(1e-8), MAX_LOG_RATIO)
@@ -137,11 +137,11 @@ def label_weights(
     *,
     tau: float = 0.5,
 ) -> Tensor:
-    """What REAL multiplies log r of each entry [M] by: the slope of its loss in the sample's mean.
+    """The factors of each entry's log r [M] in REAL: the slope of its loss in the sample's mean.
 
-    The loss is that of a group, which may lie in several micro-batches: its slope is taken of the
+    The loss is that of a group, which may lie in several micro-batches: its slope is taken over the
     whole batch before, and log r times it has the loss's gradient. The mean is over groups and the
-    weights are by sample; `samples_per_group` makes the one of the other.
+    weights are by sample; `samples_per_group` turns the one into the other.
     """
     first = sample_ids.diff(prepend=sample_ids.new_tensor([-1])) != 0  # one entry of each sample
     scores = segment_mean(logprobs - old_logprobs, sample_ids)[first] / tau
