@@ -36,7 +36,7 @@ class Env(Protocol):
 
 @dataclass(frozen=True)
 class Seen:
-    """What an environment showed after a reset or a step."""
+    """The observation of an environment after a reset or a step."""
 
     observation: Any
     reward: float = 0.0
@@ -50,14 +50,14 @@ class OpenEnv:
     """
 
     def __init__(self, name: str, *, thread: bool = True) -> None:
-        """Without a `thread` plain methods run on the event loop."""
+        """`thread`: plain methods run in a thread of their own; else on the event loop."""
         self.env: Any = None
         self._thread = OwnThread(name) if thread else None
 
     async def make(self, make: Callable[..., Any], *args: Any) -> None:
         """`make(*args)` is the environment, or a coroutine that gives it."""
 
-        def made() -> Any:  # kept by its own thread, which closes it
+        def made() -> Any:  # stays in its own thread, which closes it
             self.env = make(*args)
 
         if is_async(make):
@@ -101,7 +101,7 @@ def for_thread(env: Any) -> Any:
 
 
 def after_reset(returned: Any) -> Seen:
-    """Of what `reset` returned."""
+    """Read the return value of `reset`."""
     if (
         isinstance(returned, tuple)
         and len(returned) == 2
@@ -112,7 +112,7 @@ def after_reset(returned: Any) -> Seen:
 
 
 def after_step(returned: Any) -> Seen:
-    """Of what `step` returned: four values (gym, TextWorld) or five (gymnasium).
+    """Read the return value of `step`: four values (gym, TextWorld) or five (gymnasium).
 
     Raises TypeError for anything else.
     """

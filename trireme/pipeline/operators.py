@@ -3,7 +3,7 @@
 Two forms. A function `(experiences, *, options)`, plain or `async`; and a class whose options go
 into the constructor and whose `process(experiences)`, plain or `async`, is called for each explore
 step, between an optional `prepare()` and `close()`. Either returns `(experiences, metrics)`, or the
-experiences alone. Nothing is remembered from step to step: a run that goes on from a checkpoint
+experiences alone. Nothing is remembered from step to step: a run that resumes from a checkpoint
 makes its operators anew.
 """
 
@@ -32,7 +32,9 @@ _BUILT_IN = "trireme.pipeline.operators"
 Operated = tuple[list[Experience], dict[str, Any]]
 PassRates = dict[int, dict[int, float]]
 SELECTOR_METRIC = "selector_metric"
-"""What an operator tells a data selector: {taskset: {"indices": [rows], "values": [numbers]}}."""
+"""The metric with which an operator reports to a data selector: {taskset: {"indices": [rows],
+"values": [numbers]}}.
+"""
 
 
 class ExperienceOperator(ABC):
@@ -58,7 +60,7 @@ class Operator:
     changes_reward: bool = False
 
     async def __call__(self, experiences: Sequence[Experience]) -> Operated:
-        """What the operator makes of an explore step. Raises OperatorFailed."""
+        """Run the operator on an explore step. Raises OperatorFailed."""
         result = await self._call(self.function, list(experiences))
         kept, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(kept, list) or not all(isinstance(e, Experience) for e in kept):
@@ -73,7 +75,7 @@ class Operator:
         return kept, numbers if rates is None else {**numbers, SELECTOR_METRIC: self._rates(rates)}
 
     def _rates(self, told: Any) -> PassRates:
-        """What the operator tells a selector, by row."""
+        """The numbers that the operator reports to a selector, by row."""
         try:
             return {
                 int(taskset): {
@@ -123,7 +125,7 @@ class Operator:
             raise OperatorFailed(str(fault_of(error))) from error
 
     def _check_ids(self, before: Sequence[Experience], after: Sequence[Experience]) -> None:
-        """Nothing is doubled, and nothing joins from another group."""
+        """Refuse duplicates, and experiences of other groups."""
         ids = Counter(experience.eid.uid for experience in after)
         twice = [uid for uid, count in ids.items() if count > 1]
         if twice:
@@ -255,7 +257,7 @@ def reward_shaping_mapper(
 
 
 def pass_rate_calculator(experiences: list[Experience]) -> Operated:
-    """How often each task was solved: what a data selector that learns is told.
+    """Report how often each task was solved, for data selectors that learn.
 
     The pipeline asks `pass_rates` for it; experiences stay as they are.
     """
@@ -285,7 +287,7 @@ def pass_rates(experiences: Sequence[Experience]) -> PassRates:
 
 
 def deduplication(experiences: list[Experience]) -> Operated:
-    """Of the runs of a task whose steps have equal tokens and masks, keeps the first."""
+    """Keep the first of the runs of a task whose steps have equal tokens and masks."""
     first: dict[tuple[str, bytes], str] = {}
     for run, steps in group_by(experiences, "run").items():
         parts = [part.numpy().tobytes() for e in steps for part in (e.tokens, e.mask)]

@@ -1,12 +1,12 @@
 """Pipeline: runs operators on a step's experiences before the buffer, and on a taskset's rows.
 
-The raw experiences are kept for looking at, the operators change and filter them in the YAML's
-order, then group-relative advantages are computed, here and not in the trainer, because only here
-are groups known to be whole. With that a group is sealed: it goes into the buffer as it is, and as
-old as its oldest token.
+The raw experiences are stored for people to look at, the operators change and filter them in the
+YAML's order, then group-relative advantages are computed, here and not in the trainer, because
+only here are groups known to be whole. With that a group is sealed: it goes into the buffer as it
+is, and as old as its oldest token.
 
 A task operator is a function `(rows, *, options) -> rows`, or a class with `process(rows)`, of
-dictionaries; it is called once. What is left lies in the job's folder: a run that goes on from a
+dictionaries; it is called once. What is left lies in the job's folder: a run that resumes from a
 checkpoint has the same rows, and people can look at them.
 """
 
@@ -77,7 +77,8 @@ class Resampling:
         return self._batch_size - self._collected if self.times >= self._most else 0
 
     def add(self, kept: int, refilled: int) -> dict[str, float]:
-        """What the present explore step gives, `refilled` of it in spite of its rewards; metrics.
+        """Add the present explore step's experiences, `refilled` of them in spite of their rewards;
+        metrics.
 
         It counts once `put` is called.
         """
@@ -98,17 +99,19 @@ class Resampling:
         return {"resample_times": float(times)}
 
     def put(self) -> None:
-        """What was added is in the buffer."""
+        """Count the experiences that were added: they are in the buffer now."""
         self._before = self._after
         self._steps, self._collected = self._after
 
     def state(self, *, putting: bool = False) -> dict[str, int]:
-        """What a resume needs; `putting`: as it will be once what was added is in the buffer."""
+        """The state that a resume needs; `putting`: as it will be once the added experiences are in
+        the buffer.
+        """
         steps, collected = self._after if putting else self._before
         return {"steps": steps, "collected": collected}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Back to where `state` was taken."""
+        """Restore what `state` returned."""
         self._after = state["steps"], state["collected"]
         self.put()
 
@@ -132,15 +135,17 @@ class Pipeline:
         self.operators = tuple(operators)
         self.resampling = resampling
         self.pass_rates: PassRates | None = None
-        """Taskset -> row -> how often the last step solved it; None: nothing here has said so."""
+        """Taskset -> row -> how often the last step solved it; None: no operator here has reported
+        it.
+        """
         self._prepared = False
 
     async def run(
         self, experiences: Sequence[Experience], *, sizes: Mapping[int, int] | None = None
     ) -> tuple[list[Experience], dict[str, float]]:
-        """One explore step's experiences -> those to be trained, and metrics of what was done.
+        """Run the operators: one explore step's experiences -> those to be trained, and metrics.
 
-        `sizes`, taskset -> its number of rows: what operators tell a selector has to be of those.
+        `sizes`, taskset -> its number of rows: what operators report to a selector must fit them.
         """
         if not self._prepared:
             self._prepared = True
@@ -180,7 +185,9 @@ class Pipeline:
         return kept, {f"experience_pipeline/{name}": value for name, value in metrics.items()}
 
     def _tell(self, rates: PassRates) -> None:
-        """Add to what operators before have said; of a row that both name, the later one counts."""
+        """Add to the reports of earlier operators; of a row that both name, the later one
+        counts.
+        """
         told = self.pass_rates or {}
         self.pass_rates = told | {of: told.get(of, {}) | rows for of, rows in rates.items()}
 
@@ -192,7 +199,7 @@ class Pipeline:
 
 
 def _not_finite(experiences: Sequence[Experience]) -> int:
-    """How many have a reward that spoils their group's advantages; the log names some of them."""
+    """Count rewards that spoil their group's advantages; the log names some of them."""
     bad = [
         e
         for e in experiences
@@ -279,7 +286,7 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def left_out_by(rows: Sequence[Figures]) -> str:
-    """How many experiences of these steps are trained, and who has left out the others."""
+    """The number of experiences of these steps that are trained, and who left out the others."""
     start, end = "experience_pipeline/", "/dropped"
     made, kept, filtered, bad = (
         sum(values(rows, start + name)) for name in ("made", "kept", "filtered_count", "not_finite")
@@ -299,7 +306,9 @@ def left_out_by(rows: Sequence[Figures]) -> str:
 
 
 def _alike(rows: Sequence[Figures], operator: str) -> str:
-    """Of what `dapo_dynamic_sampling` left out: how many groups were all right, how many wrong."""
+    """The groups that `dapo_dynamic_sampling` left out, as text: how many were all right, how many
+    wrong.
+    """
     right, wrong = (sum(values(rows, f"{operator}/all_{name}")) for name in ("right", "wrong"))
     if not right + wrong:
         return ""

@@ -81,8 +81,8 @@ def _last_formula(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """What the last complete \\boxed{...} holds, inner braces included; in one pass, since a model
-    may say nothing but its beginning.
+    """The content of the last complete \\boxed{...}, inner braces included; in one pass, since a
+    model may say nothing but its beginning.
     """
     is_open: list[int] = []
     last, end = -1, -1
@@ -95,26 +95,28 @@ def boxed(text: str) -> str | None:
 
 
 def boxed_or_all(reply: str) -> tuple[bool, str]:
-    """Whether what follows the thinking has a \\boxed{}, and what that holds; else all of it."""
+    """True if the text after the thinking has a \\boxed{}, and the content of that; else the whole
+    text.
+    """
     said = reply.rpartition("</think>")[2]
     inside = boxed(said)
     return inside is not None, said if inside is None else inside.strip()
 
 
 def graded(answer: str | None, truth: str) -> tuple[bool, str]:
-    """Whether a result is the right one, and the result without what stands around it."""
+    """True if a result is the right one, and the result without what stands around it."""
     bare = plain(answer or "")
     return same(bare, plain(truth)), bare
 
 
 def thinks(reply: str) -> bool:
-    """Whether a reply has one <think>, and one </think> behind it."""
+    """True if a reply has one <think>, and one </think> after it."""
     once = reply.count("<think>") == reply.count("</think>") == 1
     return once and reply.index("<think>") < reply.index("</think>")
 
 
 def without_unit(text: str) -> str:
-    """What stands before a unit in LaTeX: `5` of `5\\text{ cm}`."""
+    """The text before a unit in LaTeX: `5` of `5\\text{ cm}`."""
     return text.partition("\\text{ ")[0]
 
 
@@ -129,7 +131,7 @@ def _with_braces(found: re.Match[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Without the white space, fences, currency and full stop around it."""
+    """Strip white space, fences, currency and full stop from both ends."""
     text = text.strip().rstrip(".").strip()
     for left, right in _FENCES:
         if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
@@ -139,7 +141,7 @@ def plain(text: str) -> str:
 
 
 def same(answer: str | None, truth: str) -> bool:
-    """Whether a result is the right one."""
+    """True if a result is the right one."""
     if answer is None or not answer:
         return False
     if _squeezed(answer) == _squeezed(truth):
@@ -181,7 +183,7 @@ def _too_hard(text: str) -> bool:
 
 
 def _tower(text: str) -> bool:
-    """Whether a power has a power in its exponent."""
+    """True if a power has a power in its exponent."""
     return bool(re.search(r"(?:\^|\*\*)\s*[{(]*[^\s{}()]*[})]*\s*(?:\^|\*\*)", text)) or bool(
         re.search(r"(?:\^|\*\*)\s*[{(][^})]*(?:\^|\*\*)", text)
     )

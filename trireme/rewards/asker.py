@@ -50,10 +50,10 @@ class Asker:
         max_retries: int = 3,
         cache: str | None = "memory",
     ) -> None:
-        """With `base_url` and `model` an endpoint, else the auxiliary model of that number.
+        """Ask an endpoint, by `base_url` and `model`, else the auxiliary model of that number.
 
-        `timeout` is of one attempt, in seconds. `cache`: memory, a folder, or None for none.
-        Raises ValueError where only one of `base_url` and `model` is given.
+        `timeout` is of one attempt, in seconds. `cache`: memory, a folder, or None for none. Raises
+        ValueError where only one of `base_url` and `model` is given.
         """
         if (base_url is None) != (model is None):
             raise ValueError("a judge by base_url needs the name of its model too, and neither "
@@ -73,7 +73,9 @@ class Asker:
 
     @property
     def auxiliary(self) -> int | None:
-        """Which of `explorer.auxiliary_models` it asks; None: an endpoint of its own."""
+        """The index in `explorer.auxiliary_models` of the model to ask; None: an endpoint of its
+        own.
+        """
         return self._auxiliary if self._url is None else None
 
     def examine(self) -> None:
@@ -160,9 +162,9 @@ class Asker:
 
 
 async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
-    """Whether the first of the models takes an answer for the task's truth in other words.
+    """True if the first of the models accepts an answer as the task's truth in other words.
 
-    Raises ValueError for what it says that is neither yes nor no.
+    Raises ValueError for a reply that is neither yes nor no.
     """
     text = TRUTH.format(question=task.prompt, truth=task.truth, answer=answer)
     said = (await Asker().ask([{"role": "user", "content": text}], models)).strip().lower()

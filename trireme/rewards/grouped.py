@@ -3,7 +3,7 @@
 It does where the reward is one of whole groups (orm.py), and where there are several: a list in
 place of `default_reward_fn_type`'s name (each a name, or a mapping of `name`, `weight` and
 options), or `reward_fn_args` with `funcs` and `weights`. Rewards of one answer (reward.py) may
-stand between them; one that waits is awaited beside the others.
+stand between them; one that waits is awaited along with the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CALL = "__call__"  # of a class, `callable` would speak of making it
 
 @dataclass
 class Row:
-    """What a rollout came to, as far as rewards see it."""
+    """A rollout as rewards see it."""
 
     completion: str
     """The last reply."""
@@ -73,7 +73,7 @@ class Judge:
 
     @classmethod
     def of(cls, funcs: Sequence[Any], weights: Sequence[float] | None = None) -> Judge:
-        """Each of `funcs` is a name, path or class, or a mapping of its `name` and its options.
+        """Make a judge of `funcs`: each a name, path or class, or a mapping of `name` and options.
 
         A mapping may also hold its `weight`, where there are no `weights`. Raises ValueError for an
         unknown name or option, and for weights of another number.
@@ -102,7 +102,7 @@ class Judge:
         return cls(_numbered(short), [_function(f, options) for f, options in split], used)
 
     def refuse_missing_models(self, models: int) -> None:
-        """Raise ValueError where a function asks an auxiliary model that there is not."""
+        """Raise ValueError where a function asks for an auxiliary model that is missing."""
         for name, function in zip(self.names, self.functions, strict=True):
             wanted = getattr(function.call, "auxiliary", None)
             if isinstance(wanted, int) and wanted >= models:
@@ -200,9 +200,9 @@ class Judge:
 def _arguments(
     name: str, call: Callable[..., Any], columns: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What a function is called with: `completions` by place where it calls them otherwise.
+    """The arguments of a call: `completions` by place where the function has another name for them.
 
-    Raises Refused where it needs a column that the rows have not.
+    Raises Refused where it needs a column that the rows lack.
     """
     parameters, named = parameters_of(call), accepted(call, columns)
     by_name = not parameters.keys().isdisjoint(_TOGETHER)
@@ -251,7 +251,7 @@ def _number_of(name: str, weight: Any) -> float:
 
 
 def of_groups(reward: Any) -> bool:
-    """Whether a name, path, class or function is a reward of whole groups.
+    """True if a name, path, class or function is a reward of whole groups.
 
     Raises ValueError for an unknown name.
     """
@@ -273,7 +273,7 @@ def of_groups(reward: Any) -> bool:
 
 
 def _function_name(name: str) -> str:
-    """What metrics call a reward: of a path (`my_file:right`) the function alone."""
+    """The name of a reward in metrics: of a path (`my_file:right`) the function alone."""
     return name if name in REWARDS or name in ORMS else re.split("[:.]", name)[-1] or name
 
 
@@ -357,7 +357,7 @@ def _number(value: Any, name: str) -> float | None:
 
 
 def is_grouped(reward: Any, args: Mapping[str, Any]) -> bool:
-    """Whether a task's reward is given to all its rollouts together."""
+    """True if a task's reward is given to all its rollouts together."""
     several = isinstance(reward, list | tuple) or "funcs" in args
     return several or (reward is not None and of_groups(reward))
 
@@ -390,7 +390,7 @@ class Judges:
         self._made: dict[tuple[int, str], Judge] = {}
 
     def of(self, task: Task, default: Any = None) -> Judge:
-        """That of a task; `default` is the reward of tasks that name none."""
+        """The judge of a task; `default` is the reward of tasks that name none."""
         reward = task.reward_fn or default
         key = id(asyncio.get_running_loop()), f"{reward} {task.reward_fn_args}"
         if key not in self._made:

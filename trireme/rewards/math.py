@@ -35,14 +35,14 @@ def format_reward(task: Task, answer: str, *, coefficient: float = 0.1) -> dict[
 
 
 def has_think_answer(reply: str) -> bool:
-    """Whether a reply is one <think> block and one <answer> block, and nothing else."""
+    """True if a reply is one <think> block and one <answer> block, and nothing else."""
     text = reply.strip()
     once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     return once and _THINK_ANSWER.fullmatch(text) is not None
 
 
 def thinks_once(reply: str) -> bool:
-    """Whether a reply begins with one closed <think> block and goes on after it."""
+    """True if a reply begins with one closed <think> block and continues after it."""
     text = reply.strip()
     if text.count("<think>") != 1 or text.count("</think>") != 1:
         return False
@@ -100,7 +100,7 @@ class MathDapo(RewardFn):
     def __call__(
         self, response: str, task: Task, response_token: Sequence[int] = ()
     ) -> dict[str, float]:
-        """See the class."""
+        """Score the accuracy, and the format by the reply's length."""
         length, free = len(response_token), self.longest - self.cache
         share = min(max((length - free) / self.cache, 0.0), 1.0) if self.factor else 0.0
         return {**accuracy_reward(task, response), "format_score": -share * self.factor}
@@ -151,7 +151,7 @@ def _call_list(text: str) -> Any:
 
 
 def _counted(calls: Any) -> Counter[tuple[str, str]]:
-    """Which calls, how often. Raises ValueError for what is no list of calls."""
+    """Count equal calls. Raises ValueError for anything but a list of calls."""
     whole = isinstance(calls, list) and all(
         isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call
         for call in calls
@@ -182,7 +182,7 @@ def _solves(text: str, target: Fraction, numbers: list[int]) -> bool:
 
 
 def uses(text: str, numbers: Sequence[int]) -> bool:
-    """Whether the left side of an equation has each of the numbers once, and no other."""
+    """True if the left side of an equation has each of the numbers once, and no other."""
     left = text.partition("=")[0]
     return len(left) <= _LONGEST and (
         Counter(map(int, re.findall(r"\d+", left))) == Counter(numbers)
@@ -190,7 +190,7 @@ def uses(text: str, numbers: Sequence[int]) -> bool:
 
 
 def value_of(text: str) -> Fraction | None:
-    """The value of the left side of an equation of the four operations; None where it is none."""
+    """The value of the left side of an equation of the four operations; None if it has none."""
     expression = text.partition("=")[0].replace("×", "*").replace("÷", "/").strip()  # noqa: RUF001
     if len(expression) > _LONGEST or "**" in expression or "//" in expression:
         return None

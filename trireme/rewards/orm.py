@@ -3,8 +3,8 @@
 A class is called with `completions` (the last reply of each rollout, in run order) and a keyword
 for each column of the data set's row (a list, the row's value once a rollout), and with `messages`,
 `is_truncated`, `rollout_infos`, `response_token_ids`, `trajectory_inputs`, `auxiliary_models`. It
-returns a number a rollout; None says that it does not apply. An `async def __call__` is awaited
-beside the others. Rewards of one answer (reward.py) may stand between them.
+returns a number a rollout; None: it does not apply. An `async def __call__` is awaited along with
+the others. Rewards of one answer (reward.py) may stand between them.
 
 A function is called in the same way, and gets TRL's `prompts` and `completion_ids` too. Where the
 prompt is a list of messages, each of its `completions` is one as well.
@@ -36,7 +36,7 @@ class ORM:
 
 
 class AsyncORM(ORM):
-    """The same with an `async def __call__`; kept for its name."""
+    """An ORM with an `async def __call__`, for code that uses this name."""
 
 
 class Value(float):
@@ -57,7 +57,7 @@ class MathAccuracy(ORM):
     def __call__(
         self, completions: list[str], solution: Sequence[Any] = (), **kwargs: Any
     ) -> list[float | None]:
-        """See ORM."""
+        """Compare final answers; None for a rollout without a solution."""
         truths = solution or [None] * len(completions)
         return [
             None if truth is None else float(same(final_answer(text), final_truth(truth)))
@@ -69,7 +69,7 @@ class Format(ORM):
     """1 for <think>...</think><answer>...</answer> and nothing else."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
-        """See ORM."""
+        """Match the format of each reply."""
         return [float(_FORMAT.fullmatch(text) is not None) for text in completions]
 
 
@@ -77,7 +77,7 @@ class ReactFormat(ORM):
     """1 for <think>...</think>, then `Action:` and `Action Input:`."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
-        """See ORM."""
+        """Match the ReAct format of each reply."""
         return [float(_REACT.fullmatch(text) is not None) for text in completions]
 
 
@@ -89,7 +89,7 @@ class MathORM(ORM):
     def __call__(
         self, completions: list[str], solution: Sequence[Any] = (), **kwargs: Any
     ) -> list[float | None]:
-        """See ORM."""
+        """Compare results; None for a rollout without a solution."""
         truths = solution or [None] * len(completions)
         return [
             None if truth is None else float(graded(_result(text), _result(str(truth)))[0])
@@ -111,7 +111,7 @@ class ReactORM(ORM):
     def __call__(
         self, completions: list[str], solution: Sequence[Any] = (), **kwargs: Any
     ) -> list[float | None]:
-        """See ORM."""
+        """Compare calls; None for a rollout without a solution."""
         truths = solution or [None] * len(completions)
         return [
             None if truth is None else float(_call_of(_said(text)) == _call_of(str(truth)))
@@ -160,7 +160,7 @@ class Cosine(ORM):
     def __call__(
         self, completions: list[str], response_token_ids: Sequence[Any] = (), **kwargs: Any
     ) -> list[float | None]:
-        """See ORM."""
+        """Score each reply by its accuracy and its number of tokens."""
         accurate = self._accuracy(completions, **kwargs)
         return [
             None if right is None else self._value(len(ids), right >= 1)
@@ -181,7 +181,7 @@ class Repetition(ORM):
         self.max_penalty = max_penalty
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
-        """See ORM."""
+        """Score each reply by its words, in lower case."""
         return [self._value(text.lower().split()) for text in completions]
 
     def _value(self, words: list[str]) -> float:
@@ -209,5 +209,5 @@ class SoftOverlong(ORM):
     def __call__(
         self, completions: list[str], response_token_ids: Sequence[Any] = (), **kwargs: Any
     ) -> list[float | None]:
-        """See ORM."""
+        """Score the length of each reply in tokens, 0 at most."""
         return [min(-(len(ids) - self.free) / self.cache, 0.0) for ids in response_token_ids]

@@ -27,7 +27,7 @@ NOTE = "note/"
 """How the name of a part begins that is a metric and does not count."""
 _NAMED = ("response", "truth", "prompt", "task")
 _GIVEN = ("response_token", "auxiliary_models", "workdir")
-"""What is given by name, and is no option."""
+"""The data that are passed by name, and are no options."""
 
 
 class RewardFn(ABC):
@@ -195,7 +195,7 @@ def column_names(reward: Callable[..., Any]) -> list[str]:
 def columns_for(task: Task, reward: Callable[..., Any]) -> dict[str, Any]:
     """The columns of the row that a function form names, unless an option has its name.
 
-    Raises Refused where it needs one that there is not.
+    Raises Refused where it needs one that the row lacks.
     """
     inner, set_here = _inner(reward), getattr(reward, "keywords", {})
     named = [
@@ -228,7 +228,7 @@ def _wanted(
 
 
 def _is_function(reward: Any) -> bool:
-    """Whether it is the function form, whose two arguments are given by place."""
+    """True for the function form, whose two arguments are passed by place."""
     inner = _inner(reward)
     if not inspect.isfunction(inner) and not inspect.ismethod(inner):
         return False

@@ -32,16 +32,21 @@ class Workflow:
     can_repeat: bool = False
     is_async: bool = False
     one_at_a_time: bool = False
-    """Whether a runner is to begin the repeats of a task one after the other, as it does where
-    `run` blocks: each takes much of the machine."""
+    """True if a runner is to begin the repeats of a task one after the other, as it does where
+    `run` blocks: each takes much of the machine.
+    """
     one_experience: bool = False
-    """Whether each rollout leaves exactly one experience, so that the train steps are known
-    beforehand. A subclass with another `run` or `ask` says so again."""
+    """True if each rollout leaves exactly one experience, so that the train steps are known
+    beforehand. A subclass with another `run` or `ask` sets it again.
+    """
     reward_parts: bool | None = None
-    """Whether `run` leaves what each reward function gave in `info["reward_parts"]`, which `gdpo`
-    compares; None: only the run knows. A subclass with another `run` says so again."""
+    """True if `run` leaves the number of each reward function in `info["reward_parts"]`, which
+    `gdpo` compares; None: only the run knows. A subclass with another `run` sets it again.
+    """
     calls: tuple[str, ...] = ()
-    """Methods that `run` calls, beside those that every workflow has: what a subclass may give."""
+    """Methods that `run` calls, in addition to those of every workflow: a subclass may
+    define them.
+    """
 
     task_desc: Any
     truth: Any
@@ -88,7 +93,7 @@ class Workflow:
         self.bind(task)
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """How many runs one call of `run` is to give, and the id of the first."""
+        """Set the number of runs that one call of `run` gives, and the id of the first."""
         self.repeat_times = repeat_times
         self.run_id_base = run_id_base
 
@@ -97,7 +102,7 @@ class Workflow:
 
 
 def run_method(cls: type) -> tuple[str | None, bool]:
-    """Which of `run` and `run_async` to call, and whether to await it.
+    """The name of the method to call, `run` or `run_async`, and whether to await it.
 
     It is the one that the most derived class defines; where that defines both, `is_async` decides.
     """

@@ -104,9 +104,9 @@ class EpisodeWorkflow(MultiTurnWorkflow):
     per_step: bool = False
     """One experience a turn in place of one a conversation."""
     unfinished_reward: float = -0.1
-    """Reward of an episode that did not come to its end."""
+    """Reward of an episode that did not reach its end."""
     default_system_prompt: str | None = None
-    """Where the YAML gives none."""
+    """The prompt where the YAML gives none."""
     tagged_actions: bool = False
     """A reply's action stands in <action>; else all of the reply is one."""
     blocking_env: bool = True
@@ -152,7 +152,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
         self.system_prompt = self.system_prompt or self.default_system_prompt
 
     async def run(self) -> list[Experience]:
-        """One episode. However it ends, the environment is closed."""
+        """Play one episode. However it ends, the environment is closed."""
         opened = OpenEnv(f"env-{self.task.task_id}", thread=self.blocking_env)
         what = f"the environment of {type(self).__name__}"
 
@@ -168,7 +168,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
             await opened.close()
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
-        """One episode from its beginning; `told` stands before the first observation."""
+        """Play one episode from its beginning; `told` stands before the first observation."""
         seen = after_reset(await call(env.reset))
         memory: list[dict[str, Any]] = []
         if self.system_prompt:
@@ -204,7 +204,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
 
 
 def parse_action(reply: str) -> str:
-    """The text of the first <action>; empty where there is none."""
+    """The text of the first <action>; empty without one."""
     match = _ACTION.search(reply)
     return match[1].strip() if match else ""
 

@@ -99,7 +99,7 @@ def guarded(what: str, load: object) -> None:
 
 
 def _explained(error: Exception) -> str:
-    """What to add to the error of an import of another system's name."""
+    """Explain the import of another system's name, to follow its error."""
     name = error.name if isinstance(error, ImportError) else None
     package = (name or "").partition(".")[0]
     if need := missing("dialect", package):

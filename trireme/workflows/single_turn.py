@@ -98,7 +98,7 @@ class SimpleWorkflow(Workflow):
         return await self.model.chat_async(self.format_messages())
 
     def reward_arguments(self) -> dict[str, Any]:
-        """What a reward of the class form is given by name, where it takes it."""
+        """The arguments of a reward of the class form, passed by name where it takes them."""
         return {"truth": self.truth}
 
     @also_blocking
@@ -107,7 +107,7 @@ class SimpleWorkflow(Workflow):
         experiences = await self.ask()
         for experience in experiences:
             if experience.truncate_status == "prompt_truncated" or self.reward_fn is None:
-                continue  # nothing was said, or it is judged with its group
+                continue  # the reply is empty, or it is judged with its group
             answer = (self.reply_prefix or "") + (experience.response_text or "")
             sampled = experience.tokens[experience.prompt_length :].tolist()
             models, notes = self.auxiliary_model_wrappers, experience.metrics
@@ -122,7 +122,7 @@ class SimpleWorkflow(Workflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a prompt or reward that there is not, or a judge that is silent."""
+        """Raise ValueError for a missing prompt or reward, or a judge that does not answer."""
         reward = task.reward_fn or cls.default_reward
         if cls.format_messages is SimpleWorkflow.format_messages:
             conversation_of(task, task.prompt, None)
@@ -192,7 +192,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return options
 
     def reward_arguments(self) -> dict[str, Any]:
-        """See SimpleWorkflow: and what it takes of `workflow_args`."""
+        """The arguments of SimpleWorkflow, and those from `workflow_args`."""
         coefficient = self.workflow_args.get("format_score_coef", 0.1)
         named = {"with_think": self.with_think, "format_score_coef": coefficient}
         return super().reward_arguments() | named
@@ -242,7 +242,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
 
     @also_blocking
     async def run(self) -> list[Experience]:
-        """Ask, and measure; the runner has the teacher score what was said."""
+        """Ask, and measure; the runner has the teacher score the reply."""
         experiences = await (super().run() if self.measures else self.ask())
         for experience in experiences:
             experience.reward = experience.reward or 0.0
@@ -250,7 +250,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
 
     @classmethod
     def asks_a_model(cls, task: Task) -> bool:
-        """Whether the task has to have a teacher: where it is trained."""
+        """True if the task has to have a teacher: where it is trained."""
         return not task.is_eval
 
 
@@ -271,7 +271,7 @@ class ToolCallWorkflow(SimpleWorkflow):
     reads_prompt = False
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """The system prompt with the tools, and what was said."""
+        """The system prompt with the tools, and the conversation so far."""
         return _dialogue_of(self.task)
 
     @classmethod

@@ -18,7 +18,7 @@ from trireme.workflows.classes import Workflow
 
 
 class _Episode(Workflow):
-    """What both forms share: the loop over the steps."""
+    """The loop over the steps, which both forms share."""
 
     calls = ("step", "reward", "step_async", "reward_async")
 
@@ -60,7 +60,7 @@ class _Episode(Workflow):
         return int(self.workflow_args.get("max_env_steps", 30))
 
     def step(self, step_num: int) -> bool:
-        """One interaction with the environment, counted from 0. False ends the episode."""
+        """Interact once with the environment, counted from 0. False ends the episode."""
         raise NotImplementedError(f"{type(self).__name__} must define `step(self, step_num)`")
 
     def open(self) -> None:

@@ -31,7 +31,9 @@ from trireme.usercode import Refused, refuse_signature
 from trireme.workflows.classes import run_method
 
 DEEPEST = 100
-"""Lists and objects in each other, in what an experience carries beside its tokens."""
+"""The deepest nesting of lists and objects in the data that an experience carries next to its
+tokens.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +89,8 @@ class WorkflowSpec:
 
     @property
     def one_experience(self) -> bool:
-        """Whether each rollout leaves exactly one: see `Workflow.one_experience`. A function says
-        it by an attribute.
+        """True if each rollout leaves exactly one: see `Workflow.one_experience`. A function has an
+        attribute for it.
         """
         if not inspect.isclass(self.code):
             return bool(getattr(self.code, "one_experience", False))
@@ -101,7 +103,7 @@ class WorkflowSpec:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether rows need the columns of prompt and answer: a user's class with a `run` of its
+        """True if rows need the columns of prompt and answer: a user's class with a `run` of its
         own may read what it likes.
         """
         for cls in self.code.__mro__ if inspect.isclass(self.code) else ():
@@ -113,8 +115,8 @@ class WorkflowSpec:
 
     @property
     def reward_parts(self) -> bool | None:
-        """Whether its rewards come with their parts: see `Workflow.reward_parts`. None: only the
-        run knows, as of users' code that does not say so.
+        """True if its rewards come with their parts: see `Workflow.reward_parts`. None: only the
+        run knows, as with users' code that does not declare it.
         """
         code = self.code
         if not inspect.isclass(code):
@@ -138,7 +140,7 @@ class WorkflowSpec:
 
     @property
     def label(self) -> str:
-        """What it is called in messages."""
+        """The workflow's name in messages."""
         return f"workflow '{self.name}'"
 
 
@@ -167,7 +169,7 @@ def resolve(workflow: Any) -> WorkflowSpec:
 def check_experiences(
     returned: Any, name: str, runs: Sequence[int] | None = None
 ) -> list[Experience]:
-    """What a workflow returned, if it is what it has to be; `runs` where it repeats by itself."""
+    """Check a workflow's return value and return it; `runs` where it repeats by itself."""
     if inspect.iscoroutine(returned):
         returned.close()
         raise WrongExperience(
@@ -232,7 +234,7 @@ def _no_json(value: Any) -> str | None:
 
 
 def _is_deep(value: Any, most: int) -> bool:
-    """Whether more lists and objects lie in each other."""
+    """True if lists and objects are nested more than `most` deep."""
     if not isinstance(value, dict | list | tuple):
         return False
     inside = value.values() if isinstance(value, dict) else value
@@ -275,7 +277,7 @@ def _check_numbers(experience: Experience, whose: str) -> None:
 
 
 def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
-    """Of a function `(task, model)`, or of an object that is called like one."""
+    """The spec of a function `(task, model)`, or of an object that is called like one."""
     refuse_signature(f"workflow '{name}'", function, function, "(task, model)")
 
     async def call(task: Task, model: Model, repeat_times: int, run_id_base: int) -> Any:
@@ -299,7 +301,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
 
 
 def _of_class(name: str, cls: type) -> WorkflowSpec:
-    """Of a class with `run`. A new object is made for every call."""
+    """The spec of a class with `run`. A new object is made for every call."""
     method, is_async = run_method(cls)
     if method is None:
         raise ValueError(f"workflow '{name}' ({cls.__name__}) has no method `run`")
