@@ -131,7 +131,7 @@ class AppServer:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is under way."""
+        """True while a request is being answered."""
         return bool(self._server.server_state.tasks)
 
     def stop(self, number: int = 0) -> bool:

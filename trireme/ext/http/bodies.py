@@ -31,7 +31,7 @@ class Answer(JSONResponse):
     """JSON that is sent as it is, or is our failure: never the client's."""
 
     def render(self, content: Any) -> bytes:
-        """See JSONResponse. Raises RuntimeError where it is no JSON: for NaN, say."""
+        """Encode the answer as JSON. Raises RuntimeError if JSON cannot hold it, such as a NaN."""
         try:
             return as_json(content, allow_nan=False, separators=(",", ":")).encode()
         except ValueError as error:
@@ -53,7 +53,7 @@ class JsonRoute(APIRoute):
     """A route of such requests."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
-        """See APIRoute."""
+        """Return a handler that reads each request as a JsonRequest."""
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
@@ -63,7 +63,9 @@ class JsonRoute(APIRoute):
 
 
 def read_json(body: bytes) -> Any:
-    """What a body holds. Raises HTTPException for what is no JSON, or no text or number in it."""
+    """Parse a request's body. Raises HTTPException if it is not JSON, or holds a text or number
+    that is not valid.
+    """
 
     def finite(text: str) -> float:
         if not math.isfinite(number := float(text)):

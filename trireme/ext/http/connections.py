@@ -40,7 +40,7 @@ _LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0
 
 
 class State(Enum):
-    """What a connection does; the first two may be closed to make room, in this order."""
+    """The state of a connection; one in the first two may be closed to make room, in this order."""
 
     WAITING = 0
     """The server waits for a request."""
@@ -50,7 +50,7 @@ class State(Enum):
 
 
 class Places:
-    """Those of one address, or of all, by what they do and since when."""
+    """The connections of one address, or of all, by state and in the order of entering it."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -62,7 +62,7 @@ class Places:
         return sum(map(len, self.by_state.values()))
 
     def put(self, connection: Connection, state: State | None) -> None:
-        """It does this now; None: it has ended."""
+        """Record the connection's state; None: it is closed."""
         for other, members in self.by_state.items():
             if other is not state:
                 members.pop(connection, None)
@@ -70,7 +70,7 @@ class Places:
             self.by_state[state].setdefault(connection)
 
     def make_room(self) -> bool:
-        """Whether one more fits, where one that is quiet may be closed for it."""
+        """Return whether one more connection fits, after closing a quiet one if necessary."""
         if len(self) < self.most:
             return True
         for state in (State.WAITING, State.IDLE):
@@ -89,7 +89,9 @@ class Connections:
         self.by_address: dict[str, Places] = {}
 
     def admit(self, connection: Connection) -> bool:
-        """Whether there is room for it, and for its address."""
+        """Return whether there is room for the connection, in all and for its address, and count it
+        if so.
+        """
         most = max(self.all.most * 3 // 4, 1)
         own = self.by_address.get(connection.address) or Places(most)
         if not (own.make_room() and self.all.make_room()):
@@ -99,7 +101,7 @@ class Connections:
         return True
 
     def put(self, connection: Connection, state: State | None) -> None:
-        """See Places."""
+        """Record the connection's state, in all and for its address; None: it is closed."""
         self.all.put(connection, state)
         own = self.by_address.get(connection.address)
         if own is not None:
@@ -121,7 +123,7 @@ class Connection(H11Protocol):
         self.address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """See asyncio.Protocol."""
+        """Admit the client, or send it the answer that the server is full and close."""
         super().connection_made(transport)
         self.address = address_of(self.client[0] if self.client else "")
         self._admitted = self._places.admit(self)
@@ -132,28 +134,28 @@ class Connection(H11Protocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Parse what the client sent, unless the connection is being closed."""
         if not self.transport.is_closing():
             super().data_received(data)
             self._look()
 
     def on_response_complete(self) -> None:
-        """See H11Protocol."""
+        """Update the connection's state after a response."""
         super().on_response_complete()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """Remove the connection from the counts."""
         self._forget()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
+        """Stop writing, and begin to time how long the client reads nothing."""
         super().pause_writing()
         self._look_at_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
+        """Write again, and stop timing the client."""
         super().resume_writing()
         self._unread = _ended(self._unread)
 
@@ -163,12 +165,12 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def wait(self) -> None:
-        """The answer to its present request is held back."""
+        """Note that the answer to the current request is delayed."""
         self._held_back = self.cycle
         self._look()
 
     def _look(self) -> None:
-        """After every event: what it does now, and whether a request is due."""
+        """Update the state after an event, and time a request that is due."""
         if self.transport.is_closing() or not self._admitted:
             return
         cycle = self.cycle
@@ -194,7 +196,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _look_at_reader(self, size: int) -> None:
-        """Look again whether the client has taken some of so many bytes that wait for it."""
+        """Check later whether the client has read some of the `size` bytes that wait for it."""
 
         def look() -> None:
             left = self.transport.get_write_buffer_size()
@@ -248,7 +250,9 @@ def most_connections() -> int:
 
 
 def address_of(host: str) -> str:
-    """Whose connection it is: an address, or the network of 64 bits that one client has of IPv6."""
+    """Return the address that a connection counts for: the host's, or for IPv6 its network of 64
+    bits, which one client has.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -48,13 +48,13 @@ class LogprobsBody(BaseModel):
 
 
 class KeyBody(BaseModel):
-    """Whose requests."""
+    """The key of the requests that a call is about."""
 
     key: list[Any] = Field(default_factory=list)
 
 
 class VersionBody(BaseModel):
-    """What the new weights are called."""
+    """The version number of new weights."""
 
     version: int = Field(ge=0, lt=2**53)
     begin: bool = False
@@ -68,7 +68,7 @@ class CommitWeightsBody(VersionBody):
 
 
 def steering_router(rollouts: Rollouts) -> APIRouter:
-    """See the module."""
+    """Build the routes by which a trainer steers the engine."""
     router = APIRouter(prefix="/engine", route_class=JsonRoute)
     engine = rollouts.engine
     sent: dict[str, Tensor] = {}
@@ -174,7 +174,7 @@ class CancelBody(BaseModel):
 
 
 def stream_router(rollouts: Rollouts) -> APIRouter:
-    """See the module."""
+    """Build the routes that stream the results of many generations over one connection."""
     router = APIRouter(prefix="/engine", route_class=JsonRoute)
     streams: dict[str, Tasks] = {}
 
@@ -258,7 +258,7 @@ BACKENDS = ("gloo", "nccl", "ipc")
 
 
 def group_router(rollouts: Rollouts) -> APIRouter:
-    """See the module."""
+    """Build the routes of a weight group: its size, joining it, and receiving weights."""
     router = APIRouter(prefix="/engine/group", route_class=JsonRoute)
     inner: Any = rollouts.engine
     engine = cast(GroupEngine, inner) if hasattr(inner, "group_size") else EmbeddedGroup(inner)

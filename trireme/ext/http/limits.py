@@ -252,7 +252,7 @@ class WrongKeys:
 
 
 def short_key(key: str | None) -> str | None:
-    """What is to be said of a key that can be guessed, if there is one."""
+    """Return the warning for a key so short that it can be guessed, or None."""
     if key is None or len(key) >= LEAST_KEY:
         return None
     return (

@@ -60,12 +60,14 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_server(tool: Mapping[str, Any]) -> bool:
-    """Whether Anthropic's servers run a tool: these have a kind of their own, and no schema."""
+    """Return whether Anthropic's servers run a tool: such a tool has its own kind and no schema."""
     return tool.get("type", "custom") != "custom" and "input_schema" not in tool
 
 
 def without_effect(body: Mapping[str, Any]) -> Iterator[str]:
-    """What of a request does nothing here: unknown keys, and tools that Anthropic's servers run."""
+    """Yield the parts of a request that have no effect here: unknown keys, and tools that
+    Anthropic's servers run.
+    """
     yield from body.keys() - KNOWN
     yield from (f"tools: {t['type']!s:.40}" for t in body.get("tools") or () if _of_server(t))
 

@@ -48,7 +48,9 @@ class FeedbackBody(BaseModel):
 
 
 class CommitBody(BaseModel):
-    """Which session's or task's group; neither given: all that have a reward."""
+    """The session or task whose group is committed; if neither is given, all groups that have a
+    reward.
+    """
 
     session_id: str | None = None
     task_id: str | None = None
@@ -96,8 +98,8 @@ def _add_apis(
     *,
     strict: bool,
 ) -> None:
-    """What agent programs call. `ignored` counts keys that have no effect; `strict`: OpenAI's first
-    APIs refuse these.
+    """Add the routes that agent programs call. `ignored` counts keys that have no effect; `strict`:
+    OpenAI's first APIs refuse these.
     """
 
     async def serve(request: Request, name: str | None) -> Response:
@@ -193,7 +195,7 @@ def _add_figures(
 
     @router.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        """For Prometheus, in its text form."""
+        """Report the server's metrics in Prometheus's text format."""
         health = rollouts.engine.health()
         rows = {
             "trireme_weight_version": ("gauge", health.version),

@@ -129,7 +129,7 @@ class ParentWatch:
         threading.Thread(target=self._watch, name="parent", daemon=True).start()
 
     def then(self, stop: Callable[[], object]) -> None:
-        """What ends this process from now on; before, it is killed."""
+        """Set the callable that ends this process from now on; until then it is killed."""
         self._stop = stop
 
     def _watch(self) -> None:
@@ -147,7 +147,7 @@ def kill_group_in(seconds: float) -> None:
 
 
 def kill_group() -> None:
-    """This process leads its group, in which the engine's own workers are."""
+    """Kill this process and the group that it leads, which holds the engine's workers."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

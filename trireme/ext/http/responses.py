@@ -188,7 +188,9 @@ def _tools(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Mapping[s
 
 
 def without_effect(body: Mapping[str, Any]) -> Iterator[str]:
-    """What of a request does nothing here: unknown keys, and tools that OpenAI's servers run."""
+    """Yield the parts of a request that have no effect here: unknown keys, and tools that OpenAI's
+    servers run.
+    """
     yield from body.keys() - KNOWN
     for tool in body.get("tools") or ():
         kind = tool.get("type")

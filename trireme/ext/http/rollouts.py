@@ -23,7 +23,7 @@ LEAST_TEXT = 2**20
 
 
 def characters(value: Any) -> int:
-    """Of all texts in a request's value."""
+    """Count the characters of all texts in a request's value."""
     size, rest = 0, [value]
     while rest:
         match rest.pop():
@@ -58,7 +58,9 @@ class Rollouts:
 
     @cached_property
     def max_weight_bytes(self) -> int:
-        """Of weights that were sent and not put to use; the model may be stored in half of them."""
+        """The limit on bytes of weights that were sent but not yet used; the stored model may have
+        half as many bytes per weight.
+        """
         stored = sum(file.stat().st_size for file in weight_files(Path(self.model_path)))
         return 4 * stored + WEIGHTS_SLACK if stored else WEIGHTS_UNKNOWN
 
@@ -80,7 +82,7 @@ class Rollouts:
 
     @property
     def multi_turn(self) -> bool:
-        """Whether the server has a scheduler."""
+        """True if the server has a scheduler."""
         return self.scheduler.get("scheduler") is not None
 
     def model(self, key: tuple[Any, ...], options: Mapping[str, Any] | None = None) -> Model:

@@ -54,7 +54,7 @@ class Session:
 
     @property
     def rewarded(self) -> bool:
-        """Whether a commit may take it."""
+        """True if the session has a reward, so that a commit may take it."""
         return self.reward is not None or bool(self.rewards)
 
     @property
@@ -77,7 +77,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Past:
-    """What became of a name: how many sessions had it, and whether the last one was sent."""
+    """The past of a session's name: how many sessions had it, and whether the last was sent."""
 
     times: int
     sent: bool

@@ -145,7 +145,7 @@ class EmbeddedGroup:
         self._resume = False
 
     async def join_group(self, meeting: Meeting) -> None:
-        """See GroupEngine."""
+        """Connect this process to the trainer's weight group."""
 
         def join() -> WeightGroup:
             group = WeightGroup(meeting)
@@ -155,7 +155,7 @@ class EmbeddedGroup:
         self._group = await in_thread(join, name="weight-group")
 
     async def receive_weights(self) -> None:
-        """See GroupEngine."""
+        """Pause the engine and receive all tensors. Raises ValueError before `join_group`."""
         group = self._group
         if group is None:
             raise ValueError("this engine is in no weight group: join one first")
@@ -165,7 +165,9 @@ class EmbeddedGroup:
         self._tensors = await in_thread(lambda: dict(group.receive()), name="weight-group")
 
     async def commit_weights(self, version: int) -> None:
-        """See GroupEngine."""
+        """Put the received tensors to use as `version`, and resume the engine if this update paused
+        it.
+        """
         tensors, self._tensors = self._tensors, {}
         await self._engine.update_weights(tensors, version)
         if self._resume:

@@ -60,7 +60,7 @@ class RunSpec:
 
 
 class Status(NamedTuple):
-    """What the synchronizer's answers tell an explorer."""
+    """The synchronizer's state, as its answers report it to an explorer."""
 
     finished: bool
     metrics: dict[str, float]
@@ -98,7 +98,7 @@ class SideWorker(Worker, Generic[Side]):
         return getattr(self.opened, name)
 
     async def events(self, heard: int, wait: float) -> list[bytes]:
-        """See Outbox."""
+        """Return the encoded events after the first `heard`; wait up to `wait` seconds for one."""
         return await self._outbox.events(heard, wait)
 
     @property
@@ -139,12 +139,14 @@ class TrainerWorker(SideWorker[TrainerSide]):
         self.side = side
 
     async def for_engine(self) -> None:
-        """See Wakes: what the explorer asks before it asks engines that share our devices."""
+        """Wait until the engines that share this trainer's devices work; an explorer calls it
+        before it uses them.
+        """
         assert self._device.colocation is not None, "the engines have devices of their own"
         await self._device.colocation.for_engine()
 
     async def stop_training(self) -> bool:
-        """See Trainer.stop."""
+        """Ask the trainer to stop."""
         return self.opened.trainer.stop()
 
     async def begin(self, state: State) -> None:
@@ -158,7 +160,7 @@ class TrainerWorker(SideWorker[TrainerSide]):
         return self._status()
 
     async def pull(self, step: int) -> Status:
-        """See ExplorerSync."""
+        """Wait for the weights of explore step `step + 1`, and return the synchronizer's state."""
         await self.opened.sync.pull(step)
         return self._status()
 
@@ -190,29 +192,29 @@ class Link:
         """Where the explorer goes on after what is being put."""
 
     async def put(self, experiences: Sequence[Experience]) -> None:
-        """See Puts."""
+        """Send the experiences of one explore step to the trainer's buffer."""
         self._hear(await self._trainer.put(encode(experiences), self.state()))
 
     async def fail(self, error: BaseException) -> None:
-        """See Puts."""
+        """Report to the trainer that the explorer has failed."""
         await self._trainer.end_of_puts(f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
-        """See Puts."""
+        """Report to the trainer that no more experiences follow."""
         await self._trainer.end_of_puts(None)
 
     def due(self, step: int) -> bool:
-        """See ExplorerSync."""
+        """Return whether the explorer synchronizes with the trainer after explore step `step`."""
         plan = self._plan
         meets = plan.sync_style in ("fixed", "explorer_driven")
         return meets and is_due(step, plan.sync_interval, plan.sync_offset)
 
     async def pull(self, step: int) -> None:
-        """See ExplorerSync."""
+        """Wait until the engines have the weights of explore step `step + 1`."""
         self._hear(await self._trainer.pull(step))
 
     def metrics(self) -> dict[str, float]:
-        """See ExplorerSync."""
+        """Return the synchronizer's metrics of the last answer."""
         return dict(self._metrics)
 
     def _hear(self, status: Status) -> None:
@@ -230,7 +232,7 @@ class EnginesTurn:
         self._asked: asyncio.Future[None] | None = None
 
     async def for_engine(self) -> None:
-        """See Wakes."""
+        """Wait until the engines work; calls at the same time share one request to the trainer."""
         if self._asked is None:
             asked = self._asked = asyncio.ensure_future(self._trainer.for_engine())
             asked.add_done_callback(lambda _: setattr(self, "_asked", None))
@@ -258,7 +260,7 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
         self.side = await lone_explorer(stage, engine)
 
     async def try_all(self, rollouts: int | None) -> list[Evaluated]:
-        """What `trireme eval` measures, with the model as it is."""
+        """Evaluate the model as it is on the tasksets of `trireme eval`."""
         stage, scheduler = self.opened.stage, self.opened.explorer.scheduler
         scheduler.start()
         limit = stage.plan.config.explorer.max_failures

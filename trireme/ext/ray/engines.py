@@ -91,7 +91,7 @@ class EngineActor:
 
     @property
     def url(self) -> str:
-        """Where it serves, once it does."""
+        """The address of the engine's server, once it serves."""
         assert self._url, f"{self.name} does not serve yet"
         return self._url
 
@@ -103,11 +103,13 @@ class EngineActor:
         return self._url
 
     def start(self) -> None:
-        """See Kept."""
+        """Create the actor."""
         self.watched = self._make()
 
     async def ready(self) -> str:
-        """See Kept. Raises TimeoutError where the cluster has no place for it."""
+        """Wait until the engine serves, and return its address. Raises TimeoutError if the cluster
+        has no place for it.
+        """
         assert self._plan is not None, f"{self.name} was not opened"
         limit = min(self._plan.config.cluster.start_timeout, JOIN_S)
         try:
@@ -124,17 +126,17 @@ class EngineActor:
             raise RuntimeError(f"{self.name} cannot start: {error}") from error
 
     async def examine(self) -> None:
-        """See Kept."""
+        """Raise RuntimeError if the actor has ended."""
         assert self._plan is not None, f"{self.name} was not opened"
         await self.watched.beat(self._plan.config.cluster.heartbeat_timeout)
 
     async def watch(self) -> None:
-        """See Kept."""
+        """Wait until the actor ends; then raise RuntimeError."""
         assert self._plan is not None, f"{self.name} was not opened"
         await watch([self.watched], self._plan.config.cluster.heartbeat_timeout)
 
     async def stop(self, grace: float) -> None:
-        """See Kept; what does not answer is ended by Ray."""
+        """Stop the worker; one that does not answer is killed by Ray."""
         with suppress(RayError, TimeoutError):
             kill = remote(EngineWorker, self.watched.handle).kill()
             await asyncio.wait_for(kill, max(grace, GRACE_S))
@@ -150,22 +152,26 @@ class ServersOfSides:
         self._others = others
 
     async def lose(self, url: str) -> None:
-        """See KnownServers."""
+        """Report to every side that the server at `url` has ended."""
         await asyncio.gather(*(side.lose(url) for side in (self._renews, *self._others)))
 
     async def loss(self, url: str) -> RuntimeError:
-        """See KnownServers: what any side says."""
+        """Wait for the first side that can say why `url` cannot be used, and return its error."""
         async with running(*(side.loss(url) for side in (self._renews, *self._others))) as losses:
             done, _ = await asyncio.wait(losses, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
 
     async def again(self, index: int, new_url: str) -> None:
-        """See KnownServers. Those that wait for its weights know it before they can have come."""
+        """Report the new address of an engine to every side; those that wait for its weights get it
+        first.
+        """
         for servers in (*self._others, self._renews):
             await servers.again(index, new_url)
 
     async def keep_complete(self) -> None:
-        """See KnownServers; the others are told which engines have the weights."""
+        """Bring restarted engines the run's weights, and report to the other sides which engines
+        have them.
+        """
 
         async def tell() -> None:
             holding: dict[str, str] = {}

@@ -20,11 +20,11 @@ NAME = "ray"
 
 
 class RayLauncher:
-    """See Launcher."""
+    """The launcher `ray`: places trainer, explorer and engines in actors of a cluster."""
 
     def examine(self, config: Config, gpus: int) -> LauncherChoice:
-        """See Launcher. `auto` is Ray where several GPUs are here and asked for, or a cluster is
-        named.
+        """Decide whether Ray starts the run. `auto` does if several GPUs are present and requested,
+        or if a cluster is named.
         """
         cluster, problems = config.cluster, list[Problem]()
         if cluster.ray_address.startswith("ray://"):
@@ -47,7 +47,7 @@ class RayLauncher:
         return LauncherChoice(False, [note], problems)
 
     def gpus_of(self, cluster: ClusterConfig) -> int | None:
-        """See Launcher."""
+        """Return the number of GPUs of the named cluster; None if none is named."""
         if not names_cluster(cluster):
             return None
         _quiet()
@@ -56,14 +56,14 @@ class RayLauncher:
         return gpus_of(cluster)
 
     async def run(self, stage: Stage, stop: Stop, measure_end: bool) -> StageResult:
-        """See Launcher."""
+        """Run a stage on the cluster."""
         _quiet()
         from trireme.ext.ray.run import run_on_ray
 
         return await run_on_ray(stage, stop, measure_end)
 
     async def evaluate(self, plan: Plan, rollouts: int | None) -> list[Evaluated]:
-        """See Launcher."""
+        """Run `trireme eval` on the cluster."""
         _quiet()
         from trireme.ext.ray.run import evaluate_on_ray
 
@@ -71,7 +71,7 @@ class RayLauncher:
 
 
 def names_cluster(cluster: ClusterConfig) -> bool:
-    """Whether the section gives the address of a cluster."""
+    """Return whether the section gives the address of a cluster."""
     return cluster.ray_address not in ("auto", "", "local")
 
 

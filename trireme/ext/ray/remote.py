@@ -46,17 +46,17 @@ T = TypeVar("T")
 
 
 class Worker:
-    """What runs in an actor."""
+    """The base of objects that run in an actor."""
 
     def method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The async method that a call from elsewhere names."""
+        """Return the async method that a remote call names."""
         return getattr(self, name)
 
     async def health(self) -> None:
-        """Raise RuntimeError where something that belongs to the worker has ended."""
+        """Raise RuntimeError if something that belongs to the worker has ended."""
 
     async def stop(self) -> None:
-        """Let go of what is held."""
+        """Release the worker's resources."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Failure:
         return Failure(data if same else b"", text)
 
     def error(self) -> Exception:
-        """What was raised, or a RuntimeError that says it."""
+        """Return the exception that was raised, or a RuntimeError with its text."""
         try:
             return pickle.loads(self.pickled)
         except Exception:  # its class is not here, or could not be made anew there
@@ -106,7 +106,7 @@ class Actor:
 
     @ray.method(concurrency_group="calls")
     async def call(self, name: str, *args: Any) -> Any:
-        """What the worker's method returns, or the Failure that it raises."""
+        """Call a method of the worker, and return its result or the Failure that it raised."""
         try:
             work = self._worker.method(name)(*args)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -119,7 +119,7 @@ class Actor:
 
     @ray.method(concurrency_group="beat")
     async def ping(self) -> dict[str, Any] | Failure:
-        """Where this process is, or what the worker says is wrong with it."""
+        """Return this process's id and node, or the Failure that the health check raised."""
         try:
             await self._worker.health()
         except Exception as error:
@@ -133,7 +133,7 @@ RayActor: Any = _actor(concurrency_groups={"calls": 1000, "beat": 4})(Actor)
 
 
 class _Remote:
-    """What stands for a worker in another process: its async methods."""
+    """A proxy of a worker in another process, with its async methods."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -150,7 +150,7 @@ def remote(worker: type[T], handle: Any) -> T:
 
 
 async def answer(reference: Any) -> Any:
-    """What a call came to."""
+    """Await a call's result. Raises the exception that it failed with."""
     result = await reference
     if isinstance(result, Failure):
         raise result.error()
@@ -168,7 +168,7 @@ class Outbox:
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def hear(self, event: Event) -> None:
-        """See Listener; each event is encoded once."""
+        """Store an event that may cross to another process; each is encoded once."""
         crosses = light(event)
         if crosses is None or isinstance(event, Ended):  # the run has an end of its own
             return
@@ -179,7 +179,9 @@ class Outbox:
                 loop.call_soon_threadsafe(new.set)
 
     async def events(self, heard: int, wait: float) -> list[bytes]:
-        """All but the first `heard` of them, in order; waits for one, `wait` seconds at most."""
+        """Return all events after the first `heard`, in order; wait up to `wait`
+        seconds for one.
+        """
         del self._kept[: heard - self._heard]
         self._heard = heard
         new = asyncio.Event()
@@ -286,7 +288,7 @@ async def meet_all(workers: Sequence[Watched]) -> None:
 
 
 async def watch(workers: Sequence[Watched], timeout: float) -> None:
-    """For ever; raises WorkerDied for the first that has."""
+    """Watch the workers without end. Raises WorkerDied for the first one that dies."""
 
     async def one(worker: Watched) -> None:
         while True:

@@ -76,7 +76,7 @@ async def run_on_ray(stage: Stage, stop: Stop, measure_end: bool) -> StageResult
 
 
 async def evaluate_on_ray(plan: Plan, rollouts: int | None) -> list[Evaluated]:
-    """What `trireme eval` measures, with the engines of a cluster."""
+    """Run `trireme eval` with the engines of a cluster."""
     device, console = Device(), Console(live=False, output=Terminal(stderr=True))
     try:
         with open_stage(plan, plan.model_path, device, console) as stage, cluster(plan) as here:
@@ -166,7 +166,7 @@ class Actors:
         return True
 
     def doing(self) -> str:
-        """What the run would end after, as a noun."""
+        """The work that a run which is asked to stop still waits for, as a noun."""
         return "the trainer's next step and checkpoint" if self._asked else "processes to end"
 
     async def stop(self) -> None:
@@ -292,7 +292,7 @@ class Actors:
         await watch(workers, timeout)
 
     async def _pump(self, handle: Any) -> None:
-        """What a worker's stream carries, into that of the run, until the worker is gone."""
+        """Copy a worker's event stream into the run's until the worker is gone."""
         with suppress(RayError):
             while True:
                 await self._show(handle, 5.0)
@@ -316,9 +316,10 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[str, str]:
-    """What an actor's process needs of ours: where modules lie, its threads, and what was set for
-    the network, torch and its engine. `trains`: it is one of the trainer's. `explores`: it has
-    `explorer.env_vars` from its beginning, but secrets, which it sets itself.
+    """Return the environment variables that an actor's process needs of ours: the paths of modules,
+    its number of threads, and the settings of the network, torch and its engine. `trains`: the
+    process is one of the trainer's. `explores`: it gets `explorer.env_vars` from the beginning,
+    except secrets, which it sets itself.
     """
     path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = 1
