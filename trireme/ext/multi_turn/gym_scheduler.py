@@ -143,7 +143,7 @@ class GymScheduler(MultiTurnScheduler):
     async def step(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> RolloutInferRequest:
-        """What the environment showed is the user's next message."""
+        """Add the environment's observation as the user's next message."""
         infer_request.messages.append({"role": "user", "content": self._observation})
         await self._shorten(infer_request)
         return infer_request
@@ -228,7 +228,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
         return parsed if isinstance(parsed, dict) else {"message": str(parsed)}
 
     def format_observation(self, observation: Any) -> Any:
-        """What the model reads of an observation: its JSON."""
+        """Format an observation for the model, as JSON."""
         return as_json(observation, default=str)
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
@@ -268,7 +268,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
     async def step(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> dict[str, Any]:
-        """What the environment showed is the user's next message."""
+        """Add the environment's observation as the user's next message."""
         shown = self._pending_obs.pop(infer_request.uuid or "", None)
         if shown is not None:
             infer_request.messages.append({"role": "user", "content": shown})

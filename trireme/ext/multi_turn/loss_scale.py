@@ -30,7 +30,7 @@ _TURNS = ("default", "all", LAST_ROUND)
 
 
 class ContextType(str, Enum):  # noqa: UP042 (a plug-in may print it as ms-swift does)
-    """What ms-swift's scales are told of a text; here it is always a reply."""
+    """The kind of a text that ms-swift's scales receive; here it is always a reply."""
 
     RESPONSE = "response"
     SUFFIX = "suffix"
@@ -70,7 +70,7 @@ def weigh(path: Sequence[Call], name: str | Scale, decode: Decode) -> None:
 
 
 def only_last(name: Any) -> bool:
-    """Whether a scale trains the last turn alone."""
+    """Return whether a scale trains only the last turn."""
     return isinstance(name, str) and LAST_ROUND in name.split("+")
 
 

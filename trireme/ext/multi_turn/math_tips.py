@@ -25,7 +25,7 @@ RECHECK = (
 
 
 def is_right(text: str, request: RolloutInferRequest) -> bool:
-    """Whether a reply's result is that of the row's `solution`."""
+    """Return whether a reply's result equals the row's `solution`."""
     solution = request.data_dict.get("solution")
     if solution is None:
         raise ValueError(
@@ -48,7 +48,7 @@ class MathTips(MultiTurnScheduler):
     def check_finished(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> bool:
-        """When it is right, or has been told already."""
+        """End the conversation if the reply is right or already has the tip."""
         reply = infer_request.messages[-1]["content"]
         if self.tips_prompt in reply or is_right(reply, infer_request):
             return True
@@ -75,7 +75,7 @@ class MathTipsMultiTurn(MultiTurnScheduler):
     def check_finished(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> bool:
-        """When it is right, or has been told already."""
+        """End the conversation if the reply is right or the tip was already given."""
         has_tip = len(infer_request.messages) > 1 and (
             self.tips_prompt in infer_request.messages[-2]["content"]
         )

@@ -32,7 +32,7 @@ _OWN = ("scheduler", "max_turns", "loss_scale")
 
 
 class ScheduledWorkflow:
-    """See the module. One object serves all tasks."""
+    """The workflow whose turns a scheduler decides. One object serves all tasks."""
 
     reward_parts = True
 
@@ -63,11 +63,13 @@ class ScheduledWorkflow:
         judge_of(task.reward_fn, task.reward_fn_args).examine(task)
 
     def first_prompt(self, task: Task) -> tuple[list[dict[str, Any]], Any]:
-        """See WorkflowSpec."""
+        """Return the task's conversation and its tools."""
         return conversation(task), task.raw_task.get("tools")
 
     def has_no_reward(self, task: Task) -> bool:
-        """Whether nothing here gives a reward; a scheduler may, by its environment."""
+        """Return whether the task names no source of rewards; a scheduler may give them by its
+        environment.
+        """
         named = task.reward_fn or task.reward_fn_args or task.workflow_args.get("scheduler")
         return not named
 
@@ -146,7 +148,7 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
 
 
 def _gives(scheduler: type, method: str) -> bool:
-    """Whether a class has a method that is neither abstract nor the one of our base."""
+    """Return whether a class has a method that is neither abstract nor inherited from our base."""
     there = getattr(scheduler, method, None)
     abstract = getattr(there, "__isabstractmethod__", False)
     return callable(there) and not abstract and there is not vars(MultiTurnScheduler).get(method)

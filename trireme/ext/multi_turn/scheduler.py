@@ -26,7 +26,7 @@ class ChatMessage:
 
 @dataclass
 class RolloutInferRequest:
-    """What the next turn is sampled from."""
+    """The request that the next turn is sampled from."""
 
     messages: list[dict[str, Any]]
     """The whole conversation; where a scheduler gets it, the model's reply is its last message."""
@@ -44,7 +44,7 @@ class RolloutInferRequest:
 
 @dataclass
 class RolloutResponseChoice:
-    """What came of one turn."""
+    """The result of one turn."""
 
     index: int
     message: ChatMessage
@@ -116,7 +116,7 @@ class MultiTurnScheduler:
     def check_finished(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> Any:
-        """Whether the conversation ends with turn `current_turn` (the first is 1)."""
+        """Return whether the conversation ends with turn `current_turn` (the first is 1)."""
         if result.finish_reason == "length":
             return True
         return bool(self.max_turns and current_turn >= self.max_turns)

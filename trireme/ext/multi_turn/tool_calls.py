@@ -56,12 +56,12 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """What the model calls it by."""
+        """The name by which the model calls it."""
         return self.schema["function"]["name"]
 
     @property
     def first_argument(self) -> str:
-        """Where plain text goes that names no argument."""
+        """The argument that receives plain text which names none."""
         properties = self.schema["function"].get("parameters", {}).get("properties", {})
         return next(iter(properties), "input")
 
@@ -135,7 +135,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Of an expression of numbers and operators. Raises ValueError for anything else."""
+    """Evaluate an expression of numbers and operators. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value  # pyright: ignore[reportReturnType]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _ONE:
@@ -236,7 +236,7 @@ _STYLES = ("new_turn", "same_turn")
 
 @dataclass
 class Asked:
-    """What a reply asks for."""
+    """The tool calls of a reply."""
 
     calls: list[ToolCall] = field(default_factory=list)
     react: bool = False
@@ -305,7 +305,7 @@ class ToolCallScheduler(MultiTurnScheduler):
     def check_finished(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> bool:
-        """When the reply asks for no tool, or there are no more turns."""
+        """End the conversation if the reply calls no tool, or no turns are left."""
         if not read_calls(result).calls:
             return True
         return super().check_finished(infer_request, result, current_turn)

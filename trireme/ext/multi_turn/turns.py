@@ -52,7 +52,7 @@ class Ended:
 
 
 def dialogues(name: str, returned: Any, calls: Given, recorder: Recorder) -> list[Ended]:
-    """What an overridden `run` of the scheduler `name` returned.
+    """Convert the return value of an overridden `run` of the scheduler `name` to dialogues.
 
     Raises TypeError for anything but RolloutOutputs with messages and a choice.
     """
@@ -257,7 +257,7 @@ class _Trajectory:
     async def _next(
         self, request: RolloutInferRequest, choice: RolloutResponseChoice, turn: int
     ) -> RolloutInferRequest:
-        """What `step` asks for next; edits of the reply are recorded."""
+        """Return the next request from `step`; edits of the reply are recorded."""
         before = [dict(message) for message in request.messages]
         returned = await self._call(self._scheduler.step, request, choice, turn)
         if isinstance(returned, RolloutInferRequest):
@@ -284,7 +284,7 @@ class _Trajectory:
         after: Sequence[Mapping[str, Any]],
         changes: Mapping[str, Any],
     ) -> None:
-        """Where `step` changed the reply itself, by its text or by ids, say so to the recorder."""
+        """Report to the recorder that `step` changed the reply itself, by its text or by ids."""
         ids, weights = (
             _flat(changes.get("response_token_ids")),
             _flat(changes.get("response_loss_mask")),

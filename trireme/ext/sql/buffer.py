@@ -121,7 +121,9 @@ class SqlBuffer:
         weakref.finalize(self, self._heartbeat.stop)
 
     async def put(self, experiences: Sequence[Experience]) -> None:
-        """See Buffer. Raises TimeoutError when nothing is taken for `max_read_timeout` seconds."""
+        """Add whole groups. Raises TimeoutError if nothing is taken for
+        `max_read_timeout` seconds.
+        """
 
         def full() -> str:
             return (
@@ -136,7 +138,7 @@ class SqlBuffer:
         self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
-        """See Buffer. Cancelled, it has taken nothing."""
+        """Wait for `n` experiences and claim them. If cancelled, it has claimed none."""
         self._gives_up.clear()
 
         def transact(attempt: Callable[[Connection], Result], gives_up: threading.Event) -> Result:
@@ -180,12 +182,14 @@ class SqlBuffer:
         raise NotImplementedError("an SQL buffer does not keep explore steps apart")
 
     async def close(self) -> None:
-        """See Buffer."""
+        """Announce that this side puts and takes no more."""
         await asyncio.to_thread(self._transact, self._parties.leave)
         self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """This side has failed: every put and take, in any process, stops with its text."""
+        """Announce that this side failed: every put and take, in any process, stops
+        with its text.
+        """
         self._failure = error
         text = f"{type(error).__name__}: {error}"
         await asyncio.to_thread(self._at_once, lambda c: self._parties.leave(c, text))
@@ -196,7 +200,9 @@ class SqlBuffer:
             return self._claims.count(connection)
 
     def commit(self) -> None:
-        """See Buffer. Final is what the last `state` sealed, or all that was taken without one."""
+        """Consume the experiences that the last `state` sealed, or without one all that
+        were taken.
+        """
         if self._seal is None:
             self.state()
         seal = self._seal or ""
@@ -228,7 +234,7 @@ class SqlBuffer:
         return {"seal": seal, "newest": newest}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See Buffer."""
+        """Return to a checkpoint: experiences that were taken after it are open again."""
         number = self._number_of(state["seal"])
 
         def attempt(connection: Connection) -> None:
@@ -266,7 +272,7 @@ class SqlBuffer:
         return f"{self._parties.name}/{self._last_seal}/{secrets.token_hex(8)}"
 
     def _number_of(self, seal: str) -> int:
-        """Which of this reader's seals that is, the first is 1; 0 where it is another's."""
+        """Return the number of this reader's seal, from 1; 0 if the seal is another reader's."""
         reader, number, _ = seal.rsplit("/", 2)
         return int(number) if reader == self._parties.name else 0
 
@@ -389,7 +395,9 @@ class SqlBuffer:
         return True
 
     def _is_full(self, connection: Connection) -> bool:
-        """Whether as many steps lie here as may, and no reader waits for more than there is."""
+        """Return whether the buffer holds as many steps as allowed, and no reader waits
+        for more.
+        """
         if self._claims.count(connection, most=self._capacity) < self._capacity:
             return False  # not even with one experience a step
         if self._claims.steps(connection) < self._capacity:

@@ -109,7 +109,7 @@ class Parties:
             connection.execute(update(self._table).where(*self._me(role)).values(seen=now))
 
     def mine(self, connection: Connection) -> bool:
-        """Whether the name is still ours."""
+        """Return whether the name is still this process's."""
         row = select(self._table.c.process).where(*self._row(self.roles[0]))
         return connection.scalar(row) == self._process
 
@@ -143,18 +143,18 @@ class Parties:
             connection.execute(update(self._table).where(*self._me(role)).values(**said))
 
     def failure(self, connection: Connection) -> str | None:
-        """What some party failed of."""
+        """Return the error text of any member that failed; None if none did."""
         failures = select(self._table.c.failure).where(self._table.c.failure.is_not(None))
         return connection.scalar(failures.limit(1))
 
     def ended(self, connection: Connection, role: str) -> bool:
-        """Whether that side has been here and every party of it has closed."""
+        """Return whether the role had members and all of them have closed."""
         flags = select(self._table.c.closed).where(self._table.c.role == role)
         closed = list(connection.scalars(flags))
         return bool(closed) and all(closed)
 
     def left(self, connection: Connection, role: str) -> bool:
-        """Whether we have closed."""
+        """Return whether this process has closed."""
         return bool(connection.scalar(select(self._table.c.closed).where(*self._me(role))))
 
     def want(self, connection: Connection, number: int) -> None:

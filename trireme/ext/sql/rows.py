@@ -16,12 +16,12 @@ ROW = "raw_task"
 
 
 class DatabaseTable:
-    """See RowSource."""
+    """The row source for tables of databases."""
 
     reproducible = False
 
     def takes(self, data: DataSet) -> bool:
-        """Whether the path is the address of a database."""
+        """Return whether the path is the address of a database."""
         return "://" in data.path
 
     def files(self, data: DataSet) -> list[Path]:
@@ -29,7 +29,7 @@ class DatabaseTable:
         return []
 
     def read(self, data: DataSet) -> Rows:
-        """See RowSource. A table has one split, `train`."""
+        """Read a table's rows. A table has one split, `train`."""
         if data.split_name != "train":
             reason = f"has no split '{data.split_name}': a table has train alone"
             raise NoRows(data.path, reason)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SqlStore:
-    """See Store."""
+    """The store `sql`: a database that several processes share."""
 
     between_processes = True
     keeps_steps = False
@@ -33,7 +33,7 @@ class SqlStore:
     def examine(
         self, config: ExperienceBufferConfig, key: str, path: str, seed: int
     ) -> Iterable[Problem]:
-        """See Store."""
+        """Yield what is wrong with the settings of a buffer."""
         if "://" in path and not path.startswith(("sqlite://", "postgresql")):
             yield Problem(
                 f"{key}.path",
@@ -44,7 +44,7 @@ class SqlStore:
             yield from priority_problems(config.replay_buffer, key, seed)
 
     def make(self, parts: StoreParts) -> SqlBuffer:
-        """See Store."""
+        """Make the buffer that the plan's mode needs."""
         from trireme.buffer.table import resolve_url
         from trireme.ext.sql.buffer import SqlBuffer
 

@@ -45,7 +45,7 @@ WHOLE, CACHE = ("weights", "kv_cache"), ("kv_cache",)
 
 
 class VllmEngine:
-    """See Engine."""
+    """An engine that generates with a vLLM server of this process."""
 
     traits = EngineTraits()
     servers = None
@@ -162,7 +162,7 @@ class VllmEngine:
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """See Engine."""
+        """Sample `sampling.n` completions of the prompt `ids`."""
         self._check()
         requests = make_requests(
             ids,
@@ -186,7 +186,9 @@ class VllmEngine:
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
-        """See Engine. Raises RuntimeError while paused: nothing is computed then."""
+        """Score the rows of token ids. Raises RuntimeError while paused: nothing is
+        computed then.
+        """
         self._check()
         if self._paused:
             raise RuntimeError("the engine is paused: it scores nothing until it is resumed")
@@ -200,7 +202,7 @@ class VllmEngine:
             return list(await asyncio.gather(*map(self._score, rows)))
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """See Engine. Raises ValueError where names are not the model's."""
+        """Put new weights to use as `version`. Raises ValueError if names are not the model's."""
         self._check()
         if source is None:
             raise ValueError("this engine has weights of its own: update_weights needs a source")
@@ -213,7 +215,9 @@ class VllmEngine:
         await self._renew(version, lambda: self._hand_out(source))
 
     async def join_group(self, meeting: Meeting) -> None:
-        """See server/group_routes.py: each worker comes with a rank of its own."""
+        """Join a trainer's weight group; each worker has a rank of its own. See
+        server/group_routes.py.
+        """
         self._check()
         await self._join("trainer", asdict(meeting))
 
@@ -237,12 +241,14 @@ class VllmEngine:
             await self._go_on(version)
 
     async def fingerprint(self) -> dict[str, float] | None:
-        """See Engine: of the weights that came last, as the layers use them; None at first."""
+        """Return the fingerprints of the last received weights, as the layers use them; None at
+        first.
+        """
         self._check()
         return (await self._rpc("trireme_fingerprint"))[0]
 
     async def pause(self) -> None:
-        """See Engine."""
+        """Stop generating and keep all requests; with sleep mode, free the GPU's memory."""
         self._check()
         async with self._updating:
             self._paused = True
@@ -253,7 +259,7 @@ class VllmEngine:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        """See Engine."""
+        """Continue after `pause`."""
         self._check()
         async with self._updating:
             self._paused = False
@@ -264,7 +270,7 @@ class VllmEngine:
                 await self._llm.resume_generation()
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
-        """See Engine."""
+        """Abort the requests whose key begins with `key`, and return their number."""
         count = 0
         for row, request in self._rows.items():
             if request.key[: len(key)] == key and request.stop_reason is None and not row.done():
@@ -274,7 +280,7 @@ class VllmEngine:
         return count
 
     def health(self) -> Health:
-        """See Engine."""
+        """Report the version, the numbers of requests, and the token counts."""
         self._check()
         live = len(self._rows)
         return Health(
@@ -288,7 +294,7 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
-        """See Engine."""
+        """Abort all requests and shut vLLM down."""
         if self._closed:
             return
         await self.abort()

@@ -84,7 +84,7 @@ class Vllm:
 
 
 class VllmKind:
-    """See EngineKind."""
+    """The engine kind `vllm`."""
 
     name = "vllm"
     asked = "vllm"
@@ -102,7 +102,7 @@ class VllmKind:
     own_python = True
 
     def examine(self, request: EngineRequest) -> EngineChoice:
-        """See EngineKind."""
+        """Decide whether the run's engines are vLLM's, and list what prevents it."""
         config, gpus, on_ray, colocated = request
         model = config.explorer.rollout_model
         try:
@@ -151,13 +151,13 @@ class VllmKind:
         return EngineChoice(notes=(f"{KEY}.engine_type ({self.asked}): {instead}, since {why}",))
 
     def interpreter(self, asked: str | None) -> Interpreter:
-        """See EngineKind."""
+        """Return the Python that has vLLM. Raises ValueError if there is none."""
         if (vllm := find_vllm(asked)) is None:
             raise ValueError(f"no Python here has vLLM: name one by --engine-python, or {VARIABLE}")
         return Interpreter(vllm.python, f"vLLM {vllm.version} of {vllm.python}")
 
     def options(self, plan: Plan) -> dict[str, Any]:
-        """See EngineKind."""
+        """Return the engine's options from the plan."""
         from trireme.config.engine_kind import LEAST_SHARE
 
         model = plan.config.explorer.rollout_model
@@ -179,7 +179,7 @@ class VllmKind:
         barrier: RolloutBarrier | None = None,
         share_with: Any = None,
     ) -> VllmEngine:
-        """See EngineKind; it shares nothing with a trainer."""
+        """Make an engine; it shares nothing with a trainer."""
         from trireme.ext.vllm.engine import VllmEngine
 
         return await VllmEngine.start(
@@ -198,7 +198,7 @@ class SglangKind(VllmKind):
     asked = "sglang"
 
     def examine(self, request: EngineRequest) -> EngineChoice:
-        """See EngineKind."""
+        """Choose the embedded engine without a GPU, else vLLM."""
         if not request.gpus:
             return self.embedded("this machine has no GPU")
         return super().examine(request)

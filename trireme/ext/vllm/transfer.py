@@ -41,14 +41,14 @@ class Joining(_base.WeightTransferInitInfo):
 
 @dataclass
 class Arriving(_base.WeightTransferUpdateInfo):
-    """Where new weights come from: a group, or a file or folder of safetensors."""
+    """The source of new weights: a group, or a file or folder of safetensors."""
 
     leader: str | None = None
     path: str | None = None
 
 
 class GroupTransfer(_base.WeightTransferEngine):
-    """See vLLM's WeightTransferEngine."""
+    """A weight transfer engine of vLLM's that receives from a trainer's group or reads files."""
 
     init_info_cls, update_info_cls = Joining, Arriving
     supports_draft_weight_update = False

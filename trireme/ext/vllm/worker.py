@@ -205,12 +205,14 @@ class TriremeWorker:
         self._trireme_marks = self._trireme_base | fingerprint(used, self._trireme_dtype)
 
     def trireme_fingerprint(self) -> dict[str, float] | None:
-        """See engines/fingerprint.py, of the weights that came last; None before any came."""
+        """Return the fingerprints of the last received weights (engines/fingerprint.py); None at
+        first.
+        """
         return self._trireme_marks
 
     def trireme_mend(self) -> None:
-        """On a CPU pack anew what vLLM's reload does not: a tied head, from the embedding's new
-        weight, and experts, which vLLM packs only at its start.
+        """Repack the parts that vLLM's reload leaves out on a CPU: a tied head, from the
+        embedding's new weight, and experts, which vLLM packs only at its start.
         """
         for module in self.model_runner.get_model().modules():
             method: Any = getattr(module, "quant_method", None)
@@ -224,14 +226,18 @@ class TriremeWorker:
                 kernel.fused_experts.process_weights_after_loading(module)
 
     def _trireme_base_marks(self) -> dict[str, float]:
-        """Of the files that were loaded, and as the layers use them as far as that can be told."""
+        """Fingerprint the loaded files, and the weights as the layers use them as far as that is
+        known.
+        """
         marks: dict[str, float] = {}
         for name, tensor in read(Path(self.model_runner.model_config.model)):
             marks |= fingerprint({name: tensor}, self._trireme_dtype)
         return marks | self._trireme_used_marks(marks)
 
     def _trireme_used_marks(self, marks: Mapping[str, float]) -> dict[str, float]:
-        """Of the weights named in `marks` as the layers use them; none where they are split."""
+        """Fingerprint the weights named in `marks` as the layers use them; empty if
+        they are split.
+        """
         if self.parallel_config.world_size > 1:
             return {}
         used = _used(self.model_runner.get_model())
