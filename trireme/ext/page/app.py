@@ -95,7 +95,7 @@ class Page:
             return self._rollouts[run.name]
 
     def meanings(self, query: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """What the metrics of a run mean."""
+        """Return the meanings of a run's metrics."""
         return meanings(self.curves.of(self.run_of(query)))
 
     def search(self, query: Mapping[str, str]) -> dict[str, Any]:

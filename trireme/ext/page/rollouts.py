@@ -52,7 +52,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Filter:
-    """Which rollouts are wanted; None and empty texts: all."""
+    """The conditions that rollouts must meet; None and empty texts set none."""
 
     kind: str | None = None
     step: int | None = None
@@ -210,7 +210,7 @@ class RolloutIndex:
                 self._from_database = key, eid, time
 
     def _database_was_cut(self, database: sqlite3.Connection) -> bool:
-        """Whether rows that were read are gone, or their keys have been given to others."""
+        """Return whether rows that were read are gone, or their keys were given to others."""
         assert self._from_database is not None
         key, *last = self._from_database
         # a count of all walks an index; one of `id <= ?` would walk the rows with their tokens
@@ -277,7 +277,7 @@ class RolloutIndex:
         return None if len(found) < count else found + first
 
     def _holding(self, text: str, columns: Columns, keep: Mask, first: int) -> Mask:
-        """Which of the rollouts that are kept have a text in prompt or reply."""
+        """Return the mask of the rollouts in `keep` whose prompt or reply contains a text."""
         holding = self._search(first).all(keep, text, columns)
         if (columns["offset"] < 0).any():
             wanted = text.casefold()
@@ -341,7 +341,7 @@ class RolloutIndex:
             return self._row(self._first + index)
 
     def facts(self) -> dict[str, Any]:
-        """What the page's filters offer: how many of each kind, and the steps of each."""
+        """Return what the page's filters offer: the number of each kind, and the steps of each."""
         kinds, steps = self.column("kind"), self.column("step")
         out: dict[str, Any] = {}
         for number, kind in enumerate(KINDS):

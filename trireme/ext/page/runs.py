@@ -92,7 +92,9 @@ def _below(folder: Path) -> list[str]:
 
 
 def _began(run: RunFolder) -> tuple[float, str]:
-    """When the run logged its first step: the first line of its metrics has the time."""
+    """Return the time when the run logged its first step, which the first line of its metrics
+    holds.
+    """
     times = []
     for path in run.metric_files:
         try:
@@ -155,7 +157,7 @@ def _short(value: float | None) -> float | None:
 
 
 def meanings(curves: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """What each metric of a run's curves means, where that is known."""
+    """Return the meanings of the metrics in a run's curves, as far as they are known."""
     names = {name for part in curves.values() for name in part["metrics"]}
     known = {name: metric for name in names if (metric := metric_of(name)) is not None}
     return {
@@ -165,7 +167,7 @@ def meanings(curves: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def warnings_of(run: RunFolder) -> list[dict[str, Any]]:
-    """What the watchdog has said, each cause once."""
+    """Return the watchdog's warnings, each cause once."""
     paths = sorted((run.folder / "monitor").glob("**/watchdog*.json"))
     return [warning for path in paths for warning in _read(path, [])]
 
@@ -177,7 +179,9 @@ def stage_of(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _has_summary(run: RunFolder) -> bool:
-    """Whether a run of one stage has ended: its summary is written last, and a resume logs on."""
+    """Return whether a run of one stage has ended: its summary is written last, and a resume logs
+    on.
+    """
     path = run.folder / "summary.json"
     if not path.exists():
         return False
@@ -219,7 +223,7 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
 
 
 def overview(run: RunFolder) -> dict[str, Any]:
-    """What the list of runs shows of one."""
+    """Return what the list of runs shows of one run."""
     newest = (_starts(run) or [{}])[-1]
     return {
         "name": run.name,
@@ -235,7 +239,7 @@ def overview(run: RunFolder) -> dict[str, Any]:
 
 
 def about(run: RunFolder) -> dict[str, Any]:
-    """What the run was: its starts, its stage's end, and the summary of its job."""
+    """Return a run's provenance: its starts, its stage's end, and the summary of its job."""
     summary = _of_job(run, figures.FILE_NAME)
     return {"starts": starts_of(run), "stage": stage_of(run), "summary": summary}
 

@@ -34,7 +34,7 @@ SHOWN = {Path(name).stem for name in (EVALUATED, FAILED, DATA_ROWS)}
 
 @dataclass(frozen=True)
 class Found:
-    """What is shown."""
+    """The samples to show."""
 
     samples: Iterator[Sample]
     cut: str | None = None
@@ -43,7 +43,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which of a store's experiences are to be shown; the newest where nothing else is said."""
+    """The choice of a store's experiences to show; the newest by default."""
 
     count: int = 3
     step: int | None = None
@@ -172,7 +172,9 @@ def _age(path: Path) -> float:
 
 
 def tokenizer_of(job: Path) -> str | None:
-    """Where the tokenizer of a run lies: in its newest checkpoint, else where its model was."""
+    """Return the folder of a run's tokenizer: in its newest checkpoint, else where its
+    model was.
+    """
     folder = JobFolder(job)
     for step in reversed(folder.steps()):
         if (folder.hf_dir(step) / "tokenizer_config.json").is_file():

@@ -36,7 +36,7 @@ UNREAD, HAS_NOT, HAS = -1, 0, 1
 
 
 class Search:
-    """What is known of texts in the files of one index."""
+    """The cache of which rows of an index contain which text."""
 
     def __init__(self, files: Sequence[Path], first: int) -> None:
         """`files` in the order of the column `kind`; `first` names the index that is searched."""
@@ -60,7 +60,9 @@ class Search:
         return np.array(found, np.int64)
 
     def all(self, keep: Mask, text: str, columns: Columns) -> Mask:
-        """Which of the rows that are kept have a text; rows of no file have not."""
+        """Return the mask of the rows in `keep` that contain the text; rows without a file never
+        do.
+        """
         verdicts = self._of(text, len(columns["offset"]))
         unread = keep & (verdicts == UNREAD) & (columns["offset"] >= 0)
         rows = np.flatnonzero(unread)
@@ -106,7 +108,7 @@ class _Lines:
             data.close()
 
     def holds(self, row: int) -> bool:
-        """Whether a row's prompt or reply has the text."""
+        """Return whether a row's prompt or reply contains the text."""
         offset = int(self._offset[row])
         part = self._data(int(self._kind[row]))[
             offset + int(self._begin[row]) : offset + int(self._end[row])
@@ -134,7 +136,9 @@ def as_bytes(text: str) -> bytes:
 def _lines_holding(
     path: Path, text: str, starts: Selection, begins: Selection, ends: Selection
 ) -> list[int]:
-    """Which lines of a file have `text` in the prompt or the reply between `begins` and `ends`."""
+    """Return the lines of a file that contain `text` in prompt or reply, between `begins` and
+    `ends`.
+    """
     holding: list[int] = []
     needle = as_bytes(text)
     at_line, begin, end = starts.tolist(), begins.tolist(), ends.tolist()
@@ -165,7 +169,8 @@ def _lines_holding(
 
 
 def _lies_in_text(low: bytes, part: tuple[int, int], at: int, size: int) -> bool:
-    """Whether a match is surely inside the prompt or the reply; to parse a line takes far longer.
+    """Return whether a match is surely inside the prompt or the reply; parsing a line takes far
+    longer.
 
     A quote inside a text is escaped, so the bytes of REPLY_KEY are never part of one. What follows
     a backslash closely may be part of an escape.
@@ -186,7 +191,9 @@ def _says_in_any_case(part: bytes, text: str) -> bool:
 
 
 def _says(part: bytes, text: str) -> bool:
-    """Whether the prompt or the reply of a line's part has `text`: its bytes may lie in a key."""
+    """Return whether the prompt or the reply of a line's part contains `text`: its bytes may lie in
+    a key.
+    """
     row = json.loads(part if part.startswith(b"{") else b"{" + part + b"}")
     wanted = text.casefold()
     return any(wanted in (row.get(key) or "").casefold() for key in ("prompt", "response"))

@@ -20,7 +20,7 @@ PORT = 6600
 
 @dataclass(frozen=True)
 class PageOptions:
-    """What `trireme view` was asked for."""
+    """The options of `trireme view`."""
 
     root: Path
     host: str = "127.0.0.1"

@@ -292,6 +292,8 @@ SEVERAL += SERVERS
 
 
 def elsewhere(name: str) -> str | None:
-    """What to set instead of a flag that is none here; None: it is not known."""
+    """Return what to set instead of a flag that Trireme does not have; None if the flag
+    is unknown.
+    """
     families = (key for key in ELSEWHERE if key.endswith("*") and name.startswith(key[:-1]))
     return ELSEWHERE.get(name) or ELSEWHERE.get(next(families, ""))

@@ -53,7 +53,7 @@ class SwiftFlags:
     several = SEVERAL
 
     def instead(self, name: str) -> str | None:
-        """What to set in place of a flag that is not taken."""
+        """Return what to set in place of a flag that is not accepted."""
         return elsewhere(name)
 
     def overrides(self, flags: Given, config: Source) -> list[str]:
@@ -354,7 +354,9 @@ def _value(name: str, values: Sequence[str]) -> str:
 
 
 def _urls(flags: Given) -> Iterator[str]:
-    """Of rollout servers: as they are, or made of hosts and ports (8000 where there is none)."""
+    """Yield the addresses of rollout servers: as given, or made of hosts and ports (8000 by
+    default).
+    """
     yield from flags.get("vllm_server_base_url", ())
     hosts, ports = flags.get("vllm_server_host", []), flags.get("vllm_server_port", [])
     if ports and len(ports) != max(len(hosts), 1):

@@ -117,7 +117,7 @@ def get_logger(*args: Any, **options: Any) -> logging.Logger:
 
 
 class Absent:
-    """What has no counterpart here; it can be subclassed."""
+    """The base of names that have no counterpart here; it can be subclassed."""
 
     stands_for = ""
     """What it is there, for sentences."""
@@ -143,7 +143,7 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(name, _Loader(), is_package=True) if ours else None
 
     def _another_works(self) -> bool:
-        """Whether there is a package `swift` that can be imported."""
+        """Return whether another package `swift` can be imported."""
         finders = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec("swift", None) for finder in finders)
         origin = next((spec.origin for spec in specs if spec is not None), None)
@@ -163,7 +163,7 @@ class _Loader(Loader):
         vars(module)["__getattr__"] = lazy_names(module.__name__, NAMES)
 
     def explain(self, error: ImportError) -> str:
-        """What to add to the sentence on an import of a name that is not here."""
+        """Return the addition to the error of importing a name that is not here."""
         return (
             " (ms-swift is not installed here, and Trireme has these of its names: "
             f"{', '.join(sorted({*NAMES, *_ABSENT}))})"
@@ -171,7 +171,9 @@ class _Loader(Loader):
 
 
 def stand_in() -> None:
-    """From now on `import swift` finds this, unless an ms-swift is there that can be imported."""
+    """Make `import swift` find this package, unless an ms-swift is installed that can
+    be imported.
+    """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

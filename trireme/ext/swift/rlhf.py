@@ -151,7 +151,9 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
 
 
 def _tree(flags: Given, folder: Path) -> dict[str, Any]:
-    """What the flags do not say, as ms-swift has it by default, and the data."""
+    """Build the YAML's tree of ms-swift's defaults, for what the flags leave out, and
+    of the data.
+    """
     rollouts = _count(flags, "num_generations", 8)
     completions, of_a_step = _batches(flags, rollouts)
     size = {"train_batch_size": of_a_step}
@@ -293,8 +295,8 @@ def _of_lengths(flags: Given) -> Given:
 
 
 def _distils(flags: Given) -> bool:
-    """Whether there is no reward, so that a teacher alone is learned from. Raises BadParameter for
-    a use of the teacher that is one beside rewards.
+    """Return whether there is no reward, so that only a teacher is learned from. Raises
+    BadParameter for a flag that uses the teacher in addition to rewards.
     """
     rewards = (*_REWARDS, "multi_turn_scheduler")
     if "teacher_model" not in flags or any(name in flags for name in rewards):
@@ -332,7 +334,7 @@ def _of_teacher(flags: Given) -> Given:
 
 
 def _says_no(name: str, flags: Given) -> bool:
-    """Whether a switch of rewards is off, as it is without rewards."""
+    """Return whether a switch of rewards is off, as it is without rewards."""
     return name in ("kl_in_reward", "dynamic_sample") and flags[name][0].lower() == "false"
 
 
@@ -458,7 +460,7 @@ def _taskset(name: str) -> dict[str, Any]:
 
 
 def _rows_of(name: str) -> dict[str, Any]:
-    """Where rows are; `path#500` takes the first 500."""
+    """Return the path of the rows; `path#500` takes the first 500."""
     path, _, rows = name.partition("#")
     if rows and not rows.isdigit():
         raise typer.BadParameter(f"--dataset {name}: expected a number of rows after #")

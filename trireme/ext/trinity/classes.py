@@ -78,7 +78,7 @@ class AdvantageFn(ABC):
 
     @classmethod
     def compute_in_trainer(cls) -> bool:
-        """Whether it takes the tensors of Trinity-RFT's trainer, and not experiences."""
+        """Return whether it takes the tensors of Trinity-RFT's trainer instead of experiences."""
         return True
 
 
@@ -91,7 +91,7 @@ class GroupAdvantage(AdvantageFn):
         return False
 
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
-        """By task."""
+        """Group the experiences by task."""
         return group_by(exps, "task")
 
     @abstractmethod
@@ -144,8 +144,8 @@ class EntropyLossFn(ABC):
 
 
 class Storage:
-    """What `buffer_config` has in the place of a store. A copy of it, with another `batch_size`
-    say, stands for the same store.
+    """The reference to a store in `buffer_config`. A copy, with another `batch_size` for example,
+    refers to the same store.
     """
 
     def __init__(self, name: str, store: Takes, batch_size: int, reads: dict[str, float]) -> None:
@@ -179,7 +179,7 @@ class Storage:
 
 
 def reader_of(storage: Storage, *_: Any) -> Storage:
-    """What reads a store of `buffer_config`: that itself."""
+    """Return the reader of a store of `buffer_config`: the storage itself."""
     return storage
 
 
@@ -201,7 +201,9 @@ class SampleStrategy(ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs beside the stores; it is not in checkpoints."""
+        """Return the state that a resume needs in addition to the stores; checkpoints do not hold
+        it.
+        """
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
@@ -487,7 +489,7 @@ def _sample(part: type) -> Callable[..., Any]:
 def _buffer_config(
     buffer: Takes, num: int, auxiliary: Mapping[str, Takes], reads: dict[str, float]
 ) -> Any:
-    """What a strategy's constructor reads of the YAML's `buffer`, with stores in their places."""
+    """Return the YAML's `buffer` as a strategy's constructor reads it, with the stores in it."""
     others = {name: Storage(name, store, num, reads) for name, store in auxiliary.items()}
     own = Storage("experience_buffer", buffer, num, reads)
     stores = SimpleNamespace(experience_buffer=own, auxiliary_buffers=others)
@@ -544,6 +546,6 @@ def _sign(function: Any, part: type, data: Mapping[str, bool]) -> None:
 
 
 def _defaults(part: type) -> dict[str, Any]:
-    """What the class says are its options, those aside that belong to the kind here."""
+    """Return the class's default options, without those that belong to the kind here."""
     given: dict[str, Any] = getattr(part, "default_args", dict)()
     return {name: value for name, value in given.items() if name not in _NO_OPTION}

@@ -35,7 +35,7 @@ class AccuracyReward(RewardFn):
     def __call__(
         self, response: str, prompt: str | None = None, truth: str | None = None
     ) -> dict[str, float]:
-        """See the class."""
+        """Score whether the response's answer equals `truth`: 1 or 0."""
         if self.answer_parser is None:
             return {"accuracy": float(same(final_answer(response), final_truth(truth)))}
         found, wanted = (self.answer_parser(text) for text in (response, str(truth)))
@@ -52,7 +52,7 @@ class FormatReward(RewardFn):
         self.pattern = re.compile(pattern, re.DOTALL | re.MULTILINE) if pattern else None
 
     def __call__(self, response: str) -> dict[str, float]:
-        """See the class."""
+        """Score the response's format."""
         if self.pattern is None:
             return format_reward(_task(None), response)
         return {"format_score": 0.1 if self.pattern.match(response) else -0.1}
@@ -70,7 +70,7 @@ class MathRewardFn(RewardFn):
     def __call__(
         self, response: str, prompt: str | None = None, truth: str | None = None
     ) -> dict[str, float]:
-        """See the class."""
+        """Score the response's accuracy and format."""
         return {**self.accuracy_reward(response, prompt, truth), **self.format_reward(response)}
 
 
@@ -88,7 +88,9 @@ class MathBoxedRewardFn(RewardFn):
         format_score_coef: float | None = 0.1,
         **more: Any,
     ) -> dict[str, float]:
-        """See the class."""
+        """Score the boxed result; `with_think` lowers the score of a reply that no <think> block
+        begins.
+        """
         score = 0.1 if format_score_coef is None else format_score_coef
         return math_boxed_reward(
             _task(truth), response, with_think=bool(with_think), format_score_coef=score
@@ -101,7 +103,7 @@ class CountDownRewardFn(RewardFn):
     def __call__(
         self, response: str, prompt: str | None = None, truth: str | None = None
     ) -> dict[str, float]:
-        """See the class."""
+        """Score the response's equation against the task in `truth`."""
         return countdown_reward(_task(truth), response)
 
 
@@ -111,7 +113,7 @@ class MathDAPORewardFn(MathDapo):
     def __call__(
         self, response: str, response_token: Sequence[int] = (), truth: Any = None, **more: Any
     ) -> dict[str, float]:
-        """See `MathDapo`."""
+        """Score the response as `MathDapo` does."""
         return super().__call__(response, _task(truth), response_token)
 
 
@@ -144,7 +146,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> tuple[float, str]:
 
 
 def is_equiv(str1: str | None, str2: str | None) -> bool:
-    """Whether two results are the same mathematics; two that are missing are."""
+    """Return whether two results are mathematically equal; two missing ones are."""
     return str1 is str2 if None in (str1, str2) else same(plain(str(str1)), plain(str(str2)))
 
 
@@ -155,7 +157,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(text: str) -> str:
-    """What \\boxed{...} holds. Raises ValueError for another text."""
+    """Return the content of a boxed text. Raises ValueError for any other text."""
     inside = boxed(text)
     if inside is None:
         raise ValueError(f"{text!r:.60} has no \\boxed{{...}}")
@@ -163,13 +165,13 @@ def remove_boxed(text: str) -> str:
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """What the last <answer> in a reply's last line holds."""
+    """Return the content of the last <answer> in a reply's last line."""
     found = _ANSWER.findall(solution_str.rpartition("\n")[2])
     return found[-1].strip() if found else None
 
 
 def validate_equation(equation_str: str, available_numbers: Sequence[int]) -> bool:
-    """Whether an equation has each of the numbers once, and no other."""
+    """Return whether an equation uses each of the numbers once, and no other."""
     return uses(equation_str, list(available_numbers))
 
 
