@@ -301,7 +301,7 @@ def _refuse_messages(task: Task) -> None:
 
 
 def _installed(program: str) -> str:
-    """Where a program of npm's is. Raises ValueError where it is not installed."""
+    """Return the path of an npm program. Raises ValueError if it is not installed."""
     if (path := shutil.which(program)) is None:
         raise ValueError(
             f"the search agent needs the program {program}, which is not on the PATH: "

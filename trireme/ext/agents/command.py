@@ -135,7 +135,7 @@ class CommandWorkflow(Workflow):
     async def _run(
         self, settings: Settings, address: Address, folder: Path, watch: IO[bytes]
     ) -> Ended:
-        """What the program printed. Raises ProgramFailed where it did not end with 0."""
+        """Run the program and return its output. Raises ProgramFailed if it did not exit with 0."""
         holes = holes_of(self.task, address, folder, self.model.model_path)
         words, environment, cwd = fill(settings, holes, address)
         (folder / "task.json").write_text(task_json(self.task), encoding="utf-8")
@@ -240,7 +240,7 @@ NOWHERE = Address("", "", lambda: None)
 
 
 def holes_of(task: Task, address: Address, folder: Path, model_path: str = "") -> dict[str, str]:
-    """What stands for each `{word}` of the command, its folder and its variables."""
+    """Return the value of each `{word}` in the command, its folder and its variables."""
     columns = {name: _plain(value) for name, value in task.raw_task.items()}
     return columns | {
         "prompt": _plain(task.prompt),
@@ -284,7 +284,9 @@ def fill(
 
 
 def task_json(task: Task) -> str:
-    """What the program may know of its task: the row without the right answer."""
+    """Return the part of the task that the program may read, as JSON: the row without the right
+    answer.
+    """
     hidden = task.truth_key
     row = {name: value for name, value in task.raw_task.items() if name != hidden}
     known = {"task_id": task.task_id, "prompt": task.prompt, "row": row}

@@ -64,7 +64,7 @@ class ProgramFailed(Refused):
 
 
 class Limits(BaseModel):
-    """What each process of a program may take."""
+    """The limits of each process of a program."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -87,7 +87,9 @@ class Limits(BaseModel):
 
 @cache
 def groups() -> Path | None:
-    """Where this process may make control groups that limit processes; None: nowhere."""
+    """Return the folder in which this process may make control groups that limit processes, or
+    None.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -141,8 +143,8 @@ def _members(group: Path) -> list[int]:
 
 @cache
 def counted_apart() -> bool:
-    """Whether the kernel counts the processes behind bubblewrap apart from the user's others, so
-    that a limit of the shell's holds for them: since Linux 5.14, and never of root's.
+    """Return whether the kernel counts the processes behind bubblewrap separately from the user's
+    others, so that a shell's limit holds for them: since Linux 5.14, and never for root's.
     """
     if not wall() or os.geteuid() == 0:
         return False
@@ -326,7 +328,9 @@ def shown(output: str) -> str:
 
 
 def middle_out(text: str) -> str:
-    """What the model sees of an output: all of it, or as much from each end."""
+    """Return the part of an output that the model sees: all of it, or its two ends in
+    equal parts.
+    """
     if len(text) <= LONGEST:
         return text
     half, gone = LONGEST // 2, len(text) - LONGEST

@@ -74,7 +74,7 @@ class Problems:
         return self._dataset[index] | {"generated_by": self._path}
 
     def score(self, answer: str, row: dict[str, Any]) -> float:
-        """From 0 to 1, by the data set's own `score_answer`."""
+        """Score an answer from 0 to 1 by the data set's own `score_answer`."""
         return float(self._dataset.score_answer(answer, row))
 
 
@@ -86,7 +86,7 @@ def problems(path: str) -> Problems:
 
 @dataclass(frozen=True)
 class Played:
-    """What an environment says of one rollout."""
+    """An environment's record of one rollout."""
 
     reward: float
     metrics: dict[str, float]
@@ -162,12 +162,12 @@ def made_rows(path: str) -> Problems | Environment:
 
 
 class GeneratedRows:
-    """See RowSource."""
+    """The row source for generators of problems."""
 
     reproducible = True
 
     def takes(self, data: DataSet) -> bool:
-        """Whether the path names a generator."""
+        """Return whether the path names a generator."""
         return generated(data.path) is not None
 
     def files(self, data: DataSet) -> list[Path]:
@@ -175,7 +175,7 @@ class GeneratedRows:
         return []
 
     def read(self, data: DataSet) -> Rows:
-        """See RowSource. There is no split but `train`, and no slice of it."""
+        """Generate the rows. The only split is `train`, which cannot be sliced."""
         if data.split != "train":
             reason = f"has no split '{data.split}': give another seed in place of a split"
             raise NoRows(data.path, reason)

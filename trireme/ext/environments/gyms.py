@@ -117,7 +117,7 @@ class ArenaGame:
         )
 
     def _drawn(self, act: Any) -> Any:
-        """What `act` returns, this game's own source of chance in place of Python's."""
+        """Call `act` with this game's own random state in place of Python's."""
         with _DRAWING:
             before = random.getstate()
             random.setstate(self._chance)

@@ -19,7 +19,7 @@ NOTHING = "nothing happens"
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is at the beginning, and what has to be done."""
+    """The initial places of all things, and the goal."""
 
     things: tuple[tuple[str, str], ...]
     """Each thing with its place."""
@@ -74,17 +74,17 @@ class Household:
 
     @property
     def _task(self) -> str:
-        """What is to be done; the agent is reminded of it with everything that it sees."""
+        """The task as text; every observation reminds the agent of it."""
         return f"{self.layout.target} to {self.layout.goal}"
 
     @property
     def shut(self) -> bool:
-        """Whether the agent stands before something closed."""
+        """True if the agent stands at something closed."""
         return self.at in CLOSED_PLACES and self.at not in self.opened
 
     @property
     def here(self) -> list[str]:
-        """What the agent sees where it stands."""
+        """The things that the agent sees where it stands."""
         return [] if self.shut else [t for t, place in self.where.items() if place == self.at]
 
     def _go(self, place: str) -> str | None:
@@ -121,10 +121,10 @@ class Household:
 def clumsy_action(
     env: Household, source: random.Random, *, clumsiness: float = 0.0, laziness: float = 0.0
 ) -> str:
-    """What someone does who knows the rules, but forgets where he has been.
+    """Choose the action of someone who knows the rules, but forgets where he has been.
 
-    With probability `clumsiness` it is anything that is possible here; with `laziness` he leaves
-    what is closed as it is and goes somewhere else.
+    With probability `clumsiness` it is any action that is possible here; with `laziness` he leaves
+    closed things as they are and goes somewhere else.
     """
     layout, target = env.layout, env.layout.target
     elsewhere = [place for place in PLACES if place != env.at]

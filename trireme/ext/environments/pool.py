@@ -122,10 +122,10 @@ class _Lent:
 
 
 class LentEnv(_Lent):
-    """To be awaited, from any event loop."""
+    """An environment of the pool with async methods, for any event loop."""
 
     def blocking(self) -> BlockingEnv:
-        """The same for a thread; this one is given back."""
+        """Return an equal environment for threads; this one is returned to the pool."""
         other = BlockingEnv(self._pool, self._key, self._kwargs)
         self.close()
         return other
@@ -135,7 +135,7 @@ class LentEnv(_Lent):
         return _pair(await asyncio.wrap_future(self._reset()))
 
     async def step(self, action: str) -> tuple[Any, ...]:
-        """What the environment's own `step` returns. Raises EnvError and EnvLost."""
+        """Return the result of the environment's own `step`. Raises EnvError and EnvLost."""
         return tuple(await asyncio.wrap_future(self._step(action)))
 
     async def __aenter__(self) -> LentEnv:
@@ -148,14 +148,14 @@ class LentEnv(_Lent):
 
 
 class BlockingEnv(_Lent):
-    """For threads."""
+    """An environment of the pool with blocking methods, for threads."""
 
     def reset(self) -> tuple[Any, ...]:
-        """See LentEnv."""
+        """Begin an episode. Raises EnvError and EnvLost."""
         return _pair(self._reset().result())
 
     def step(self, action: str) -> tuple[Any, ...]:
-        """See LentEnv."""
+        """Return the result of the environment's own `step`. Raises EnvError and EnvLost."""
         return tuple(self._step(action).result())
 
     def __enter__(self) -> BlockingEnv:
@@ -194,7 +194,7 @@ class _Worker:
 
     @property
     def worn(self) -> bool:
-        """Whether it has made so many environments that it is to be replaced."""
+        """True if it has made so many environments that it must be replaced."""
         return self.made >= self._recycle_after
 
     def ask(self, lent: _Lent, request: dict[str, Any]) -> Future[Any]:

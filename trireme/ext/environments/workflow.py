@@ -37,7 +37,7 @@ class GymWorkflow(EpisodeWorkflow):
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
-        """See Workflow."""
+        """Name the package that the environments need."""
         return {"gymnasium": "gymnasium"}
 
     def bind(self, task: Task) -> None:
@@ -58,7 +58,7 @@ class GymWorkflow(EpisodeWorkflow):
         )
 
     def parse_action(self, reply: str) -> str:
-        """What stands in <action>, or else the whole reply."""
+        """Return the content of <action>, or else the whole reply."""
         return parse_action(reply) or reply.strip()
 
     def final_reward(self, seen: Seen, total: float) -> float:
@@ -143,7 +143,7 @@ class TextArenaWorkflow(GymWorkflow):
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
-        """See Workflow."""
+        """Name the package that the games need."""
         return {"textarena": "textarena"}
 
     def make_env(self) -> ArenaGame:
@@ -167,7 +167,7 @@ class ReasoningGymWorkflow(SimpleWorkflow):
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
-        """See Workflow."""
+        """Name the package that the problems need."""
         return {"reasoning_gym": "reasoning-gym"}
 
     def reset(self, task: Task) -> None:
@@ -187,7 +187,7 @@ class ReasoningGymWorkflow(SimpleWorkflow):
             )
 
     async def reward_fn(self, task: Task, answer: str) -> dict[str, float]:
-        """What the data set gives the answer; 0 where it cannot read it."""
+        """Return the data set's score of the answer; 0 if it cannot read it."""
         answers = _ANSWER.findall(answer)
         said = answers[-1].strip() if answers else ""
         try:

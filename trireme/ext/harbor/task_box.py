@@ -67,7 +67,7 @@ class TaskBox:
                 _inside(path, root)
 
     def at(self, path: str) -> Path:
-        """Where an absolute path of the task lies on this machine."""
+        """Return the path on this machine of an absolute path of the task."""
         return self.root / path.lstrip("/")
 
     @property

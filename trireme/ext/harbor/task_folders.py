@@ -68,11 +68,11 @@ class TaskFolders:
     reproducible = True
 
     def takes(self, data: DataSet) -> bool:
-        """Whether the path is a folder of task folders."""
+        """Return whether the path is a folder of task folders."""
         return bool(self.files(data))
 
     def files(self, data: DataSet) -> list[Path]:
-        """See task_files."""
+        """Return the tasks' files; empty if there is no such path or split."""
         try:
             location = located(data.path, "datasets")
             return task_files(location, data.split_name) if location is not None else []
@@ -80,7 +80,7 @@ class TaskFolders:
             return []
 
     def read(self, data: DataSet) -> Rows:
-        """See RowSource."""
+        """Read a row for each task."""
         try:
             tasks = list(task_rows(self.files(data)))
         except ValueError as error:
@@ -158,9 +158,9 @@ def read_task(folder: Path, *, skip_run: bool = False, file_mb: int = FILE_MB) -
 
 
 def absolute_path(folder: Path) -> str | None:
-    """Where the scripts of a task name a folder of the root; None: nowhere.
+    """Return where a task's scripts name a folder of the root; None if nowhere.
 
-    `${LOGS_DIR:-/logs}` names none: the variable goes before.
+    `${LOGS_DIR:-/logs}` names none, because the variable takes precedence.
     """
     named = re.compile(rf"(?<![\w.\-/}}])(?<!:-)/({'|'.join((*OWN, 'root'))})(?![\w-])")
     for path in sorted(folder.rglob("*")):
@@ -291,9 +291,10 @@ def _folded(path: PurePosixPath) -> PurePosixPath:
 
 
 def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
-    """What the instructions of a Dockerfile come to. Raises ValueError for one that cannot be.
+    """Add the effects of a Dockerfile's instructions to `task`. Raises ValueError for one that is
+    not possible here.
 
-    A variable of `task.toml` goes before one of the same name here.
+    A variable of `task.toml` takes precedence over one of the same name here.
     """
     workdir = PurePosixPath("/app")
     copies: list[tuple[str, str]] = []

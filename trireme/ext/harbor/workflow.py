@@ -207,7 +207,9 @@ class HarborWorkflow(Workflow):
                 )
 
     async def _program(self, trial: Trial, settings: HarborSettings) -> list[Experience]:
-        """What the agent's program asked. Raises ProgramFailed where it did not end with 0."""
+        """Run the agent's program and return its experiences. Raises ProgramFailed if it did not
+        exit with 0.
+        """
         address, box = self.model.address, trial.box
         model = self.model.model
         model.keeps_sampling = settings.sampling == "run"
