@@ -61,7 +61,7 @@ class Game:
         return observation, _info(infos)
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """What an action does. One that is not possible says "Nothing happens."."""
+        """Perform an action. An impossible one returns "Nothing happens."."""
         observation, score, done, infos = self._env.step(action)
         return observation, float(score), bool(done), _info(infos)
 
@@ -72,7 +72,7 @@ class Game:
         self._planners = []
 
     def _with_planners(self, call: Callable[[], Any]) -> Any:
-        """What `call` gives, which keeps the planners that it loads, and `sys.argv` as it was."""
+        """Return the result of `call`; store the planners that it loads, and restore `sys.argv`."""
         argv = list(sys.argv)
         try:
             return call()

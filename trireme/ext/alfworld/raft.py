@@ -65,7 +65,7 @@ class RaftReflectHouseholdWorkflow(HouseholdWorkflow):
 
 
 def succeeded(episode: list[Experience]) -> bool:
-    """Whether the environment ended it with a reward of 1."""
+    """Return whether the environment ended the episode with a reward of 1."""
     return all(e.metrics["env_done"] == 1.0 and (e.reward or 0.0) >= 1.0 for e in episode)
 
 

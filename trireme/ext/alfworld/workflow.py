@@ -67,7 +67,7 @@ class AlfworldWorkflow(EpisodeWorkflow):
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
-        """See Workflow."""
+        """Name the packages that the games need."""
         return {"textworld": "ALFWorld", "alfworld": "ALFWorld"}
 
     def make_env(self) -> Any:
@@ -81,7 +81,7 @@ class AlfworldWorkflow(EpisodeWorkflow):
         self._shown = _Shown(task.workflow_args)
 
     def format_observation(self, seen: Seen) -> str:
-        """See `_Shown`."""
+        """Format an observation for the model, see `_Shown`."""
         return self._shown(str(seen.observation), seen.info)
 
 
@@ -90,7 +90,7 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
-        """See Workflow."""
+        """Name the packages that the games need."""
         return AlfworldWorkflow.needs(task)
 
     def open(self) -> None:
@@ -145,10 +145,10 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
 
 
 class _Shown:
-    """What the model sees of an observation.
+    """The format in which the model sees an observation.
 
-    `workflow_args`: `show_admissible` lists what is possible, `remind_task` says the task again
-    with every later observation.
+    `workflow_args`: `show_admissible` lists what is possible, `remind_task` repeats the task with
+    every later observation.
     """
 
     def __init__(self, args: Mapping[str, Any]) -> None:

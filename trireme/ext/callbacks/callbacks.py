@@ -88,15 +88,17 @@ def examine_callbacks(names: Sequence[str]) -> None:
 
 
 def _own(kind: type, name: str) -> bool:
-    """Whether a class, or a base of it that is not transformers', has a method of this name."""
+    """Return whether a class, or a base of it that is not transformers', has a method
+    of this name.
+    """
     where = next(base for base in kind.__mro__ if name in vars(base))
     theirs = where.__module__.startswith(("transformers.", "trireme."))
     return callable(getattr(kind, name)) and not theirs
 
 
 def _takes_arguments(kind: type) -> bool:
-    """Whether a class is made as ms-swift's are; a constructor with `*args` hands them to a base's,
-    which then decides.
+    """Return whether a class is made as ms-swift's are; a constructor with `*args` passes them to a
+    base's, which then decides.
     """
     for base in kind.__mro__:
         if "__init__" not in vars(base):
@@ -110,7 +112,7 @@ def _takes_arguments(kind: type) -> bool:
 
 
 class Callbacks:
-    """Those of one training, and what they have asked for."""
+    """The callbacks of one training, and what they have requested."""
 
     def __init__(
         self,
@@ -204,9 +206,10 @@ class Callbacks:
             self._control.should_save = False
 
     def _examined(self, returned: Any, whose: str, event: str) -> Any:
-        """What a callback asks for: by the control that it was given, or by one that it returned.
+        """Return what a callback requests, by the control that it received or by one that it
+        returned.
 
-        Raises Refused for what is no control, and for a flag that nothing would follow.
+        Raises Refused for what is no control, and for a flag that has no effect here.
         """
         control = self._control if returned is None else returned
         if not isinstance(control, type(self._control)):

@@ -113,7 +113,7 @@ class DistributedCheckpoint:
         return tuple(self.tensors[name].size)
 
     def dtype(self, name: str) -> torch.dtype:
-        """What a tensor is stored in."""
+        """Return the data type in which a tensor is stored."""
         return self.tensors[name].properties.dtype
 
     def read(self, name: str, begin: Sequence[int], out: Tensor) -> None:
@@ -136,7 +136,7 @@ class DistributedCheckpoint:
             raise ValueError(f"{self.folder}: {name} is damaged: {error}") from error
 
     def _items(self, name: str, begin: Sequence[int], lengths: Sequence[int]) -> Any:
-        """What to copy from each piece that the box meets."""
+        """Yield what to copy from each piece that overlaps the box."""
         for chunk in self.tensors[name].chunks:
             low = [max(b, o) for b, o in zip(begin, chunk.offsets, strict=True)]
             high = [

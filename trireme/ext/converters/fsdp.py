@@ -55,20 +55,20 @@ def find_shards(actor: Path) -> list[Path]:
 
 
 class FsdpReader:
-    """See Reader."""
+    """The reader of FSDP shards."""
 
     form = "model_world_size_W_rank_R.pt"
     mark = None
     beside_own = True
 
     def find(self, folder: Path) -> list[Path]:
-        """See find_shards."""
+        """Return the files of all ranks."""
         return find_shards(folder)
 
     def open(
         self, files: Sequence[Path], config: Mapping[str, Any], expected: Mapping[str, Shape] | None
     ) -> FsdpShards:
-        """See Reader."""
+        """Open the shards."""
         return FsdpShards(list(files), expected)
 
 
@@ -158,7 +158,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _place(name: str, tensor: DTensor, rank: int, path: Path) -> tuple[tuple[int, ...], Tensor]:
-    """Where a rank's part of a tensor begins, and the part."""
+    """Return the offset of a rank's part of a tensor, and the part."""
     spec, local = tensor._spec, tensor._local_tensor
     mesh = spec.mesh.mesh
     places = (mesh == rank).nonzero()

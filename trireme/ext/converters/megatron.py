@@ -59,7 +59,7 @@ _NAME = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
 
 @dataclass(frozen=True)
 class _Slice:
-    """Where a tensor lies: a stored tensor, a layer of it if it is stacked, and a part of that."""
+    """The location of a tensor: a stored tensor, its layer if it is stacked, and a part of that."""
 
     stored: str
     layer: int | None
@@ -84,7 +84,7 @@ def find_megatron(actor: Path) -> Path | None:
 
 
 class MegatronReader:
-    """See Reader."""
+    """The reader of Megatron's distributed checkpoints."""
 
     form = f"distributed checkpoint ({METADATA})"
     mark = METADATA
@@ -98,7 +98,7 @@ class MegatronReader:
     def open(
         self, files: Sequence[Path], config: Mapping[str, Any], expected: Mapping[str, Shape] | None
     ) -> MegatronWeights:
-        """See Reader."""
+        """Open the checkpoint."""
         return MegatronWeights(files[0].parent, config, expected or {})
 
 
@@ -170,7 +170,7 @@ class MegatronWeights:
             self._checkpoint.read(part.stored, [part.layer, *begin], out[None])
 
     def _slice(self, name: str) -> _Slice:
-        """Where a Hugging Face tensor lies. Raises ValueError where nothing like it is stored."""
+        """Locate a Hugging Face tensor. Raises ValueError if nothing like it is stored."""
         if name in _MODEL:
             places = [_Slice(self._prefix + _MODEL[name][0], None, _MODEL[name][1])]
         else:
@@ -208,7 +208,7 @@ class MegatronWeights:
             )
 
     def _find_prefix(self) -> str:
-        """What stands before the names of the weights; an optimizer's copies have a longer one."""
+        """Return the prefix of the weights' names; an optimizer's copies have a longer one."""
         end = _MODEL["model.embed_tokens.weight"][0]
         names = [name for name in self._checkpoint.tensors if name.endswith(end)]
         if not names:

@@ -131,7 +131,9 @@ class DataJuicerOperator(_DataJuicer):
     """
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Those that stay, and how many do not. Raises Refused where a text has been rewritten."""
+        """Return the experiences that stay, and how many do not. Raises Refused if a text was
+        rewritten.
+        """
         rows = [
             {
                 "prompt_text": e.prompt_text or "",

@@ -47,7 +47,7 @@ def read(requests_fd: int, requests: queue.SimpleQueue[bytes]) -> None:
 
 
 def processed(process: list[Any], np: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the operators leave of the rows and have made of them."""
+    """Return the rows that the operators leave, as they changed them."""
     from data_juicer.core.data import NestedDataset  # pyright: ignore[reportMissingImports]
     from data_juicer.ops import load_ops  # pyright: ignore[reportMissingImports]
 
@@ -81,8 +81,8 @@ def table(rows: list[dict[str, Any]]) -> Any:
 
 
 def difference(after: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What operators have made of the row that it was. Both have been through Arrow, which gives
-    every dict of a column the same keys: the asker's own values have only theirs.
+    """Return an operators' result as changes of the row that it was. Both have been through Arrow,
+    which gives every dict of a column the same keys: the caller's own values have only theirs.
     """
     index = after.pop(INDEX, None)
     index = index if index in range(len(rows)) else None

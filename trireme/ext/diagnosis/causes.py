@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is normal in this run."""
+    """The facts that decide what is normal in this run."""
 
     rewards_teach: bool = True
     """False: a teacher does, and rewards only measure."""
@@ -34,7 +34,9 @@ class Facts:
 
     @classmethod
     def of(cls, plan: Plan, recipe: Recipe) -> Facts:
-        """Of a plan and its algorithm: one without a ratio is made for what is stale."""
+        """Derive the facts from a plan and its algorithm: one without a ratio is made for stale
+        tokens.
+        """
         replays = plan.config.buffer.trainer_input.experience_buffer.replay_buffer.enable
         any_age = replays or "old_logprobs" not in recipe.policy_loss.data()
         planned = 1 + plan.sync_offset / plan.sync_interval

@@ -83,7 +83,9 @@ class Watchdog:
         return new
 
     def read(self, rows: Iterable[Mapping[str, Any]], warned: Iterable[Warned]) -> None:
-        """What an earlier process saw: the rows of its `metrics.jsonl`, and what it has said."""
+        """Restore the history of an earlier process: the rows of its `metrics.jsonl`, and its
+        warnings.
+        """
         self.warned = {one.cause: one for one in warned}
         for row in rows:
             course = self._courses.setdefault(row["part"], Course())

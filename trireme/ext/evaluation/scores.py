@@ -32,7 +32,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """Of the second model's and the first one's mean over the same tasks."""
+    """The difference between the second model's mean and the first one's over the same tasks."""
 
     p: float
     """How likely so large a difference is where the models are equally good."""

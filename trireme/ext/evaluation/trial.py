@@ -68,7 +68,7 @@ class TrialFailed(RuntimeError):
 
 @dataclass
 class Trial:
-    """What rollouts of one task came to; its text is the whole exchange."""
+    """The rollouts of one task; its text is the whole exchange."""
 
     experiences: list[Experience]
     text: str

@@ -63,7 +63,7 @@ class Asking(ORM):
 
     @property
     def auxiliary(self) -> int | None:
-        """See Asker."""
+        """The index of the auxiliary model that judges; None if it is none of them."""
         return self._asker.auxiliary
 
     def examine(self) -> None:
@@ -77,7 +77,7 @@ class ModelJudge(Asking):
     prompt = PROMPT
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
-        """See ORM."""
+        """Score each completion by the judge's model."""
         truths = kwargs.get("solution") or [None] * len(completions)
         models = kwargs.get("auxiliary_models", ())
         asked = zip(kwargs["messages"], truths, strict=True)
@@ -102,7 +102,7 @@ class RelativeJudge(Asking):
     prompt = RULER
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
-        """See ORM."""
+        """Score the completions of one prompt by comparing them."""
         dialogues = kwargs["messages"]
         shared = _shared(dialogues)
         replies = [_dialogue(messages[shared:]) for messages in dialogues]
@@ -133,7 +133,7 @@ class RubricJudge(Asking):
         self._criteria = list(criteria)
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
-        """See ORM. Raises ValueError for a row without criteria."""
+        """Score each completion by its row's criteria. Raises ValueError for a row without any."""
         rubrics = kwargs.get("rubric") or [None] * len(completions)
         models = kwargs.get("auxiliary_models", ())
         asked = zip(kwargs["messages"], completions, rubrics, strict=True)

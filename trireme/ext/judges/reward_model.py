@@ -76,7 +76,7 @@ class RewardModel(ORM):
     async def __call__(
         self, completions: list[str], *, task: Task | None = None, **kwargs: Any
     ) -> list[Any]:
-        """See ORM. Raises RuntimeError where the model cannot score."""
+        """Score each conversation. Raises RuntimeError if the model cannot score."""
         prompts = kwargs.get("prompts") or [None] * len(completions)
         rows = zip(kwargs["messages"], prompts, completions, strict=True)
         conversations = [messages or _conversation(prompt, text) for messages, prompt, text in rows]
@@ -184,7 +184,7 @@ _LOCK = threading.Lock()
 
 
 def scorer_of(model_path: str, device: str | None = None) -> Scorer:
-    """That of a model and device, the same one in all of a process."""
+    """Return the scorer of a model and device, one for the whole process."""
     with _LOCK:
         return _SCORERS.setdefault((model_path, device), Scorer(model_path, device))
 

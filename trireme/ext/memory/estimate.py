@@ -120,8 +120,8 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
 
 
 def engine_share(shape: ModelShape, use: Use, free: int) -> float:
-    """Of a GPU of `free` bytes, what an engine may take that takes turns with the trainer: a
-    twentieth stays free, and all that the trainer does not hold while it rests is the engine's.
+    """Return the share of a GPU of `free` bytes for an engine that alternates with the trainer: a
+    twentieth stays free, and the engine gets all that the trainer does not occupy while it rests.
     """
     parts = memory_of(shape, replace(use, engine=0, engine_sleeps=False))
     resting = sum(size for name, size in parts.items() if name not in _OF_STEPS)
@@ -144,8 +144,9 @@ def _engine_of(
     length: int,
     width: int,
 ) -> dict[str, Any]:
-    """What `Use` tells of an engine on the trainer's device. Engine processes that do not take
-    turns with the trainer have GPUs of their own, and a trainer that reads data has no engine.
+    """Return the fields of `Use` about an engine on the trainer's device. Engine processes that do
+    not alternate with the trainer have GPUs of their own, and a trainer that reads data has no
+    engine.
     """
     config, explorer = stage.config, stage.config.explorer
     if config.mode != "both" or stage.remote or stage.reads_file:
@@ -236,7 +237,9 @@ def plan_memory(
 
 
 def _note_without_plan(stage: StageFacts) -> Findings:
-    """That of the model's layers too little is known. Nothing where its files are not here yet."""
+    """Note that no memory plan exists for this architecture; say nothing before the model is
+    downloaded.
+    """
     findings = Findings()
     facts = model_config(stage.config.model.model_path)
     if kind := facts.get("model_type"):
@@ -267,7 +270,7 @@ def _share_of(stage: StageFacts, shape: ModelShape, use: Use, free: int) -> tupl
 
 
 def _note_copy(shape: ModelShape, use: Use) -> Findings:
-    """What trainer.save_behind takes of the CPU's memory, which nothing else counts."""
+    """Note how much CPU memory trainer.save_behind takes, which nothing else counts."""
     findings = Findings()
     size = FLOAT * shape.weights * (1 + use.moments * use.trains_all) / use.ranks / GIB
     text = f"each rank's copy takes {size:.1f} GiB of the CPU's memory"

@@ -44,9 +44,9 @@ class Provenance(RunListener):
 
 
 def since_last_start(stage: Stage, start: dict[str, Any]) -> list[str]:
-    """What has changed since a resumed run's last start; nothing where a run begins.
+    """List what has changed since a resumed run's last start; nothing for a new run.
 
-    Raises ConfigError for a resume that cannot be.
+    Raises ConfigError for a resume that is not possible.
     """
     folder, resumed, explored = stage.folder, stage.resumed, stage.explored
     earlier = [old for old in read_starts(folder) if same_part(old, start)]

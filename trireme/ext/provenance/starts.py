@@ -93,7 +93,7 @@ def this_start(
 
 
 def _scale(lora: LoraConfig) -> str:
-    """What turns an adapter's tensors into another addition."""
+    """Describe the settings that change what an adapter's tensors add to the weights."""
     if lora.path is not None:
         return f"begun from {lora.path}"
     marks = [name for name in ("use_rslora", "use_dora") if getattr(lora, name)]
@@ -101,13 +101,13 @@ def _scale(lora: LoraConfig) -> str:
 
 
 def _begun_from(loras: Iterable[LoraConfig]) -> str | None:
-    """What lies in the adapters' files: a resume has it as its reference model again."""
+    """Fingerprint the adapters' files: a resume uses them as its reference model again."""
     files = [file for lora in loras if lora.path for file in adapter_files(lora.path)]
     return fingerprint(files) if files else None
 
 
 def same_part(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two entries are of the same part of a job: both, the trainer, one explorer."""
+    """Return whether two entries are of the same part of a job: both, the trainer, one explorer."""
     return (old["mode"], old["name"]) == (new["mode"], new["name"])
 
 
@@ -179,7 +179,7 @@ def _as_yaml(entry: Mapping[str, Any], number: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the machine and the packages that numbers depend on."""
+    """Return the versions of Python, the machine and the packages that affect numbers."""
     import trireme
 
     out = {"python": platform.python_version(), "platform": platform.platform()}

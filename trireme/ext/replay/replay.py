@@ -29,25 +29,25 @@ logger = get_logger("queue_experience_buffer")
 
 
 class ReplayStore:
-    """See Store."""
+    """The store `replay`: a buffer in memory that uses groups more than once."""
 
     between_processes = False
     keeps_steps = False
 
     def place(self, path: str, name: str) -> str:
-        """Where its copy for people lies."""
+        """Return the path of its copy for people."""
         return path or "experience_buffer.jsonl"
 
     def examine(
         self, config: ExperienceBufferConfig, key: str, path: str, seed: int
     ) -> Iterable[Problem]:
-        """See Store."""
+        """Yield what is wrong with the settings of a buffer."""
         if not config.replay_buffer.enable:
             yield Problem(f"{key}.storage_type", "is replay: expected replay_buffer.enable true")
         yield from priority_problems(config.replay_buffer, key, seed)
 
     def make(self, parts: StoreParts) -> ReplayBuffer:
-        """See Store."""
+        """Make the buffer."""
         config, replay = parts.config, parts.config.replay_buffer
         return ReplayBuffer(
             config.name,
@@ -94,7 +94,7 @@ class ReplayBuffer(InMemory):
         self._count = itertools.count()
 
     async def put(self, experiences: Sequence[Experience]) -> None:
-        """See Buffer."""
+        """Add the experiences as groups by task; the oldest version of a group's members counts."""
         self._stop_if_closed()
         if self.record is not None and experiences:
             await self.record.write(experiences)
@@ -107,7 +107,7 @@ class ReplayBuffer(InMemory):
         self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
-        """See Buffer. Uses go up by one for each group that a batch begins with."""
+        """Wait for `n` experiences. Uses go up by one for each group that a batch begins with."""
         begun = self.clock.now()
         while not self._closed and self._count_ready() < n:
             now = self.clock.now()
@@ -136,7 +136,7 @@ class ReplayBuffer(InMemory):
         raise NotImplementedError("a replay buffer does not keep explore steps apart")
 
     async def close(self) -> None:
-        """See Buffer."""
+        """Close the buffer; groups that are resting are dropped."""
         self._resting = []
         await super().close()
 
@@ -169,7 +169,7 @@ class ReplayBuffer(InMemory):
         return {"begun": len(self._begun), "groups": facts, "experiences": encode(held)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See Buffer."""
+        """Restore the groups of a checkpoint."""
         held = iter(decode(state["experiences"]))
         self._begun = [next(held) for _ in range(state["begun"])]
         self._heap, self._resting = [], []

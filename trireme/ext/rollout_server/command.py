@@ -62,7 +62,9 @@ Thinking = Annotated[
 
 
 def switch(name: str, text: str | None) -> bool | None:
-    """What a flag `true` or `false` says; None where it is not given. BadParameter else."""
+    """Convert a flag's `true` or `false`; None if it is not given. Raises BadParameter for other
+    texts.
+    """
     if text is not None and text.lower() not in ("true", "false"):
         raise typer.BadParameter(f"--{name} {text}: expected true or false")
     return None if text is None else text.lower() == "true"

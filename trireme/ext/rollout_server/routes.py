@@ -56,7 +56,7 @@ class PromptsBody(BaseModel):
 
 
 class GroupBody(BaseModel):
-    """Where the trainer's process group meets."""
+    """The address and size of the trainer's process group."""
 
     host: str
     port: int = Field(ge=1, le=65535)
@@ -127,7 +127,7 @@ def _examine(rollouts: Rollouts, index: int, request: RolloutInferRequest) -> No
 
 
 def make_router(rollouts: Rollouts) -> APIRouter:
-    """See the module."""
+    """Build the routes that ms-swift's and TRL's trainers call."""
     router = APIRouter(route_class=JsonRoute)
     weights = AnnouncedWeights(
         rollouts.engine, model_path=rollouts.model_path, max_bytes=rollouts.max_weight_bytes

@@ -308,9 +308,9 @@ class Helper:
         )
 
     def ask(self, job: dict[str, Any]) -> str | None:
-        """What the child of a job has written, None where it was late.
+        """Return the output of the job's child process; None if it was late.
 
-        Raises RuntimeError where the helper is gone.
+        Raises RuntimeError if the helper is gone.
         """
         source, out = self._process.stdin, self._process.stdout
         assert source is not None and out is not None
@@ -330,10 +330,10 @@ PATIENCE = 0.5
 
 
 class Helpers(queue.LifoQueue[Helper | None]):
-    """Those that are free; None: one that is made when it is needed.
+    """The helpers that are free; None stands for one that is made on demand.
 
-    Where all are held for `PATIENCE` seconds, by programs that sleep say, there is another one, up
-    to twice as many: who comes then does not wait for them.
+    If all are in use for `PATIENCE` seconds, by programs that sleep for example, another one is
+    made, up to twice as many: a new job does not wait for them.
     """
 
     def __init__(self, count: int) -> None:
@@ -354,15 +354,15 @@ class Helpers(queue.LifoQueue[Helper | None]):
 
 @functools.cache
 def helpers() -> Helpers:
-    """Those of this process."""
+    """Return this process's helpers."""
     return Helpers(max(2, min(8, os.cpu_count() or 2)))
 
 
 def answer_of(job: dict[str, Any], left: threading.Event | None = None) -> str | None:
-    """What a child has written, None where it was late.
+    """Return a child's output; None if it was late.
 
-    A helper that is gone is replaced by the next job. A job whose asker has `left` while it waited
-    for a helper is not run.
+    A helper that is gone is replaced by the next job. A job is not run if its caller `left` while
+    it waited for a helper.
     """
     free = helpers()
     helper = free.get()
@@ -381,7 +381,7 @@ def answer_of(job: dict[str, Any], left: threading.Event | None = None) -> str |
 
 
 class Answers:
-    """What children have written, by a digest of the job; the least recently used goes first."""
+    """A cache of children's outputs, by a digest of the job; the least recently used goes first."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -409,7 +409,7 @@ ANSWERS = Answers(most_bytes=64 << 20)
 
 
 def run(job: str, left: threading.Event | None = None) -> Any:
-    """What the child answers to a job (JSON); None where it fails, is too slow, or says no JSON.
+    """Return the child's answer to a job (JSON); None if it fails, is too slow, or prints no JSON.
 
     A job that was late is run again when it comes again: the machine may have been busy.
     """
@@ -418,7 +418,7 @@ def run(job: str, left: threading.Event | None = None) -> Any:
 
 
 def text_of(job: str, seconds: float, left: threading.Event | None) -> str | None:
-    """What the child writes, None where it was late; equal jobs run once."""
+    """Return the child's output, None if it was late; equal jobs run once."""
     key = hashlib.sha256(job.encode()).digest()
     text = ANSWERS.get(key)
     if text is None:
@@ -488,9 +488,9 @@ async def transcript_within(code: str, seconds: float) -> str:
 def transcript(
     code: str, seconds: float = LIMITS["seconds"], left: threading.Event | None = None
 ) -> str:
-    """What a program prints, and the value of its last expression.
+    """Return what a program prints, and the value of its last expression.
 
-    Raises RuntimeError where it fails, with what it printed before, or where it takes longer than
+    Raises RuntimeError if it fails, with what it printed before, or if it takes longer than
     `seconds` (and the sandbox's own limit).
     """
     if len(code) > LONGEST:

@@ -136,11 +136,11 @@ class EmailSearchWorkflow(Workflow):
 
     @classmethod
     def asks_a_model(cls, task: Task) -> bool:
-        """Whether the YAML wants a judge, which is one of `explorer.auxiliary_models`."""
+        """Return whether the YAML requests a judge, which is one of `explorer.auxiliary_models`."""
         return task.reward_fn_args.get("llm_as_a_judge") is True
 
     async def _correct(self, answer: str, same_sources: bool) -> bool:
-        """What the judge says, or whether the sources are the right ones."""
+        """Return the judge's verdict, or without a judge whether the sources are the right ones."""
         models = self.auxiliary_model_wrappers
         asked = self.task.reward_fn_args.get("llm_as_a_judge")
         if not (bool(models) if asked is None else asked):
@@ -164,7 +164,7 @@ def reward_of(tools: EmailTools, right: set[str], correct: bool, used: float) ->
 
 
 def declined(answer: str) -> bool:
-    """Whether an answer says nothing, or that the model does not know."""
+    """Return whether an answer is empty, or says that the model does not know."""
     return answer.replace("\u2019", "'").strip().rstrip(".").lower() in ("", UNKNOWN)
 
 

@@ -40,14 +40,14 @@ class Experiment:
         self._world.load(task_name, var_num, simplification, generateGoldPath=True)
 
     def reset(self) -> tuple[str, dict[str, Any]]:
-        """What is to be done, and what is there to be seen."""
+        """Return the task and what can be seen."""
         observation, _ = self._world.reset()
         self._best = 0.0
         gold = list(self._world.get_gold_action_sequence())
         return f"{self._world.get_task_description()}\n{observation}", {"gold": gold}
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """What an action does; the reward is by how much the best score has grown."""
+        """Perform an action; the reward is the increase of the best score."""
         observation, _, done, info = self._world.step(action)
         score = float(info["score"]) / 100
         gained, self._best = max(score - self._best, 0.0), max(score, self._best)

@@ -64,7 +64,7 @@ class Database:
         return str(self._task.prompt)
 
     async def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """What a statement gives; at `submit` the reward of the last query that ran."""
+        """Run a statement; at `submit` the reward is that of the last query that ran."""
         if action.strip().rstrip(";").lower() == SUBMIT:
             if self._last is None:
                 return "There is nothing to submit.", 0.0, True, {"valid": False}
@@ -145,7 +145,7 @@ def databases_of(task: Task) -> list[str]:
 
 @lru_cache(maxsize=32)
 def _script(file: Path, changed: int) -> str:
-    """What makes the same database in memory. Raises ValueError where nothing does."""
+    """Return the SQL that makes the same database in memory. Raises ValueError if none does."""
     try:
         with closing(sqlite3.connect(f"file:{file.absolute()}?mode=ro", uri=True)) as base:
             base.text_factory = lambda text: text.decode("utf-8", "replace")

@@ -43,7 +43,7 @@ class Email:
 
 
 class Mailbox:
-    """What one person has sent and received, by the file that holds the mail of all."""
+    """The mail that one person sent and received, out of the file that holds everyone's."""
 
     def __init__(self, file: Path, owner: str) -> None:
         """Raises ValueError where the file is no mailbox."""

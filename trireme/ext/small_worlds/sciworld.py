@@ -77,7 +77,7 @@ class SciWorldWorkflow(EpisodeWorkflow):
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
-        """See Workflow."""
+        """Name the package that the experiments need."""
         return {"scienceworld": "ScienceWorld"}
 
     @classmethod

@@ -53,7 +53,7 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str | None:
-        """By which a resumed run finds it again; None: it cannot."""
+        """The id by which a resumed run finds it again; None if it cannot."""
         ...
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
@@ -71,7 +71,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker may know of the run."""
+    """The facts about a run that a tracker receives."""
 
     folder: Path
     """Where the run's monitors write."""
@@ -108,7 +108,9 @@ class Callback:
         self._function = function
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> Any:
-        """See Tracker. What an async function gives is waited for as that of an async method."""
+        """Call the function with the metrics. The result of an async function is awaited like that
+        of an async method.
+        """
         return self._function(dict(metrics), step, part)
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
@@ -138,7 +140,7 @@ class Tracking:
             self._started(id)
 
     def hear(self, event: Event) -> None:
-        """See Listener. Metrics are sent under the field's names too."""
+        """Send an event's metrics, also under the field's usual names."""
         tracker = self._tracker
         assert tracker is not None, "it was started"
         if (figures := measured(event)) is not None:
@@ -175,7 +177,7 @@ class Tracking:
 
 
 def row_of(experience: Experience) -> Rollout:
-    """What a table shows of a rollout."""
+    """Return a rollout's row in a table."""
     return {
         "step": int(str(experience.eid.batch).partition("/")[0]),
         "task": str(experience.eid.task),
@@ -344,7 +346,7 @@ class Wandb:
         self._run.log({"rollouts": table, "explorer_step": step})
 
     def close(self, *, failed: bool = False) -> None:
-        """See Tracker."""
+        """End the run with an exit code."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -385,7 +387,7 @@ class MLflow:
         self._client.log_text(self.id, text, f"rollouts/step_{step}.jsonl")
 
     def close(self, *, failed: bool = False) -> None:
-        """See Tracker."""
+        """End the run with its status."""
         self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
@@ -401,7 +403,7 @@ class SwanLab:
         self.id: str | None = self._run.id
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """See Tracker."""
+        """Log the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
@@ -415,7 +417,7 @@ class SwanLab:
         self._run.log({"rollouts": texts}, step=step)
 
     def close(self, *, failed: bool = False) -> None:
-        """See Tracker."""
+        """End the run with its state."""
         self._run.finish(state="crashed" if failed else "success")
 
 
@@ -430,7 +432,7 @@ class Trackio:
         self.id: str | None = self._run.name
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """See Tracker."""
+        """Log the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
@@ -439,7 +441,7 @@ class Trackio:
         self._run.log({"rollouts": self._trackio.Table(dataframe=pandas.DataFrame(rows))}, step)
 
     def close(self, *, failed: bool = False) -> None:
-        """See Tracker."""
+        """End the run."""
         self._run.finish()
 
 
@@ -481,7 +483,7 @@ class TensorBoardMonitor:
         writer.flush()
 
     def hear(self, event: Event) -> None:
-        """See Listener."""
+        """Write an event's metrics, and close at the run's end."""
         if (figures := measured(event)) is not None:
             self.log(*figures)
         elif isinstance(event, Ended):

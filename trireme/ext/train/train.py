@@ -52,7 +52,7 @@ Reward = RewardSpec | Sequence[RewardSpec]
 
 @dataclass
 class Run:
-    """What a run came to, and where it lies."""
+    """The result of a run and the folder that holds it."""
 
     folder: Path
     """The job's folder: `trireme view <folder>`."""
@@ -77,7 +77,7 @@ class Run:
         return columns | {name: [steps[step].get(name) for step in sorted(steps)] for name in names}
 
     def rollouts(self, step: int | None = None) -> list[Experience]:
-        """What the model tried in an explore step of the last stage; None: in all that is kept."""
+        """Read the rollouts of an explore step of the last stage; None: all that are stored."""
         store = self._last.buffer / "explorer_output.db"
         if not store.is_file():
             return []
@@ -153,7 +153,9 @@ def config_from(
     callbacks: Sequence[str | Callable[..., Any]] = (),
     arguments: Sequence[str] = (),
 ) -> Config:
-    """What a YAML with these keys says; `arguments` are the caller's, which a key may mean."""
+    """Build the configuration of a YAML with these keys; `arguments` are the caller's, which a key
+    may refer to.
+    """
     for what, several in (("tools", tools), ("callbacks", callbacks)):
         if isinstance(several, str) or callable(several):
             one = getattr(several, "__name__", repr(several))
@@ -316,7 +318,7 @@ def _plain(value: Any) -> Any:
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Which columns hold prompt and truth, as far as a row shows it."""
+    """Find the columns of prompt and truth, as far as a row shows them."""
     columns = {
         key: next((name for name in names if name in row), None)
         for key, names in (("prompt_key", PROMPTS), ("response_key", TRUTHS))

@@ -180,7 +180,7 @@ def _fate(path: str, value: Any, values: Mapping[str, Any]) -> Fate:
 
 
 def _is_off(path: str, values: Mapping[str, Any]) -> bool:
-    """Whether the option's switch is given, and off."""
+    """Return whether the option's switch is given, and off."""
     switches = (
         switch.format(path=path)
         for pattern, switch in _SWITCHES.items()

@@ -44,7 +44,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a customer wants."""
+    """A customer's wish: the product to buy and its attributes."""
 
     asin: str
     category: str

@@ -57,7 +57,7 @@ HOW = (
 
 @dataclass
 class Shop:
-    """What all sessions share."""
+    """The data that all sessions share."""
 
     products: Sequence[Product]
     goals: Sequence[Goal]
@@ -149,7 +149,7 @@ class WebShopEnv:
         return self._observe(), None
 
     def step(self, action: str) -> tuple[str, float, bool, None]:
-        """What the page shows now. An action that is not possible changes nothing."""
+        """Return what the page shows after the action. An impossible action changes nothing."""
         bought = False
         match = _ACTION.match(action)
         if match and self.session.view != "done":
@@ -162,7 +162,7 @@ class WebShopEnv:
         return self._observe(), self.session.reward if bought else 0, bought, None
 
     def get_available_actions(self) -> dict[str, Any]:
-        """Whether there is a search bar, and what can be clicked."""
+        """Return whether there is a search bar, and the texts that can be clicked."""
         return {
             "has_search_bar": self.session.view == "index",
             "clickables": self._clickables(),
@@ -361,11 +361,11 @@ class OriginalEnv:
         return self._env.reset(session=session)
 
     def step(self, action: str) -> tuple[str, float, bool, None]:
-        """What the page shows now."""
+        """Return what the page shows after the action."""
         return self._env.step(action)
 
     def get_available_actions(self) -> dict[str, Any]:
-        """Whether there is a search bar, and what can be clicked."""
+        """Return whether there is a search bar, and the texts that can be clicked."""
         return self._env.get_available_actions()
 
     def close(self) -> None:

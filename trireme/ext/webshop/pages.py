@@ -17,7 +17,7 @@ SUB_PAGES = ("description", "features", "reviews", "attributes")
 
 @dataclass
 class ShopSession:
-    """Where a customer is, and what he has chosen."""
+    """A customer's current page and choices."""
 
     key: str
     goal: Goal
@@ -40,7 +40,7 @@ class ShopSession:
 
     @property
     def address(self) -> str:
-        """Where the page would be in a browser."""
+        """The address that the page would have in a browser."""
         if self.view == "index":
             return f"{SITE}/{self.key}"
         said = "+".join(self.keywords)
@@ -70,7 +70,7 @@ class Node:
 
     @property
     def seen(self) -> bool:
-        """Whether there is anything: a parser of pages drops empty texts and empty lines."""
+        """True if it shows anything: a parser of pages drops empty texts and empty lines."""
         return bool(self.text.strip() or (self.text and "\n" not in self.text))
 
 
@@ -156,7 +156,9 @@ def html(nodes: Sequence[Node]) -> str:
 
 
 def clickables(session: ShopSession, nodes: Sequence[Node]) -> list[str]:
-    """What can be clicked, in lower case, buttons and products before options, each once."""
+    """Return the texts that can be clicked, in lower case, buttons and products before options,
+    each once.
+    """
     if session.view == "done":
         return []
     buttons = [node.text.lower() for node in nodes if node.kind in ("button", "link")]

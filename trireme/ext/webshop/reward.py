@@ -58,9 +58,9 @@ def reward(
 
 
 def goal_options(goal: Goal) -> list[str]:
-    """What the options of a goal are compared as: values, or names with values.
+    """Return a goal's options in the form in which they are compared: values, or names with values.
 
-    A name with a value counts as a colour only where one of the two is just that colour.
+    A name with a value counts as a colour only if one of the two is exactly that colour.
     """
     if not isinstance(goal.goal_options, Mapping):
         return [normalize_color(value) for value in goal.goal_options]
@@ -69,7 +69,7 @@ def goal_options(goal: Goal) -> list[str]:
 
 
 def type_score(bought: Product, goal: Goal, nouns: Nouns) -> dict[str, Any]:
-    """Whether it is the right kind of product: `r_type` 1, 0.5, 0.1 or 0, and why."""
+    """Score whether it is the right kind of product: `r_type` 1, 0.5, 0.1 or 0, and why."""
     shared = {c.strip() for c in bought.product_category.split("›")}
     shared &= {c.strip() for c in goal.product_category.split("›")}
     category = len(shared) >= 2
@@ -90,7 +90,7 @@ def type_score(bought: Product, goal: Goal, nouns: Nouns) -> dict[str, Any]:
 
 
 def attribute_met(wanted: str, bought: Product) -> bool:
-    """Whether an attribute is among the product's, or stands in its texts."""
+    """Return whether an attribute is among the product's, or appears in its texts."""
     if any(close(wanted, have) for have in bought.attributes):
         return True
     texts = (bought.title, " ".join(bought.bullets), bought.description)
@@ -104,7 +104,7 @@ def normalize_color(text: str) -> str:
 
 @lru_cache(maxsize=100_000)
 def close(one: str, other: str) -> bool:
-    """Whether the words of two texts are nearly the same, or those of one lie in the other."""
+    """Return whether two texts have nearly the same words, or one contains the other's."""
     ratio = extra("rapidfuzz.fuzz", "the WebShop environment").token_set_ratio(
         _plain(one), _plain(other)
     )

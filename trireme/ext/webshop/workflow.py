@@ -81,7 +81,7 @@ class WebShopWorkflow(EpisodeWorkflow):
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
-        """Of our own shop; the original brings what it needs."""
+        """Name the packages that our own shop needs; the original brings its own."""
         ours = not task.workflow_args.get("original", False)
         return dict.fromkeys(("Stemmer", "rapidfuzz"), "the WebShop environment") if ours else {}
 
@@ -125,7 +125,7 @@ class WebShopWorkflow(EpisodeWorkflow):
         return format_observation(str(seen.observation))
 
     def final_reward(self, seen: Seen, total: float) -> float:
-        """See the class; `sparse` makes 1 of 0.99 and more, and 0 of what is less."""
+        """Return the episode's reward; `sparse` turns 0.99 and more into 1, and less into 0."""
         reward = super().final_reward(seen, total)
         if self.workflow_args.get("sparse") and reward >= 0:
             return float(reward >= 0.99)
