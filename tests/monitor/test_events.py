@@ -130,13 +130,26 @@ def test_what_completes_an_event_is_no_danger_to_the_run_either(
 
     stream, ear = Stream(), Ear("ear")
     stream.subscribe(ear)
-    stream.complete = fails
+    stream.complete("the watchdog", fails)
     for step in STEPS:
         stream.emit(step)
     stream.close()
     assert ear.heard == [*STEPS, Ended()]
     [warning] = warnings(caplog)
     assert warning.startswith("the watchdog failed: ZeroDivisionError")
+
+
+def test_several_complete_an_event_one_after_the_other() -> None:
+    def adds(letter: str) -> Callable[[Event], Event]:
+        return lambda event: Noted(event.text + letter) if isinstance(event, Noted) else event
+
+    stream, ear = Stream(), Ear("ear")
+    stream.complete("the first", adds("a"))
+    stream.complete("the second", adds("b"))
+    stream.subscribe(ear)
+    stream.emit(Noted(""))
+    stream.close()
+    assert ear.heard == [Noted("ab"), Ended()]
 
 
 def test_the_console_prints_of_a_stream_what_it_prints_when_it_is_called() -> None:

@@ -136,10 +136,14 @@ class Stream:
     """The events of one run, or of one process of it."""
 
     def __init__(self) -> None:
-        self.complete: Callable[[Event], Event] = lambda event: event
-        """Adds to an event, before it is heard, what belongs to it: the watchdog's flags."""
+        self._completing: list[tuple[Callable[[Event], Event], _Once]] = []
         self._listening: list[_Listening] = []
-        self._completing = _Once("the watchdog")
+
+    def complete(self, name: str, add: Callable[[Event], Event]) -> None:
+        """Have `add` put into each event, before it is heard, what belongs to it: the watchdog's
+        flags, say. One gets what the one before it returned; warnings call it `name`.
+        """
+        self._completing.append((add, _Once(name)))
 
     def subscribe(
         self,
@@ -160,10 +164,11 @@ class Stream:
 
     def emit(self, event: Event) -> None:
         """Tell every listener; from any thread."""
-        try:
-            event = self.complete(event)
-        except Exception as error:
-            self._completing.warn(f"failed: {type(error).__name__}: {error}")
+        for add, once in self._completing:
+            try:
+                event = add(event)
+            except Exception as error:
+                once.warn(f"failed: {type(error).__name__}: {error}")
         heard = [(each, each.put(event)) for each in self._listening]
         for each, done in heard:
             each.wait(done, event)

@@ -118,7 +118,7 @@ class Alarm(RunListener):
             self._read(folder / FILE_NAME, alone)
         else:
             self._file.unlink(missing_ok=True)
-        stage.stream.complete = self.complete
+        stage.stream.complete("the watchdog", self.complete)
 
     def _read(self, metrics: Path, alone: str | None) -> None:
         try:
