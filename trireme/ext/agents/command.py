@@ -99,7 +99,7 @@ class CommandWorkflow(Workflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a command that cannot run, and for a reward that there is not."""
+        """Raise ValueError for a command that cannot run, and for an unknown reward."""
         settings = settings_of(task)
         fill(settings, holes_of(task, NOWHERE, Path("workdir")), NOWHERE)
         cwd = Path("." if settings.cwd == "{workdir}" else settings.cwd).expanduser()
@@ -211,7 +211,7 @@ def options_of(task: Task, kind: type[Options], workflow: str) -> Options:
 
 
 def reward_of(output: str) -> tuple[float, dict[str, float]]:
-    """The reward in the last line of an output, and the numbers beside it.
+    """The reward in the last line of an output, and the numbers next to it.
 
     Raises ProgramFailed where there is none.
     """

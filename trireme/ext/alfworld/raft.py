@@ -70,7 +70,7 @@ def succeeded(episode: list[Experience]) -> bool:
 
 
 def successes(episode: list[Experience]) -> list[Experience]:
-    """The episode, of which nothing is trained where it failed."""
+    """The episode; if it failed, nothing of it is trained."""
     success = succeeded(episode)
     for experience in episode:
         experience.metrics["success"] = float(success)

@@ -110,7 +110,7 @@ class Alarm(RunListener):
         self._file = Path()
 
     def listen(self, stage: Stage) -> None:
-        """Look at each event of the run; one that goes on is read from its `metrics.jsonl`."""
+        """Look at each event of the run; one that resumes is read from its `metrics.jsonl`."""
         folder, alone = stage.folder.monitor, stage.part
         self.watchdog = Watchdog(Facts.of(stage.plan, stage.recipe))
         self._file = folder / (f"watchdog_{alone}.json" if alone else "watchdog.json")

@@ -50,7 +50,7 @@ class Problems:
     """The rows of one data set, and what an answer to one is worth."""
 
     def __init__(self, path: str) -> None:
-        """Raises ModuleNotFoundError, and ValueError for a name or option that there is not."""
+        """Raises ModuleNotFoundError, and ValueError for an unknown name or option."""
         made = generated(path)
         assert made is not None
         name, options = made

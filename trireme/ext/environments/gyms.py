@@ -84,7 +84,7 @@ class ArenaGame:
     def __init__(
         self, env_id: str, *, seed: int, env_args: Mapping[str, Any] | None = None
     ) -> None:
-        """Raises ModuleNotFoundError, and ValueError for a game that there is not."""
+        """Raises ModuleNotFoundError, and ValueError for an unknown game."""
         arena = extra("textarena", "textarena")
         # without textarena's own wrappers, which say the whole game again every turn
         self._env = arena.make(env_id.removesuffix("-raw") + "-raw", **(env_args or {}))

@@ -42,7 +42,7 @@ class JsonRequest(Request):
     """A request whose body is read by `read_json`."""
 
     async def json(self) -> Any:
-        """Its body. Raises HTTPException where it is none."""
+        """Return the parsed body. Raises HTTPException as `read_json` does."""
         body = await self.body()
         if len(body) > LARGE_BODY:
             return await until_gone(self, asyncio.to_thread(read_json, body))

@@ -140,7 +140,7 @@ class ParentWatch:
 
 
 def kill_group_in(seconds: float) -> None:
-    """Unless the process has ended by then."""
+    """Kill the group after `seconds`, unless the process has ended by then."""
     timer = threading.Timer(seconds, kill_group)
     timer.daemon = True
     timer.start()

@@ -16,7 +16,7 @@ MAX_BODY = 16 * 2**20
 """Bytes of any request, weights aside: one character beyond Latin-1 makes four of each while they
 are read."""
 BESIDE = 2**20
-"""Bytes of a conversation's tools and options, beside what its tokens may take."""
+"""Bytes of a conversation's tools and options, in addition to what its tokens may take."""
 DEEPEST = 100
 """Lists and objects in each other; schemas of tools have some tens."""
 CONVERSATIONS = ("chat/completions", "messages", "messages/count_tokens", "responses")

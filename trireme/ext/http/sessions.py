@@ -84,7 +84,7 @@ class Past:
 
 
 class Sessions:
-    """All of them, by name."""
+    """All sessions of a server, by name."""
 
     def __init__(
         self,

@@ -160,7 +160,7 @@ def _engine_of(
     by_files = config.synchronizer.sync_method in ("checkpoint", "offline")
     alone = adapter_rank_of(stage, EngineChoice(), "checkpoint" if by_files else "memory")
     numbers = shape.weights + shape.layers * shape.linear * bool(alone)
-    # a process of its own holds new weights beside its old ones until they are all there
+    # a process of its own stores new weights next to its old ones until all have arrived
     copies = 0 if shared else 1 + apart
     return {
         "engine": copies * width * numbers,
@@ -169,7 +169,7 @@ def _engine_of(
 
 
 def _auxiliary_of(stage: StageFacts, width: int) -> int:
-    """Bytes of the weights of the auxiliary models that are loaded beside a trainer."""
+    """Bytes of the weights of the auxiliary models that are loaded next to a trainer."""
     models = stage.config.explorer.auxiliary_models if stage.config.mode == "both" else ()
     paths = [m.model_path for m in models if m.engine_type not in ("remote", "external")]
     shapes = [shape_at(path) for path in paths]

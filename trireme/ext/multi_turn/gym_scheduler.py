@@ -119,7 +119,7 @@ class GymScheduler(MultiTurnScheduler):
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> dict[str, Any]:
-        """Act by the reply. One that had no room is none."""
+        """Act by the reply, unless it is empty because the context was full."""
         done = False
         if result.finish_reason != "length" or result.token_ids:
             action = copy.deepcopy(infer_request.messages)
@@ -248,7 +248,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> dict[str, Any]:
-        """Act by the reply. One that had no room is none."""
+        """Act by the reply, unless it is empty because the context was full."""
         uuid, done = infer_request.uuid or "", False
         session = self._envs.get(uuid)
         if session is not None and (result.finish_reason != "length" or result.token_ids):

@@ -154,7 +154,7 @@ class TrainerWorker(SideWorker[TrainerSide]):
         self._explorer_state = state
 
     async def put(self, data: bytes, state: State) -> Status:
-        """Experiences of one explore step, and where the explorer goes on after it."""
+        """Experiences of one explore step, and where the explorer resumes after it."""
         await self.opened.buffer.put(decode(data))
         self._explorer_state = state
         return self._status()
@@ -182,14 +182,14 @@ class Link:
     """The trainer's buffer and synchronizer, as the explorer knows them: Puts and ExplorerSync."""
 
     def __init__(self, trainer: TrainerWorker, stage: Stage) -> None:
-        """A resumed run goes on from the version of its checkpoint."""
+        """A resumed run continues from the version of its checkpoint."""
         self._trainer = trainer
         self._plan = stage.plan
         version = stage.resumed.run_state["version"] if stage.resumed else 0.0
         self._metrics = {"sync/version": version, "sync/skipped": 0.0, "time/sync_wait": 0.0}
         self.finished = False
         self.state: Callable[[], State] = dict
-        """Where the explorer goes on after what is being put."""
+        """The place where the explorer resumes after what is being put."""
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """Send the experiences of one explore step to the trainer's buffer."""

@@ -19,7 +19,7 @@ class Experiment:
     def __init__(
         self, task_name: str, var_num: int = 0, simplification: str = "easy", max_steps: int = 100
     ) -> None:
-        """Raises ValueError for a task or variation that there is not."""
+        """Raises ValueError for an unknown task or variation."""
         world = extra("scienceworld", "ScienceWorld").ScienceWorldEnv
         self._world = _idle.pop() if _idle else world("", envStepLimit=max_steps)
         self._world.envStepLimit = max_steps

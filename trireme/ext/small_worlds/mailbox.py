@@ -79,7 +79,7 @@ class Mailbox:
         return [{"message_id": key, "date": day, "snippet": text} for key, day, text in found]
 
     def read(self, message_id: str) -> dict[str, Any] | None:
-        """One e-mail; None where there is none of this id."""
+        """One e-mail; None if the id is unknown."""
         found = self._ask(
             "SELECT id, date, subject, from_address, body FROM emails WHERE message_id = ?",
             (message_id,),

@@ -176,5 +176,5 @@ def validate_equation(equation_str: str, available_numbers: Sequence[int]) -> bo
 
 
 def evaluate_equation(equation_str: str) -> float | None:
-    """The value of an equation of the four operations; None where it is none."""
+    """The value of an equation of the four operations; None for any other text."""
     return None if (value := value_of(equation_str)) is None else float(value)

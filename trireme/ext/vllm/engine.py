@@ -222,7 +222,7 @@ class VllmEngine:
         await self._join("trainer", asdict(meeting))
 
     async def receive_weights(self) -> None:
-        """Freeze, and take what the trainer broadcasts. `commit_weights` goes on.
+        """Freeze, and take what the trainer broadcasts. `commit_weights` resumes.
 
         Asleep beside a trainer it wakes for its weights alone: their numbers come now, and there is
         no room yet for keys and values.

@@ -43,7 +43,7 @@ PROBE_S = 60
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM can make room for, of a LoRA adapter."""
 _WITHOUT_LORA = {"gpt2"}
-"""Models that vLLM holds no adapter beside."""
+"""Models for which vLLM supports no adapter."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU has kernels for."""
 _PROBE = """
@@ -254,7 +254,7 @@ def _probe(python: str) -> Vllm:
 
 
 def largest_adapter(config: Config) -> int:
-    """Largest rank of an adapter that vLLM holds beside this model's weights; 0: it holds none."""
+    """Largest rank of an adapter that vLLM supports for this model; 0: it supports none."""
     model_type = model_config(config.model.model_path).get("model_type")
     holds = config.explorer.rollout_model.enable_lora and model_type not in _WITHOUT_LORA
     return RANKS[-1] if holds else 0
