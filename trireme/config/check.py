@@ -175,7 +175,9 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
 
 
 def check_attention(stage: StageFacts, device: str, dtype: str) -> Findings:
-    """Whether what computes attention can, where and in which format the stage trains."""
+    """Check that the attention kernel works on the device and in the dtype that the stage trains
+    with.
+    """
     findings = Findings()
     if stage.config.mode not in ("both", "train"):
         return findings
@@ -203,7 +205,7 @@ def check_attention(stage: StageFacts, device: str, dtype: str) -> Findings:
 
 
 def check_compiler(stage: StageFacts, device: str, ranks: int) -> Findings:
-    """Whether a stage that trains on `ranks` can compile its blocks, where that is asked for."""
+    """Check that a stage that trains on `ranks` can compile its blocks, if that is requested."""
     findings = Findings()
     trainer, key = stage.config.trainer, "trainer.use_torch_compile"
     if not trainer.use_torch_compile or stage.config.mode not in ("both", "train"):
@@ -240,7 +242,7 @@ def _on_attention(targets: str | list[str]) -> bool:
 
 
 def _check_adapter(stage: StageFacts) -> Findings:
-    """Whether the adapter to go on from is there, and one that can be trained."""
+    """Check that the adapter to resume from exists and can be trained."""
     findings = Findings()
     mixture = experts_of(model_config(stage.config.model.model_path))
     for number, lora in enumerate(stage.config.model.lora_configs or []):
@@ -284,7 +286,7 @@ def _check_adapter(stage: StageFacts) -> Findings:
 
 
 def check_auxiliary_models(stage: StageFacts) -> Findings:
-    """Whether the models beside the trained one are there, or their servers are named."""
+    """Check that the models besides the trained one exist, or that their servers are named."""
     findings = Findings()
     for number, model in enumerate(stage.config.explorer.auxiliary_models):
         key = f"explorer.auxiliary_models[{number}]"
@@ -316,7 +318,7 @@ def check_auxiliary_models(stage: StageFacts) -> Findings:
 
 
 def _check_teacher(stage: StageFacts) -> Findings:
-    """Whether the first auxiliary model can score what this stage samples."""
+    """Check that the first auxiliary model can score what this stage samples."""
     findings = Findings()
     config, key = stage.config, "explorer.auxiliary_models"
     if config.mode == "serve":
@@ -340,8 +342,8 @@ def _check_teacher(stage: StageFacts) -> Findings:
 
 
 def check_folder(stage: StageFacts, root: Path) -> Findings:
-    """Whether the job's folder can be written, its disk holds a checkpoint of the model, and a
-    trainer meets its explorer there.
+    """Check that the job's folder can be written, that its disk can hold a checkpoint of the model,
+    and that a trainer meets its explorer there.
     """
     findings = Findings()
     config = stage.config
@@ -385,7 +387,7 @@ def check_folder(stage: StageFacts, root: Path) -> Findings:
 
 
 def job_folder(config: Config) -> Path:
-    """Where the job's files lie: root/project/group/name, another one where it starts anew."""
+    """Return the job's folder: root/project/group/name, or another one if the job starts anew."""
     parts = [part for part in (config.project, config.group, config.name) if part]
     root = Path(config.checkpoint_root_dir).expanduser()
     folder = (Path.cwd() / root).joinpath(*parts)
@@ -402,7 +404,7 @@ _API = "model.external_model"
 
 
 def check_api(stage: StageFacts) -> Findings:
-    """Whether the API that a stage measures is named, with all that it needs and nothing else."""
+    """Check that the API to measure is named, with all that it needs and nothing else."""
     findings = Findings()
     config, asked = stage.config, stage.config.model.external_model
     if (api := api_of(config)) is None:

@@ -92,8 +92,8 @@ class EngineKind(Protocol):
     """Its processes may have an environment of their own, which `engine_python` names."""
 
     def examine(self, request: EngineRequest) -> EngineChoice:
-        """Where it runs on this machine, and what is wrong with the configuration. Another kind is
-        chosen, with a note, where it cannot run here.
+        """Return where it runs on this machine, and what is wrong with the configuration. If it
+        cannot run here, another kind is chosen, with a note.
         """
         ...
 
@@ -213,7 +213,9 @@ def adapter_rank_of(stage: StageFacts, engine: EngineChoice, method: str) -> int
 
 
 def _inner(targets: str | list[str]) -> bool:
-    """Whether the layers are surely those of blocks: what an expression matches is not known."""
+    """Return whether the layers are surely those of blocks: the matches of an expression are
+    unknown.
+    """
     if isinstance(targets, str):
         return targets.lower() == "all-linear"  # which leaves the head out
     return not _ENDS & {target.rpartition(".")[2] for target in targets}

@@ -103,7 +103,7 @@ def hidden_words(words: Iterable[str]) -> list[str]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a name, `a.b.OPENAI_KEY` say, is one of what nobody should see."""
+    """Return whether a name, `a.b.OPENAI_KEY` say, belongs to a secret."""
     for part in re.split(r"[.\[\]]", name.lstrip("-")):
         plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", part).replace("-", "_").lower()
         if _SECRET.search(plain) and plain not in _own() and not _SHOWN.search(plain):

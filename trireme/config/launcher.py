@@ -32,7 +32,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class LauncherChoice:
-    """Whether a launcher starts the parts, with what there is to say about it."""
+    """The answer whether a launcher starts the parts, with the notes and problems about it."""
 
     starts: bool
     notes: Sequence[str] = ()
@@ -43,7 +43,7 @@ class Launcher(Protocol):
     """Starts the parts of a stage in processes of their own; made without arguments."""
 
     def examine(self, config: Config, gpus: int) -> LauncherChoice:
-        """Whether it starts the parts, on a machine with so many GPUs, and what is wrong with the
+        """Decide whether it starts the parts on a machine with so many GPUs, and check the
         configuration. It is asked where `cluster.launcher` names it, and where that is `auto`, so
         that it may decide itself, or `local`.
         """

@@ -288,7 +288,7 @@ def _convert(values: dict[str, Any], misfit: _Misfit) -> bool:
 
 
 def _sentence(misfit: _Misfit, value: Any) -> str:
-    """What is wrong with a value, after its key; nothing where its default is meant."""
+    """Describe what is wrong with a value, after its key; empty if its default is meant."""
     kind = misfit.kind
     if kind is None:
         return unread(misfit.key) or f"is not a known key; {_meant(misfit)}"
@@ -305,7 +305,7 @@ def _at(values: Any, path: Sequence[Any]) -> Any:
 
 
 def _order(values: Any, path: Sequence[Any]) -> list[int]:
-    """Where a value stands in the file: its place at each level."""
+    """Return a value's place in the file, at each level."""
     places = []
     for part in path:
         places.append(part if isinstance(values, list) else list(values).index(part))
@@ -314,7 +314,7 @@ def _order(values: Any, path: Sequence[Any]) -> list[int]:
 
 
 def _meant(misfit: _Misfit) -> str:
-    """What the schema has in place of an unknown key: the nearest one, here or elsewhere."""
+    """Suggest the nearest key of the schema for an unknown one, here or elsewhere."""
     name, siblings = str(misfit.path[-1]), misfit.section.model_fields
     near = get_close_matches(name, siblings, n=1, cutoff=0.75)
     if near:

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 def located(path: str, kind: Literal["models", "datasets"]) -> Path | None:
-    """Where `path` lies on this machine; None where it is an id on the hub and not yet here.
+    """Find `path` on this machine; None if it is an id on the hub that is not downloaded yet.
 
     Raises ValueError for what looks like a local path and is not there.
     """
@@ -74,7 +74,7 @@ def _in_cache(hub_id: str, kind: str) -> Path | None:
 
 
 class ModelFacts(NamedTuple):
-    """What is known before the model is loaded; None: not here to be looked at."""
+    """The facts that are known before the model is loaded; None: it is not on this machine."""
 
     folder: Path | None
     max_positions: int | None = None
@@ -112,7 +112,7 @@ def model_facts(model_path: str) -> ModelFacts:
 
 
 def _weights_wanted(folder: Path) -> str:
-    """What a model's folder without weights needs: that of a checkpoint is yet to be exported."""
+    """Say what a model's folder without weights needs: a checkpoint's is yet to be exported."""
     if folder.match("global_step_*/actor/huggingface"):
         return f"export them first with `trireme convert -c {folder.parents[1]}`"
     return "expected model.safetensors (or its shards)"
@@ -174,7 +174,7 @@ def adapter_facts(path: str) -> tuple[int, bool, str | list[str]]:
 
 
 def adapter_files(path: str) -> list[Path]:
-    """Those of peft's that make an adapter; none where it is not here."""
+    """Return peft's files that make an adapter; empty if it is not on this machine."""
     folder = located(path, "models")
     return [folder / name for name in _ADAPTER_FILES] if folder else []
 
@@ -246,8 +246,8 @@ _OF_AN_EXPERT = {
 
 
 def names_in(files: Container[str], name: str) -> str | list[list[str]]:
-    """What files call a model's tensor: one of all experts lies there as several of each expert,
-    whose rows follow each other. Its own name where they have no such tensor.
+    """Return the names of a model's tensor in files: a tensor of all experts is stored as several
+    of each expert, whose rows follow each other. Its own name if they have no such tensor.
     """
     for held in (name, name.replace(".mlp.", ".block_sparse_moe.")):
         if held in files:
@@ -280,7 +280,7 @@ class Api:
 
 
 def api_of(config: Config) -> Api | None:
-    """What `model.external_model` and its variables name; None where it is not enabled."""
+    """Return the API that `model.external_model` and its variables name; None if not enabled."""
     asked = config.model.external_model
     if not asked.enable:
         return None

@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 class MemoryPlan(NamedTuple):
-    """What a trainer's rank takes of its device."""
+    """The memory that a trainer's rank takes of its device."""
 
     memory: dict[str, int]
     """Bytes by what for; empty: that is not known."""
@@ -32,7 +32,7 @@ class MemoryPlan(NamedTuple):
 
 
 class MemoryRequest(NamedTuple):
-    """What a planner is asked about: one rank of a stage's trainer on a device."""
+    """The question to a planner: one rank of a stage's trainer on a device."""
 
     tokens: int
     """Of a micro-batch."""

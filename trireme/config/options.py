@@ -167,7 +167,7 @@ def _range(ge: float | None = None, gt: float | None = None, le: float | None = 
 
 
 def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what there is, the keyword arguments that `function` takes: all where it collects them."""
+    """Select the keyword arguments that `function` takes; all of them if it has `**kwargs`."""
     parameters = parameters_of(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(available)
@@ -180,7 +180,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a YAML's scalar can be told to be of this kind."""
+    """Return whether a YAML scalar can be recognized as this kind."""
     if get_origin(kind) in _UNIONS:
         return all(part is type(None) or _is_plain(part) for part in get_args(kind))
     return kind in _WORDS or get_origin(kind) is Literal

@@ -16,7 +16,7 @@ from trireme.config.stages import StageFacts
 
 
 class Places(NamedTuple):
-    """Who gets what; counted in places."""
+    """The places of each part; counted in places."""
 
     launcher: str
     nodes: int
@@ -32,7 +32,7 @@ class Places(NamedTuple):
 
     @property
     def spread(self) -> bool:
-        """Whether a launcher starts each part in a process of its own."""
+        """True if a launcher starts each part in a process of its own."""
         return self.launcher != LOCAL
 
     @property

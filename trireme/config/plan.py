@@ -133,17 +133,19 @@ class Plan:
 
     @property
     def spread(self) -> bool:
-        """Whether a launcher starts each part in a process of its own."""
+        """True if a launcher starts each part in a process of its own."""
         return self.launcher != LOCAL
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the trained weights may begin as others than those that engines load."""
+        """True if the trained weights may begin as others than those that engines load."""
         return bool(self.config.model.lora_configs)
 
     @property
     def explorer_name(self) -> str:
-        """Of one of several explorers: in its ids, and where its logs and figures lie; else ''."""
+        """The name of one of several explorers, in its ids and the paths of its logs and figures;
+        else ''.
+        """
         name = self.config.explorer.name
         return name if self.mode == "explore" and name != "explorer" else ""
 
@@ -258,7 +260,7 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
 
 
 def _max_tokens(stage: StageFacts, longest: int) -> int:
-    """Of a micro-batch, on a rank: as asked for, or two of the longest sequences."""
+    """Count the tokens of a rank's micro-batch: as requested, or two of the longest sequences."""
     trainer = stage.config.trainer
     asked, window = trainer.max_token_len_per_gpu, trainer.ulysses_sequence_parallel_size
     return asked or math.ceil(2 * longest / window)
@@ -301,7 +303,7 @@ def _note_engine(stage: StageFacts, several: bool) -> Findings:
 
 
 def _listen_address(stage: StageFacts) -> tuple[str, Findings]:
-    """Where `mode: serve` listens: this machine alone can reach it, unless there is a key."""
+    """Choose where `mode: serve` listens: only this machine reaches it without a key."""
     findings = Findings()
     explorer = stage.config.explorer
     address, key = explorer.listen_address, "explorer.listen_address"

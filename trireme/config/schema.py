@@ -158,7 +158,7 @@ class ExternalModelConfig(Section):
 
 
 class ModelConfig(Section):
-    """What is trained and what it may read and write."""
+    """The model that is trained, and what it may read and write."""
 
     model_path: str = ""
     """A folder in the Hugging Face layout, or an id on the hub."""
@@ -275,7 +275,7 @@ class SynchronizerConfig(Section):
 
 
 class ProfileConfig(Section):
-    """What torch's profiler watches."""
+    """The settings of torch's profiler."""
 
     steps: list[Count] = []
     """Train steps, each of which leaves a trace of every rank in the job's `profile` folder, and on
@@ -389,7 +389,7 @@ class TrainerConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Where metrics go."""
+    """The places that metrics are sent to."""
 
     monitor_type: str | list[str] = "tensorboard"
     """One or several: tensorboard, wandb, mlflow, swanlab, trackio, the path of your function."""
@@ -402,7 +402,7 @@ class MonitorConfig(Section):
 
 
 class LogConfig(Section):
-    """What the log files hold."""
+    """The contents of the log files."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     """Lowest level that is logged."""

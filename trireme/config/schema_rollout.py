@@ -16,7 +16,7 @@ def _of_model(name: str) -> Moved:
 
 
 class FormatConfig(Section):
-    """Which column holds what."""
+    """The columns of a data set and their meaning."""
 
     prompt_type: Literal["messages", "plaintext"] = "messages"
     """Whether an SFT, DPO or KTO row holds a list of messages or plain text."""
@@ -298,7 +298,7 @@ class DynamicTimeoutConfig(Section):
 
 
 class ExplorerConfig(Section):
-    """Who tries tasks, how many at once, and how long."""
+    """The explorer: the engines that try tasks, how many tasks at once, and how long."""
 
     name: str = "explorer"
     """Name of the part, its log and its state file."""
@@ -354,7 +354,7 @@ class ExplorerConfig(Section):
 
 
 class ExplorerInputConfig(Section):
-    """What the explorer tries."""
+    """The tasks that the explorer tries."""
 
     taskset: TasksetConfig | None = None
     """The tasks of training; either this or `tasksets`."""
@@ -384,7 +384,7 @@ class ReplayBufferConfig(Section):
 
 
 class ExperienceBufferConfig(Section):
-    """Where the trainer's experiences come from."""
+    """The store of the trainer's experiences."""
 
     name: str = "experience_buffer"
     """Name of the store, and of its file where `path` is not given."""
@@ -428,7 +428,7 @@ class ExperienceBufferConfig(Section):
 
 
 class TrainerInputConfig(Section):
-    """What the trainer learns from."""
+    """The data that the trainer learns from."""
 
     experience_buffer: ExperienceBufferConfig = ExperienceBufferConfig()
     """The main store."""
@@ -463,7 +463,7 @@ class OperatorConfig(Section):
 
 
 class ExperiencePipelineConfig(Section):
-    """What happens to experiences before the buffer."""
+    """The steps between the explorer and the buffer."""
 
     operators: list[OperatorConfig] = []
     """Filters and reward shaping, in order; yours by name or path, `file:name`."""
@@ -487,7 +487,7 @@ class ExperiencePipelineConfig(Section):
 
 
 class TaskPipelineConfig(Section):
-    """What happens to the rows of the training tasksets before the run."""
+    """The steps that the rows of the training tasksets go through before the run."""
 
     operators: list[OperatorConfig] = []
     """Functions of rows, in order: by name or path, `file:name`; with `service.data_juicer`, any

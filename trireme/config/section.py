@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Fate:
-    """What becomes of a key whose value is not its default."""
+    """The effect of a key whose value is not its default."""
 
     text: str = "is not supported yet"
     """The sentence that says so, after the key."""
@@ -69,7 +69,7 @@ class NoEffect(Fate):
 
 
 def fate_of(item: FieldInfo) -> Fate | None:
-    """What becomes of a key; None: it works."""
+    """Return the effect of a key; None: it works."""
     return next((mark for mark in item.metadata if isinstance(mark, Fate)), None)
 
 

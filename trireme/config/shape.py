@@ -75,14 +75,14 @@ class ModelShape:
 
     @property
     def kept_by_experts(self) -> int:
-        """Those of them that experts keep: each what it gets and gives, too."""
+        """The part of them that experts keep: also the inputs and outputs of each."""
         return self.chosen * (2 * self.hidden + 4 * self.intermediate)
 
 
 def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape | None:
-    """By config.json; None where it is of no decoder that this knows.
+    """Read the shape from config.json's facts; None if it is no decoder that this knows.
 
-    `folder`: where its weights lie, which say whether there is a head beside the embedding, where
+    `folder`: where its weights lie, which say whether there is a head next to the embedding, where
     the configuration does not.
     """
     facts = {**facts, **(facts.get("text_config") or {})}
@@ -134,6 +134,8 @@ def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
 
 
 def shape_at(path: str | None) -> ModelShape | None:
-    """Of a model's path; None where it is not here, or of no decoder that this knows."""
+    """Return the shape of the model at a path; None if it is not on this machine, or no known
+    decoder.
+    """
     facts = model_config(path)
     return shape_of(facts, located(path, "models")) if path and facts else None

@@ -69,18 +69,18 @@ class StageFacts:
 
     @property
     def remote(self) -> bool:
-        """Whether rollout servers generate; a stage that reads data evaluates in its process."""
+        """True if rollout servers generate; a stage that reads data evaluates in its process."""
         servers = self.config.explorer.rollout_model.engine_type == "remote"
         return servers and not self.reads_file and not self.asks_api
 
     @property
     def asks_api(self) -> bool:
-        """Whether a model behind an OpenAI API is measured, and no engine is started."""
+        """True if a model behind an OpenAI API is measured, and no engine is started."""
         return self.config.mode == "bench" and self.config.model.external_model.enable
 
     @property
     def evaluates(self) -> bool:
-        """Whether evaluation tasksets are tried: not by a server, nor by a trainer that awaits
+        """True if evaluation tasksets are tried: not by a server, nor by a trainer that awaits
         explorers.
         """
         alone = self.config.mode in ("train", "serve") and not self.reads_file
@@ -324,7 +324,7 @@ def _idle(stage: StageFacts) -> tuple[str, ...]:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a section is empty, or says of itself that it is not used."""
+    """Return whether a section is empty, or says of itself that it is not used."""
     return isinstance(value, dict) and (not value or value.get("enable") is False)
 
 

@@ -63,13 +63,13 @@ def store_of(stage: StageFacts, job_dir: Path) -> tuple[tuple[str, str], Finding
 
 
 def is_between_processes(config: ExperienceBufferConfig) -> bool:
-    """Whether explorer and trainer may be two processes."""
+    """Return whether explorer and trainer may be two processes."""
     store = _known(config)
     return store is None or store.between_processes
 
 
 def keeps_steps(config: ExperienceBufferConfig) -> bool:
-    """Whether a batch can be what one explore step left, as long as nothing replays."""
+    """Return whether a batch can be what one explore step left, as long as nothing replays."""
     store = _known(config)
     return store is None or store.keeps_steps
 

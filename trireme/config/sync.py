@@ -85,15 +85,15 @@ def method_of(stage: StageFacts, spread: bool, hosts: int) -> tuple[SyncMethod, 
 
 
 def takes_lock_step(stage: StageFacts, train_batch_size: int, method: SyncMethod) -> bool:
-    """Whether explorer and trainer take turns, so that what each has done is all that the other
-    sees.
+    """Return whether explorer and trainer take turns, so that each sees exactly what the other has
+    done.
     """
     apart = _against_turns(stage, train_batch_size)
     return not apart and not stage.reads_file and method == "memory"
 
 
 def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
-    """What is expected where explorer and trainer are to take turns, and is not so.
+    """List what is expected for explorer and trainer to take turns, and does not hold.
 
     Time may not bring experiences back: a trainer that is always given more never ends its turn.
     Nor may replay lie in a database, which cannot take back what it has dropped.
@@ -135,8 +135,8 @@ def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
 def against_exactness(
     stage: StageFacts, train_batch_size: int, *, launcher: str, hosts: int
 ) -> list[str]:
-    """What is expected where nothing but the seed may decide what is learned (no clock, and no
-    other program), and is not so. `hosts`: engine processes of this machine.
+    """List what is expected for the seed alone to decide what is learned (no clock, and no other
+    program), and does not hold. `hosts`: engine processes of this machine.
     """
     explorer = stage.config.explorer
     external = [model.base_urls for model in explorer.auxiliary_models if model.base_urls]
