@@ -31,11 +31,11 @@ class Closed(EOFError):
 
 
 class OtherSideFailed(RuntimeError):
-    """Who puts or takes cannot go on, because of what is its `__cause__`."""
+    """A put or take cannot continue, because of the failure that is its `__cause__`."""
 
 
 class Puts(Protocol):
-    """What an explorer asks of a buffer, in this process or another."""
+    """The side of a buffer that an explorer uses, in this process or another."""
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """Add the experiences of one explore step, whole groups, in one transaction.
@@ -76,7 +76,7 @@ class Buffer(Puts, Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What the store counts, such as groups that had no room."""
+        """Return the store's counts, such as groups that had no room."""
         ...
 
     def commit(self) -> None:
@@ -87,7 +87,9 @@ class Buffer(Puts, Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep. Values: JSON, or bytes (written to a file of their own)."""
+        """Return what a checkpoint must store. Values: JSON, or bytes (written to a file of their
+        own).
+        """
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -96,7 +98,7 @@ class Buffer(Puts, Protocol):
 
 
 class Clock(Protocol):
-    """What time it is, and how to let it pass."""
+    """A clock: the time, and a way to let it pass."""
 
     def now(self) -> float:
         """Seconds, from any start."""
@@ -120,7 +122,7 @@ class WallClock:
 
 
 class Demand:
-    """Whether a take waits for more than there is.
+    """The state of a take that waits for more than there is.
 
     The store says so on the event loop: a look that found too few makes it so, if nothing was put
     since that look began, and the next put or the take's end makes it not so. What another thread
@@ -133,7 +135,7 @@ class Demand:
         """Called at every change; the reader of `unmet` sets it."""
 
     def set(self, unmet: bool) -> None:
-        """From the event loop's own thread."""
+        """Set the state. Call it from the event loop's own thread."""
         if unmet != self.unmet:
             self.unmet = unmet
             self.changed()
@@ -190,7 +192,7 @@ class Condition:
 
 @dataclass(eq=False, repr=False)
 class InMemory:
-    """What the stores of one process share: their limits, their clock, and how they end."""
+    """The common part of the stores of one process: their limits, their clock, and how they end."""
 
     name: str
     _: KW_ONLY
@@ -211,7 +213,7 @@ class InMemory:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """See Buffer."""
+        """Close the store, and wake everyone who waits."""
         self._closed = True
         self._changed.notify_all()
 
@@ -221,7 +223,7 @@ class InMemory:
         await self.close()
 
     def commit(self) -> None:
-        """What was taken is not kept here: nothing to forget."""
+        """Do nothing: this store retains nothing that was taken."""
 
     def _stop_if_closed(self) -> None:
         self._stop_if_failed()

@@ -43,7 +43,7 @@ class RowFormat(Protocol):
 
 
 class FileStore:
-    """See Store."""
+    """The store that reads experiences from a data set's rows."""
 
     between_processes = False
     keeps_steps = False
@@ -59,7 +59,7 @@ class FileStore:
         return ()
 
     def make(self, parts: StoreParts) -> FileBuffer:
-        """See Store."""
+        """Load the rows and make the buffer that reads them."""
         plan, config = parts.plan, parts.config
         rows = load_rows(
             config.path or "",
@@ -112,7 +112,7 @@ class FileBuffer:
         raise ValueError(f"buffer '{self.name}' reads a data set: nothing can be put into it")
 
     async def take(self, n: int) -> list[Experience]:
-        """See Buffer. Never waits for anyone."""
+        """Take the next `n` experiences, and never wait for anyone."""
         if self._failure is not None:
             raise RuntimeError(
                 f"buffer '{self.name}': the run has failed: {self._failure}"
@@ -131,7 +131,7 @@ class FileBuffer:
         raise NotImplementedError("a file buffer does not keep explore steps apart")
 
     async def close(self) -> None:
-        """See Buffer."""
+        """Close the buffer: later takes read nothing."""
         self._closed = True
 
     async def fail(self, error: BaseException) -> None:
@@ -146,7 +146,9 @@ class FileBuffer:
         return len(self._format) if self._end is None else max(self._end - self._position, 0)
 
     def metrics(self) -> dict[str, float]:
-        """What the rows that were read since the last call came to: `data/rows`, `data/cut` …"""
+        """Return the counts of the rows that were read since the last call: `data/rows`, `data/cut`
+        …
+        """
         counts = Counter(self._format.counts)
         metrics = {f"data/{name}": float(n - self._told[name]) for name, n in counts.items()}
         self._told = counts
@@ -156,11 +158,11 @@ class FileBuffer:
         """A data set keeps its rows: nothing to forget."""
 
     def state(self) -> dict[str, Any]:
-        """Where it stands: `current_index`, the rows read so far."""
+        """Return the position: `current_index`, the rows read so far."""
         return {"current_index": self._position}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See Buffer."""
+        """Continue at the position of a checkpoint."""
         self._position = int(state["current_index"])
 
     def _read(self, n: int) -> tuple[list[Experience], int]:

@@ -27,13 +27,13 @@ logger = get_logger("queue_experience_buffer")
 
 
 class QueueStore:
-    """See Store."""
+    """The store that is a queue in memory."""
 
     between_processes = False
     keeps_steps = True
 
     def place(self, path: str, name: str) -> str:
-        """Where its copy for people lies."""
+        """Return the path of its human-readable copy."""
         return path or "experience_buffer.jsonl"
 
     def examine(
@@ -43,7 +43,7 @@ class QueueStore:
         return ()
 
     def make(self, parts: StoreParts) -> QueueBuffer:
-        """See Store."""
+        """Make the queue, with its copy."""
         return QueueBuffer(
             parts.config.name,
             capacity=parts.config.capacity,
@@ -62,7 +62,9 @@ class QueueBuffer(InMemory):
         self._last_take = self.clock.now()
 
     async def put(self, experiences: Sequence[Experience]) -> None:
-        """See Buffer. Raises TimeoutError when nothing is taken for `max_read_timeout` seconds."""
+        """Add the experiences of a step. Raises TimeoutError when nothing is taken for
+        `max_read_timeout` seconds.
+        """
         begun = self.clock.now()
         await self._changed.until(
             lambda: self._closed or len(self._puts) < self.capacity or self._wanted > len(self),
@@ -87,7 +89,7 @@ class QueueBuffer(InMemory):
         self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
-        """See Buffer."""
+        """Take `n` experiences, after waiting for them; fewer when it ends."""
         await self._wait_for(n)
         taken = [self._pop() for _ in range(min(n, len(self)))]
         self._taken()
@@ -95,7 +97,7 @@ class QueueBuffer(InMemory):
         return taken
 
     async def take_step(self) -> list[Experience]:
-        """See Buffer."""
+        """Take what is left of the oldest put, after waiting for one."""
         await self._wait_for(1)
         taken = list(self._puts.popleft())
         self._taken()
@@ -142,7 +144,7 @@ class QueueBuffer(InMemory):
         return {"puts": [len(p) for p in self._puts], "experiences": encode(untaken)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See Buffer."""
+        """Restore the experiences of a checkpoint, put by put."""
         left = iter(decode(state["experiences"]))
         self._puts = deque(deque(next(left) for _ in range(size)) for size in state["puts"])
 

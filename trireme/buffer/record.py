@@ -310,7 +310,7 @@ def _note_cut(copy_: Path, gone: int, *, sampled: bool) -> None:
 
 
 def what_is_cut(copy_: Path) -> str | None:
-    """Of a copy that was past its limit, what it lacks, as a sentence."""
+    """Describe what a copy that was past its limit lacks, as a sentence; None if it was not cut."""
     try:
         cut = read_json(_cut_file(copy_))
     except FileNotFoundError:
@@ -341,7 +341,7 @@ def record_for(path: str | None, folder: Path, **limits: Any) -> Record:
 
 
 def summary(experience: Experience) -> dict[str, Any]:
-    """What a person wants to know of an experience."""
+    """Return the facts about an experience that a person wants to know."""
     return {
         "eid": experience.eid.uid,
         "step": batch_number(experience.eid),

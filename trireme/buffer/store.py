@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoreParts:
-    """What a store may be made of."""
+    """The parts that a store may be made of."""
 
     plan: Plan
     config: ExperienceBufferConfig
@@ -60,7 +60,7 @@ class Store(Protocol):
     """Whether `take_step` gives what one explore step left."""
 
     def place(self, path: str, name: str) -> str:
-        """Where the store lies: a URL or a path, in the job's buffer folder where it is relative.
+        """Return the store's URL or path, below the job's buffer folder if it is relative.
 
         `path` and `name` are those of the section; an empty path: the user named none.
         """
@@ -69,7 +69,7 @@ class Store(Protocol):
     def examine(
         self, config: ExperienceBufferConfig, key: str, path: str, seed: int
     ) -> Iterable[Problem]:
-        """What is wrong with the section `key`, whose path is `path`."""
+        """List what is wrong with the section `key`, whose path is `path`."""
         ...
 
     def make(self, parts: StoreParts) -> Buffer:

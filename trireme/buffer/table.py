@@ -101,7 +101,7 @@ def row_of(experience: Experience) -> dict[str, Any]:
 
 
 def _column(text: str | None) -> str | None:
-    """For people to read; the bytes have the text as it is."""
+    """Make a text fit for a column that people read; the bytes have the text as it is."""
     return None if text is None else storable(text)
 
 
@@ -164,7 +164,7 @@ def open_database(
 
 
 def is_away(error: DBAPIError) -> bool:
-    """Whether an error says that the server cannot be reached, be it by a new connection."""
+    """Return whether an error says that the server cannot be reached, be it by a new connection."""
     if isinstance(error.orig, sqlite3.Error):
         return False  # a file: what it cannot do now it will not do later
     connecting = isinstance(error, OperationalError) and error.statement is None
@@ -172,13 +172,13 @@ def is_away(error: DBAPIError) -> bool:
 
 
 def is_damaged(error: DBAPIError) -> bool:
-    """Whether an error says that a file is no SQLite database any more, or none that is whole."""
+    """Return whether an error says that a file is no longer a SQLite database, or a damaged one."""
     code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without what extends it
     return code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 
 
 def first_line(error: DBAPIError) -> str:
-    """What the database said, without SQL."""
+    """Return the database's own message, without SQL."""
     return str(error.orig).strip().partition("\n")[0]
 
 

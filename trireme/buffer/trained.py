@@ -159,7 +159,7 @@ def files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def eids_of(path: Path) -> list[str]:
-    """Whose tokens a file holds."""
+    """Return the ids of the experiences whose tokens a file holds."""
     with safe_open(path, "np") as file:
         return json.loads(file.metadata()["rows"])["eids"]
 
@@ -176,7 +176,7 @@ def read_trained(path: Path, eid: str) -> dict[str, Numbers] | None:
         n = head["eids"].index(eid)
 
         def slice_of(name: str, of: str) -> Numbers:
-            """This experience's values; safetensors refuses an empty slice at a tensor's end."""
+            """Read its values; safetensors refuses an empty slice at a tensor's end."""
             begin, length = sum(head[of][:n]), head[of][n]
             if not length:
                 return file.get_tensor(name)[:0]
