@@ -126,7 +126,7 @@ def _split_of(relative: Path) -> str | None:
 
 
 class FilePlaces(Sequence[str]):
-    """Of each row its file and its number there, from 0. Files are counted when first asked."""
+    """The file of each row and its number there, from 0. Files are counted when first asked."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = list(files)

@@ -47,7 +47,9 @@ class Columns:
 
 
 def sft_columns(rows: Rows, format_args: Mapping[str, Any]) -> Columns:
-    """See the top of the file. Raises ValueError listing the columns there are."""
+    """Choose the columns, as the top of the file says. Raises ValueError listing the columns there
+    are.
+    """
     messages = format_args.get("messages_key", "message")
     prompt = format_args.get("prompt_key", "prompt")
     response = format_args.get("response_key", "response")
@@ -82,7 +84,9 @@ class SftFormat:
 
     @classmethod
     def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
-        """See the top of the file. Raises ValueError listing the columns there are."""
+        """Choose the columns, as the top of the file says. Raises ValueError listing the columns
+        there are.
+        """
         return sft_columns(rows, format_args)
 
     def __init__(

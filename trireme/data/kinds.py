@@ -32,7 +32,7 @@ class DpoFormat(SftFormat):
 
     @classmethod
     def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
-        """See the module. Raises ValueError listing the columns there are."""
+        """Choose the columns, as the module says. Raises ValueError listing those there are."""
         chosen = format_args.get("chosen_key") or "chosen"
         rejected = format_args.get("rejected_key") or "rejected"
         rows.require(chosen, "format.chosen_key")
@@ -166,7 +166,7 @@ class KtoFormat(SftFormat):
 
     @classmethod
     def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
-        """See the module. Raises ValueError listing the columns there are."""
+        """Choose the columns, as the module says. Raises ValueError listing those there are."""
         rows.require(format_args.get("label_key") or "label", "format.label_key")
         return super().columns_of(rows, format_args)
 
@@ -178,7 +178,7 @@ class KtoFormat(SftFormat):
         format_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """See SftFormat. Raises ValueError where all rows have one label."""
+        """Read the rows. Raises ValueError where all rows have one label."""
         self._label = (format_args or {}).get("label_key") or "label"
         self._seen: set[bool] = set()
         super().__init__(rows, tokenizer, format_args=format_args, **options)
@@ -228,7 +228,7 @@ class CptFormat(SftFormat):
 
     @classmethod
     def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
-        """See the module. Raises ValueError listing the columns there are."""
+        """Choose the columns, as the module says. Raises ValueError listing those there are."""
         column = format_args.get("prompt_key", "prompt")
         if column == "prompt" and "text" in rows.columns:
             column = "text"
@@ -236,7 +236,7 @@ class CptFormat(SftFormat):
         return Columns(prompt=column)
 
     def __init__(self, rows: Rows, tokenizer: Any, **options: Any) -> None:
-        """See SftFormat."""
+        """Read the rows and encode all of them into one sequence of ids."""
         super().__init__(rows, tokenizer, **options)
         self._ids: list[int] = []
         for row in self.rows:

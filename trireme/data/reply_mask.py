@@ -143,7 +143,7 @@ def _text(
 
 
 def render_plain(tokenizer: Any, prompt: str, response: str, *, eos: int | None) -> Rendered:
-    """For a model without a chat template: prompt, response, end of sequence."""
+    """Render for a model without a chat template: prompt, response, end of sequence."""
     out = Rendered([], [])
     out.add(tokenizer.encode(joined(prompt)), 0)
     ids = _encode(tokenizer, response)
@@ -202,7 +202,7 @@ def _by_blocks(
     wanted: Mapping[int, float],
     end_ids: Collection[int],
 ) -> Rendered:
-    """Where the template marks what the model writes."""
+    """Render with the template's own marks of what the model writes."""
     ids, mask = _marked(tokenizer, messages, settings)
     if not any(mask):
         return Rendered([], [])

@@ -205,7 +205,7 @@ class RowSource(Protocol):
     """Whether the path alone decides what the rows are, so that a job keeps no hash of them."""
 
     def takes(self, data: DataSet) -> bool:
-        """Whether the rows of this data set come from here. Raises nothing."""
+        """Return whether the rows of this data set come from here. Raises nothing."""
         ...
 
     def files(self, data: DataSet) -> list[Path]:
@@ -281,7 +281,7 @@ def _chosen(data: DataSet, read: Callable[[], Rows]) -> Rows:
 
 
 def is_remote(data: DataSet) -> bool:
-    """Whether a data set is on the hub and not on this machine."""
+    """Return whether a data set is on the hub and not on this machine."""
     try:
         return source_of(data) is None and located(data.path, "datasets") is None
     except ValueError:  # it is nowhere

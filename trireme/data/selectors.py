@@ -103,7 +103,7 @@ class RowOrder:
         return int(self._order[index])
 
     def select(self, count: int) -> list[int]:
-        """See Selection."""
+        """Return the next `count` rows of the order."""
         first, self._position = self._position, self._position + count
         return [self[position] for position in range(first, self._position)]
 
@@ -115,7 +115,7 @@ class RowOrder:
         return {"current_index": self._position}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See Selection."""
+        """Continue at the position of a checkpoint."""
         self._position = int(state["current_index"])
 
 
@@ -170,7 +170,9 @@ class _Selected:
             raise ValueError(f"{self._name}: state_dict cannot be kept as JSON: {error}") from error
 
     def select(self, count: int) -> list[int]:
-        """See Selection. Raises ValueError for another number of rows, or one that is not there."""
+        """Return the user's choice. Raises ValueError for another number of rows, or one that is
+        not there.
+        """
         chosen = [int(row) for row in self._selector.get_indices(count)]
         if len(chosen) != count or any(not 0 <= row < self._rows for row in chosen):
             raise ValueError(
@@ -290,7 +292,7 @@ class DifficultyBased:
         self._draws = 0
 
     def select(self, count: int) -> list[int]:
-        """See Selection. No row comes twice unless more are wanted than there are."""
+        """Choose rows by difficulty. No row comes twice unless more are wanted than there are."""
         import numpy as np
 
         generator = np.random.default_rng([self._seed, self._draws])
@@ -304,7 +306,7 @@ class DifficultyBased:
         return [int(row) for row in np.resize(best, count)]
 
     def feedback(self, pass_rates: Mapping[int, float]) -> None:
-        """See the class."""
+        """Update the estimates with the pass rates of rows that were tried."""
         import numpy as np
 
         if not pass_rates:
@@ -333,7 +335,7 @@ class DifficultyBased:
         self._standing = standing
 
     def state(self) -> dict[str, Any]:
-        """See Selection."""
+        """Return the draws so far and the estimates."""
         return {
             "draws": self._draws,
             "rho": self._rho,
@@ -343,7 +345,7 @@ class DifficultyBased:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See Selection. Raises ValueError for a state of other rows."""
+        """Restore draws and estimates. Raises ValueError for a state of other rows."""
         import numpy as np
 
         if len(state["alphas"]) != len(self._alphas):

@@ -141,7 +141,7 @@ class Taskset:
 
     @property
     def learns(self) -> bool:
-        """Whether what it hands out depends on `feedback`."""
+        """True if the rows that it hands out depend on `feedback`."""
         return not isinstance(self._selection, RowOrder)
 
     def feedback(self, rates: PassRates) -> None:
@@ -150,7 +150,7 @@ class Taskset:
             self._selection.feedback(rates.get(self.taskset_id, {}))
 
     def state(self) -> dict[str, Any]:
-        """Where it stands: `current_index`, the rows handed out; and a `selector` that learns."""
+        """Return the position: `current_index`, the rows handed out; a `selector` that learns."""
         state = {"current_index": self._position}
         return {**state, "selector": self._selection.state()} if self.learns else state
 
@@ -310,7 +310,7 @@ class Mixture:
         return [task for taskset in self.tasksets for task in taskset.all()]
 
     def kinds(self) -> list[Task]:
-        """See Taskset."""
+        """Return the kinds of all the tasksets, one after another."""
         return [task for taskset in self.tasksets for task in taskset.kinds()]
 
     @property
@@ -320,7 +320,7 @@ class Mixture:
 
     @property
     def learns(self) -> bool:
-        """Whether what one of them hands out depends on `feedback`."""
+        """True if the rows that one of them hands out depend on `feedback`."""
         return any(taskset.learns for taskset in self.tasksets)
 
     def feedback(self, rates: PassRates) -> None:
@@ -329,7 +329,7 @@ class Mixture:
             taskset.feedback(rates)
 
     def state(self) -> dict[str, Any]:
-        """Where it stands: steps, and each taskset."""
+        """Return the position: steps, and each taskset's own state."""
         return {"step": self._step, "tasksets": [taskset.state() for taskset in self.tasksets]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
