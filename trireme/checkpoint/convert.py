@@ -94,7 +94,7 @@ def _shapes_of(text: str) -> dict[str, Shape] | None:
 
 
 def _against_config(names: list[str], config: dict[str, Any]) -> str | None:
-    """What a configuration promises and the names don't show."""
+    """Describe what a configuration promises and the names do not show, if anything."""
     layers = config.get("num_hidden_layers", 0)
     if not isinstance(layers, int):
         return f"its config.json has {layers!r:.60} as num_hidden_layers"
@@ -133,13 +133,13 @@ class Checkpoint:
 
     @property
     def hf(self) -> Path:
-        """Where transformers will find them."""
+        """The folder where transformers will find them."""
         return self.actor / "huggingface"
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What became of one checkpoint."""
+    """The result of converting one checkpoint."""
 
     step_dir: Path
     status: Status
@@ -148,7 +148,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Options:
-    """What a conversion may be told."""
+    """The options of a conversion."""
 
     base_model_dir: Path | None = None
     """Gives configuration and tokenizer where a checkpoint has none."""
@@ -261,8 +261,8 @@ def _weights_listed(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _proven(checkpoint: Checkpoint, before: Mapping[str, int]) -> str:
-    """What to add of an export that stands where the manifest lists another: from now on it lists
-    this one, since a resume would pass the step by.
+    """Describe what happened to an export whose manifest lists another: from now on it lists this
+    one, since a resume would pass the step by.
     """
     if not before:
         return ""
@@ -279,8 +279,8 @@ def _proven(checkpoint: Checkpoint, before: Mapping[str, int]) -> str:
 
 
 def _left_alone(hf: Path, dtype: str | None, to_export: bool) -> str:
-    """What is said of a complete folder. Where it is in another dtype than the one asked for it is
-    left alone too: a resume compares the checkpoint's files with their checksums.
+    """Describe a complete folder, which is left alone. That holds in another dtype than the
+    requested one too: a resume compares the checkpoint's files with their checksums.
     """
     wanted = OUTPUT_DTYPES[dtype or "auto"]
     found = {spec.dtype for file in weight_files(hf) for spec in OwnFile(file).specs.values()}
@@ -304,7 +304,7 @@ def _source(checkpoint: Checkpoint, others: Weights | None, expected: Expected |
 
 
 def _names(source: Source, expected: Expected | None, hf: Path) -> list[str]:
-    """What to write: all that the configuration's model has, and nothing left over."""
+    """List what to write: all that the configuration's model has, and nothing left over."""
     specs = source.specs
     if expected is None:
         return list(specs)

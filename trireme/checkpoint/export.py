@@ -33,7 +33,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor will be, known before it is read."""
+    """The shape and dtype of a tensor, known before it is read."""
 
     shape: Shape
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class SharedFiles:
 
 
 def write_index(folder: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
-    """Which tensor lies in which file."""
+    """Write the list of the file of each tensor."""
     total = sum(_size(spec) for shard in shards.values() for spec in shard.values())
     places = {name: file for file, shard in shards.items() for name in shard}
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
@@ -211,7 +211,7 @@ def sizes_of(
 
 
 def as_written(spec: Spec, dtype: torch.dtype | None) -> Spec:
-    """What a tensor is in files of a dtype, which only floating-point ones take on."""
+    """Return the spec of a tensor in files of a dtype, which only floating-point ones take on."""
     return Spec(spec.shape, dtype if dtype and spec.dtype.is_floating_point else spec.dtype)
 
 

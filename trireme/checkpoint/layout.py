@@ -104,7 +104,7 @@ class JobFolder:
 
     @property
     def starts(self) -> Path:
-        """What each start was; the configurations lie beside it."""
+        """The list of all starts; the configurations lie alongside it."""
         return self.root / "run" / "starts.json"
 
     @property
@@ -123,7 +123,7 @@ class JobFolder:
 
     @property
     def stage_meta(self) -> Path:
-        """Which stages are done."""
+        """The list of the stages that are done."""
         return self.root / "stage_meta.json"
 
     @property
@@ -186,6 +186,6 @@ class JobFolder:
             usable(path)
 
     def is_full(self, step: int) -> bool:
-        """Whether a step's folder is a checkpoint to go on from, not only weights."""
+        """Return whether a step's folder is a checkpoint to resume from, not only weights."""
         root = self.step_dir(step)
         return any(os.path.lexists(root / name) for name in (".full_checkpoint", MANIFEST))

@@ -168,7 +168,9 @@ def copy_model_files(model_dir: str | Path, target: Path) -> None:
 
 
 def is_model_file(path: Path) -> bool:
-    """Whether a model folder's file belongs to the model and is no weights, nor a list of them."""
+    """Return whether a model folder's file belongs to the model, but is no weights and no list of
+    them.
+    """
     listing = path.name.endswith(".index.json") or path.name.upper().startswith(
         ("README", "LICENSE")
     )
@@ -187,8 +189,8 @@ def write_pt(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _keep_side_files(old: Path, new: Path) -> None:
-    """What lay beside the weights of this step (the probe) goes on lying there, and so do the
-    weights themselves where the checkpoint has no others that the probe is true of.
+    """Copy the files that lay alongside the weights of this step (the probe), and move the weights
+    themselves if the checkpoint has no others that the probe is true of.
 
     They belong to no checkpoint: a later push of this step writes them again.
     """
@@ -201,8 +203,8 @@ def _keep_side_files(old: Path, new: Path) -> None:
 
 
 def _lacks_exact(actor: Path) -> bool:
-    """Whether a checkpoint holds no weights for others to load that are as trained: several ranks
-    write them in files of their own, and the export is rounded, or is not there.
+    """Return whether a checkpoint lacks weights for others to load that are exactly as trained:
+    several ranks write them in files of their own, and the export is rounded, or missing.
     """
     own = actor / WEIGHTS
     files = [own] if own.exists() else weight_files(actor / "huggingface")

@@ -26,7 +26,7 @@ class SavedTensor(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         ...
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -42,11 +42,11 @@ class ShardedRows:
 
     @property
     def shape(self) -> torch.Size:
-        """See SavedTensor."""
+        """The shape of all parts together."""
         return torch.Size([sum(len(part) for part in self.parts), *self.parts[0].shape[1:]])
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """See SavedTensor."""
+        """Return rows `start` to `stop`, joined from the parts."""
         taken, begin = [], 0
         for part in self.parts:
             taken.append(part[max(start - begin, 0) : max(stop - begin, 0)])
@@ -63,11 +63,11 @@ class FileRows:
 
     @property
     def shape(self) -> torch.Size:
-        """See SavedTensor."""
+        """The shape in the file."""
         return torch.Size(self.file.get_slice(self.name).get_shape())
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """See SavedTensor."""
+        """Read rows `start` to `stop` of the file."""
         return self.file.get_slice(self.name)[start:stop]
 
 
@@ -82,13 +82,13 @@ class ExpertRows:
 
     @property
     def shape(self) -> torch.Size:
-        """See SavedTensor."""
+        """The shape of all experts as one tensor."""
         parts = [self._part(name) for name in self.experts[0]]
         rows = sum(len(part) for part in parts)
         return torch.Size([len(self.experts), rows, *parts[0].shape[1:]])
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """See SavedTensor."""
+        """Read experts `start` to `stop` into one tensor."""
         count = max(stop - start, 0)  # more ranks than experts
         out = torch.empty(count, *self.shape[1:], dtype=self._part(self.experts[0][0]).dtype)
         for expert, names in zip(out, self.experts[start:stop], strict=True):
@@ -144,8 +144,8 @@ def own_rows(tensor: DTensor) -> tuple[int, int]:
 
 
 def my_parts(shards: Iterable[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, int, Tensor]]:
-    """What a rank writes of tensors: the name, the first of its rows, and the rows. A tensor that
-    every rank has whole is written by the first.
+    """Yield what a rank writes of tensors: the name, the first of its rows, and the rows. A tensor
+    that every rank has whole is written by the first.
     """
     for name, tensor in shards:
         if isinstance(tensor, DTensor):
@@ -237,7 +237,7 @@ def _weights(actor: Path, world: int) -> dict[str, Tensor | SavedTensor]:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """What the files of all ranks hold under one name: sharded, or alike in all of them."""
+    """Join what the files of all ranks hold under one name: sharded, or alike in all of them."""
     if isinstance(parts[0], DTensor):
         places = parts[0]._spec.mesh.mesh  # of ranks: [copies, shards], or [shards]
         first = places.reshape(-1, places.shape[-1])[0].tolist()
@@ -250,8 +250,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Of the generators that training draws from, dropout's for one: the CPU's, and the device's
-    own where it has one.
+    """Return the states of the generators that training draws from, dropout's for one: the CPU's,
+    and the device's own if it has one.
     """
     state = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
