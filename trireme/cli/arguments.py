@@ -54,7 +54,9 @@ class FlagDialect(Protocol):
     """Flags with several values."""
 
     def instead(self, name: str) -> str | None:
-        """What to set in place of a flag of that system which is not taken here; None: unknown."""
+        """Suggest what to set in place of a flag of that system which is not taken here; None:
+        unknown.
+        """
         ...
 
     def overrides(self, flags: Given, config: Source) -> list[str]:
@@ -142,12 +144,12 @@ def _taken(
 
 
 def _is_other(word: str) -> bool:
-    """Whether a word behind several values is not one more of them."""
+    """Return whether a word behind several values is not one more of them."""
     return word.startswith("-") or "=" in word or is_yaml(word)
 
 
 def is_yaml(word: str) -> bool:
-    """Whether a plain word names a configuration."""
+    """Return whether a plain word names a configuration."""
     return word.endswith((".yaml", ".yml")) and "=" not in word
 
 

@@ -124,7 +124,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _held(plan: Plan) -> str:
-    """What the folder has of an earlier start, which the run continues."""
+    """Describe the earlier start in the folder, which the run continues."""
     folder = JobFolder(plan.job_dir)
     step = max((step for step in folder.steps() if folder.is_full(step)), default=None)
     if step is None:
@@ -135,8 +135,8 @@ def _held(plan: Plan) -> str:
 
 
 def _exactness(plan: Plan) -> str:
-    """What equal seeds give, and how near engine and trainer are where both read the same tensors.
-    That a GPU gives equal bytes has not been shown.
+    """Describe what equal seeds give, and how near engine and trainer are where both read the same
+    tensors. That a GPU gives equal bytes has not been shown.
     """
     if not plan.deterministic:
         return ""

@@ -32,7 +32,9 @@ Told = tuple[list[tuple[str, str]], list[str]]
 
 
 def first_rows(plan: Plan, parts: Parts) -> Told:
-    """See the module. A plan whose model is made by another stage is not looked at."""
+    """Return lines and problems of the first rows. A plan whose model another stage makes is
+    skipped.
+    """
     if plan.mode == "serve" or plan.api or located(plan.model_path, "models") is None:
         return [], []
     lines, problems = _of_data(plan) if plan.buffer_type == "file" else ([], [])

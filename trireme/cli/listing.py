@@ -36,7 +36,7 @@ def first_line(thing: Any) -> str:
 
 
 def plugins_loaded(plugin_dirs: Sequence[Path]) -> bool:
-    """Whether all plug-ins could be loaded, so that they are listed too; else says why not."""
+    """Load all plug-ins, so that they are listed too; if one fails, say why and return False."""
     from trireme.cli.run import add_plugin_dirs, complain
     from trireme.workflows.plugins import load_plugins
 

@@ -130,5 +130,7 @@ def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
 
 
 def log_folder(plans: Sequence[Plan]) -> Path:
-    """Where the job as a whole logs: beside the stages' folders, or in the only one."""
+    """Return the folder where the job as a whole logs: next to the stages' folders, or in the only
+    one.
+    """
     return plans[0].root_dir / "log" / plans[0].explorer_name
