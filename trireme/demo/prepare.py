@@ -52,7 +52,7 @@ def prepare(folder: Path, seed: int) -> Path:
 
 
 def assets_folder(seed: int) -> Path:
-    """Where a seed's problems and model lie."""
+    """Return the folder of a seed's problems and model."""
     root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
     return root / "arithmetic_assets" / f"seed_{seed}"
 
