@@ -71,7 +71,7 @@ def __dir__() -> list[str]:
 
 
 def _is_module(name: str) -> bool:
-    """Whether `from trireme import NAME` means a module: Python asks for an attribute first."""
+    """Return whether `from trireme import NAME` means a module; Python tries attributes first."""
     return PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None  # noqa: F405
 
 

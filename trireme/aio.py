@@ -103,8 +103,8 @@ Away = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 def is_async(function: Any) -> bool:
-    """Whether a call gives a coroutine: of an `async def`, or of an object whose `__call__` is one;
-    a partial is what it holds.
+    """Return whether a call gives a coroutine: the function is an `async def`, or an object whose
+    `__call__` is one. A partial is judged by the function it wraps.
     """
     while isinstance(function, partial):
         function = function.func
@@ -117,8 +117,8 @@ def is_async(function: Any) -> bool:
 
 
 def also_blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Any]:
-    """Of an `async def` a method that a plain one of a subclass may call: `super().run()` waits in
-    a thread without an event loop, and is a coroutine everywhere else.
+    """Turn an `async def` into a method that a plain one of a subclass may call: `super().run()`
+    waits in a thread without an event loop, and is a coroutine everywhere else.
     """
 
     @wraps(method)
@@ -220,7 +220,9 @@ class LoopWatch:
     """
 
     def __init__(self, limit: float | None) -> None:
-        """To be made on the loop; what blocks it for less is warned of once. None: a server's."""
+        """Begin to watch the running loop. Code that blocks it for less than `limit` is warned of
+        once. None: a server's.
+        """
         self._loop = asyncio.get_running_loop()
         self._limit = limit
         self._ident = threading.get_ident()

@@ -239,7 +239,7 @@ class Batch:
 
 
 class Columns:
-    """What one call of a function of an algorithm is given, by name: see COLUMNS."""
+    """The columns that one call of an algorithm's function receives, by name: see COLUMNS."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class Columns:
         self._device = device
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a column."""
+        """Return whether there is such a column."""
         fields = self._batch.fields if self._batch is not None else ()
         return name in self._given or name in self._made or name in fields
 

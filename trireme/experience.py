@@ -43,7 +43,7 @@ _NUMPY_TYPES = {kind: np.dtype(str(kind)[6:]) for kind in {torch.int64, *TOKEN_F
 
 @dataclass(order=True)
 class EID:
-    """Whose experience this is: batch (explore step), task in it, run (rollout) of it, step of
+    """The place of an experience: batch (explore step), task in it, run (rollout) of it, step of
     that.
     """
 

@@ -156,7 +156,7 @@ def _is_place(place: Any) -> bool:
 
 @cache
 def kernel() -> Extension:
-    """What is built in and belongs to no extension."""
+    """Return everything that is built in and belongs to no extension."""
     return Extension.read("trireme", "trireme", Path(__file__).with_name("builtin.toml"))
 
 

@@ -162,8 +162,8 @@ def _value(where: str, text: str | bytes, kind: type[Value]) -> Value:
 
 
 def json_or(path: Path, otherwise: Value) -> Value:
-    """What a JSON file that carries no state holds, of the type of `otherwise`, which stands for it
-    where there is none, or where it is damaged: it is renamed out of the way then, with a warning.
+    """Read a JSON file that carries no state, of the type of `otherwise`. Return `otherwise` if the
+    file is missing or damaged; a damaged one is renamed out of the way, with a warning.
     """
     try:
         return read_json(path, type(otherwise))
@@ -175,8 +175,9 @@ def json_or(path: Path, otherwise: Value) -> Value:
 
 
 def usable(path: Path, *, below: Path | None = None) -> bool:
-    """Whether there is a regular file that can be read and written. What else has its name, and
-    carries no state, is renamed out of the way, with a warning. `below`: see `open_regular`.
+    """Return whether there is a regular file that can be read and written. Anything else of its
+    name, which carries no state, is renamed out of the way, with a warning. `below`: see
+    `open_regular`.
     """
     try:
         os.close(open_regular(path, os.O_RDWR, below=below))
@@ -277,8 +278,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
 
 
 def whole_lines(path: Path) -> bool:
-    """Whether there is a file of lines that can be read and written, which carries no state; see
-    `usable`. What a killed process left of its last line is cut off.
+    """Return whether there is a file of lines that can be read and written, which carries no state;
+    see `usable`. An unfinished last line that a killed process left is cut off.
     """
     if not usable(path):
         return False
@@ -304,7 +305,7 @@ class CannotWrite(OSError):
 
 
 class InUse(ValueError):
-    """What one process may do at a time, another one is doing."""
+    """Another process is doing what only one may do at a time."""
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def setup_logging(job_log_dir: str | Path, level: str) -> Callable[[], None]:
 
 @lru_cache(maxsize=1024)
 def part_of(logger_name: str) -> str:
-    """Which part's file a logger writes to: `trireme.sync.probe` -> `synchronizer`."""
+    """Return the part whose file a logger writes to: `trireme.sync.probe` -> `synchronizer`."""
     name = logger_name.removeprefix(f"{ROOT}.").split(".")[0]
     name = _PART_OF_PACKAGE.get(name, name)
     return name if name in PARTS or name.startswith("explorer_runner_") else ELSEWHERE
@@ -110,7 +110,7 @@ class Lines(logging.Formatter):
     """A line of a log, or several with a traceback: no password, no control character."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See Formatter."""
+        """Format a record, made safe to show, with passwords hidden."""
         return shown(hide_passwords(super().format(record)))
 
 

@@ -102,7 +102,9 @@ class Leftovers:
                 os.kill(pid, number)
 
     def running(self) -> set[tuple[int, str]]:
-        """Those that run: their numbers, and when each began, since numbers are used again."""
+        """Find the processes that run: their numbers, and when each began, since numbers are used
+        again.
+        """
         mark, forks = f"{MARK}={self.token}".encode(), _forks()
         found = set[tuple[int, str]]()
         for name in os.listdir("/proc") if Path("/proc/self/environ").exists() else ():
@@ -141,7 +143,7 @@ def _forks() -> set[tuple[int, str]]:
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks since the machine did; empty where it has ended."""
+    """Return when a process began, in ticks since the machine did; empty if it has ended."""
     fields = _read(pid, "stat").rpartition(b")")[2].split()  # its name may hold anything
     return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
 

@@ -78,10 +78,10 @@ class Registry(MutableMapping[str, Any]):
         return [name for name in names if name not in self._removed]
 
     def get(self, key: str | None, default: Any = _RAISE, *, kind: str = "") -> Any:
-        """What `key` names; None for None. For an unknown name the default, where one is given.
+        """Look `key` up; None for None. For an unknown name return the default, if one is given.
 
         Raises UnknownName, a ValueError, or ImportError where the name's module is broken. `kind`:
-        what messages call it, where several keys of the YAML share this registry.
+        the word for it in messages, where several keys of the YAML share this registry.
         """
         kind = kind or self.name
         if key is None:
@@ -155,7 +155,7 @@ class Registry(MutableMapping[str, Any]):
             self.register_module(name, thing)
 
     def refuses(self, name: str) -> bool:
-        """Whether `get` says what to name in place of this."""
+        """Return whether `get` refuses this name and suggests another."""
         return name in self._refused
 
     def __setitem__(self, name: str, thing: Any) -> None:
@@ -205,7 +205,9 @@ class Registry(MutableMapping[str, Any]):
 
 
 def is_path(key: str) -> bool:
-    """Whether a key is `package.module.Name` or `module:name`; a hub id with a dot is neither."""
+    """Return whether a key is `package.module.Name` or `module:name`; a hub id with a dot is
+    neither.
+    """
     return ":" in key or ("." in key and "/" not in key)
 
 

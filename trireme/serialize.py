@@ -72,7 +72,7 @@ def encode(experiences: Sequence[Experience]) -> bytes:
 
 
 def _block(words: Words, text: bytes) -> bytes:
-    """What safetensors' `save` writes of these two, byte for byte, in a fraction of its time."""
+    """Write these two as safetensors' `save` does, byte for byte, in a fraction of its time."""
     size = words.nbytes
     entries = {
         "__metadata__": {"format": FORMAT},
@@ -85,7 +85,7 @@ def _block(words: Words, text: bytes) -> bytes:
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Of the names and bytes of all tensors but the text's."""
+    """Return the CRC-32 of the names and bytes of all tensors but the text's."""
     crc = 0
     for name in sorted(tensors.keys() - {"json"}):
         crc = zlib.crc32(name.encode(), crc)

@@ -69,7 +69,7 @@ for _dumper in (yaml.SafeDumper, yaml.Dumper):  # YAML's dumpers know `dict`, an
 
 @dataclass
 class Task:
-    """What a workflow is given. `repeat_times` rollouts of it form a group.
+    """The task that a workflow receives. `repeat_times` rollouts of it form a group.
 
     `raw_task` is the data set's row, all columns as they were read. A column whose name means
     nothing else here is also an attribute: `task.level`. `format_args`, `rollout_args`,

@@ -38,7 +38,7 @@ def as_json(value: Any, **options: Any) -> str:
 
 
 def has_half(value: Any) -> bool:
-    """Whether a JSON value holds half a surrogate pair, in a text or a key."""
+    """Return whether a JSON value holds half a surrogate pair, in a text or a key."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:

@@ -37,7 +37,7 @@ _LASTING = (
 
 
 class Refused(ValueError):
-    """What a user's code gave back cannot be used; its text says what was expected."""
+    """A value that a user's code returned cannot be used; the text says what was expected."""
 
     lasting = True
 
@@ -98,7 +98,7 @@ class UserCode(AbstractContextManager["UserCode"]):
 
 
 def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | None:
-    """Whose code raised an error; `what` and `code` where it is not marked, else None."""
+    """Return whose code raised an error; `what` and `code` if it is not marked, else None."""
     marked = getattr(error, _MARK, None) or ((what, _defined(code)) if what else None)
     if marked is None:
         return None
@@ -133,7 +133,7 @@ def with_place(sentence: str, line: str) -> str:
 
 
 def innermost(frame: FrameType | None) -> tuple[UserCode | None, str]:
-    """Of a stack that runs: which `UserCode` it is in, and its deepest line that is the user's."""
+    """Find which `UserCode` a running stack is in, and its deepest line that is the user's."""
     return _innermost(() if frame is None else (f for f, _ in traceback.walk_stack(frame)))
 
 
@@ -208,7 +208,7 @@ def _line(file: str, number: int) -> str:
 
 
 def _is_theirs(file: str) -> bool:
-    """Whether a file is neither ours nor a library's."""
+    """Return whether a file is neither ours nor a library's."""
     if file.startswith("<"):
         return False
     path = os.path.realpath(file)
