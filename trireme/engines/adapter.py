@@ -24,7 +24,7 @@ ENDS = {"lm_head", "embed_tokens"}
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are an adapter's. Raises ValueError where only some are."""
+    """Return whether these names are an adapter's. Raises ValueError if only some are."""
     ends = {name.endswith((A, B)) for name in names}
     if len(ends) > 1:
         raise ValueError("these weights mix an adapter's tensors with a model's")
@@ -68,7 +68,7 @@ def merge(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 class Merged:
-    """An adapter in a module's own weights; what these were before is kept beside them."""
+    """An adapter merged into a module's weights; the base weights are stored alongside."""
 
     def __init__(self) -> None:
         self._base: dict[str, Tensor] = {}
@@ -107,7 +107,7 @@ class Merged:
         self._adapter = {}
 
     def forget(self) -> None:
-        """Other weights have come, of which nothing is known."""
+        """Drop all state: other weights have been loaded."""
         self._base, self._adapter = {}, {}
 
     def _as_stored(self, adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -117,8 +117,8 @@ class Merged:
 
     @torch.no_grad()
     def apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A module's state dict without the adapter, and the adapter beside it; a weight that is
-        not their sum, to the bit, is missing.
+        """Split a module's state dict into its weights without the adapter, and the adapter; a
+        weight that is not bitwise the sum of base and adapter is left out.
         """
         out = {**weights, **self._adapter}
         for stem, a, b in self._as_stored(self._adapter):

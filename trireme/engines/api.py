@@ -21,7 +21,7 @@ from trireme.text import as_json, joined
 logger = get_logger("api")
 
 CONNECT_S = 10.0
-"""For how long a connection may take, so that a dead address ends the evaluation."""
+"""Seconds that a connection may take, so that a dead address ends the evaluation."""
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses that refuse one conversation; any other one is the API's own failure."""
 END = "<|end|>"
@@ -30,7 +30,7 @@ _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}" + END + "\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""What a record shows of a conversation that reached an API as messages."""
+"""The template that a record shows for a conversation sent to an API as messages."""
 
 
 class Asked(NamedTuple):
@@ -43,7 +43,7 @@ class Asked(NamedTuple):
 
 
 ASKED: ContextVar[Asked | None] = ContextVar("ASKED", default=None)
-"""What the call under way asks; a Model's prompts are ids, which an API does not take."""
+"""The request of the current call; a Model's prompts are ids, which an API does not take."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
@@ -60,7 +60,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 class ApiEngine(ScriptedEngine):
-    """See Engine. It has no weights, and reports one constant log-probability."""
+    """An engine that calls an API. It has no weights, and reports one constant log-probability."""
 
     traits = EngineTraits(model="messages")
 
@@ -98,7 +98,9 @@ class ApiEngine(ScriptedEngine):
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """See Engine. Raises ValueError for a prompt that is no conversation."""
+        """Send the messages of the current call to the API. Raises ValueError for a prompt that is
+        no conversation.
+        """
         self._check()
         asked = ASKED.get()
         if asked is None:
@@ -197,7 +199,7 @@ class ApiEngine(ScriptedEngine):
             raise RuntimeError(self._failed)
 
     async def close(self) -> None:
-        """See Engine."""
+        """Fail all later calls, and close the HTTP client."""
         await super().close()
         await self._client.close()
 
@@ -209,6 +211,8 @@ def _call_as_text(function: Any) -> str:
 
 
 def _told_tokens(answer: Any, samples: int) -> float:
-    """What an answer says that its one reply has; NaN where it does not say, or of several."""
+    """Return the token count that an answer reports; NaN if it reports none, or for several
+    samples.
+    """
     told = getattr(answer.usage, "completion_tokens", None)
     return float(told) if samples == 1 and isinstance(told, int) else math.nan

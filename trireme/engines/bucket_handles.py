@@ -23,7 +23,7 @@ from trireme.engines.device import EXPANDS, FIXED, allocator_options, set_alloca
 
 _NUMBERS = {"offset": 3, "size": 8, "begin": 9, "counter": 12, "waits": 14}
 _BYTES = {"memory": 7, "counters": 11, "event": 13}
-"""Where torch has the parts of a CUDA handle, in what it would pickle of a tensor."""
+"""Positions of a CUDA handle's parts in what torch would pickle of a tensor."""
 
 
 class Lender:
@@ -38,8 +38,8 @@ class Lender:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether what it lends lies there; it is made anew for each push, since memory is scarce
-        between two.
+        """True if the lent memory is on the GPU; it is allocated again for each push, since memory
+        is scarce between pushes.
         """
         return self._device.type == "cuda"
 
@@ -56,7 +56,9 @@ class Lender:
         return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
     def handle(self, flat: Tensor) -> dict[str, Any]:
-        """Of the first bytes of `new_bytes`, which are written: what borrowers need, as JSON."""
+        """Return what borrowers need, as JSON, to read the first bytes of `new_bytes`, which are
+        written.
+        """
         if not self.on_gpu:
             size = flat.numel()
             return {"process": os.getpid(), "descriptor": self._descriptor, "size": size}

@@ -10,8 +10,8 @@ objects decide whose work comes next:
 - RolloutBarrier, in deterministic mode only: the engine's next step waits until every live rollout
   waits on it, since a batch's make-up changes floating-point sums, and byte-equal runs need every
   step to see the same requests. The explorer counts rollouts in and out; the engine asks `open`.
-  The time that a rollout is held for the others is not its own: `held` says how much, so that one
-  that hangs runs into its time-out alone.
+  The time that a rollout waits for the others does not count as its own: `held` returns it, so that
+  only a rollout that hangs itself runs into its time-out.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ EXPANDS, FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
 def allocator_options() -> str:
-    """What the user said of torch's memory of a GPU, by the variables that torch reads."""
+    """Return the user's options for torch's GPU allocator, from the variables that torch reads."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def set_allocator_options(options: str) -> None:
-    """From now on, in this process alone; what is not said again is forgotten."""
+    """Set the allocator's options in this process; options that are not repeated are reset."""
     older = torch.cuda.memory._set_allocator_settings
     change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", older)
     change(options)
 
 
 def expand_segments(expand: bool) -> None:
-    """Memory of a GPU in pieces that grow, or not, where the user has said nothing: micro-batches
-    differ in size, and the gaps that they leave would be lost. An earlier stage of this process may
-    have set the other.
+    """Let GPU memory segments grow, or not, unless the user has set it: micro-batches differ in
+    size, and the gaps that they leave would be lost. An earlier stage of this process may have set
+    the opposite.
     """
     if not allocator_options():
         set_allocator_options(EXPANDS if expand else FIXED)
@@ -91,7 +91,7 @@ def expand_segments(expand: bool) -> None:
 
 @contextmanager
 def sums_in_order(device: torch.device) -> Iterator[None]:
-    """On a GPU, kernels that add in one order every time, where torch has them; a CPU's all do."""
+    """Use GPU kernels that add in a fixed order, where torch has them; a CPU's all do."""
     if device.type != "cuda":
         yield
         return
@@ -134,7 +134,7 @@ class RolloutBarrier:
                 wake()
 
     def open(self, waiting: Iterable[tuple[Any, ...]]) -> bool:
-        """Whether every live rollout is among those with a request at the engine."""
+        """Return whether every live rollout has a request waiting at the engine."""
         ready = {key[:3] for key in waiting}
         is_open = self.live <= ready
         for key in [key for key in self._since if is_open or key not in ready]:
@@ -163,7 +163,7 @@ class Device:
         if threads is not None:
             torch.set_num_threads(threads)
         self.colocation: ColocationLock | None = None
-        """With an engine of another process, which has the accelerator meanwhile."""
+        """The lock shared with an engine process that uses the same accelerator."""
         self.busy = 0.0
         """Seconds of all work so far."""
 

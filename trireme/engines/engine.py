@@ -20,9 +20,9 @@ from trireme.registry import did_you_mean
 StopReason = Literal["stop", "length", "aborted"]
 
 COLDEST, HOTTEST = 1e-6, 100
-"""Of the temperatures: between 0 and the coldest one float32 would overflow."""
+"""Limits of the temperature: between 0 and the coldest one float32 would overflow."""
 MOST_SAMPLES = 16384
-"""Of one request to a server, over all of its prompts."""
+"""Limit of one request to a server, over all of its prompts."""
 
 
 MOST_STOPS = 1024
@@ -96,7 +96,7 @@ class Sampling:
     ] = None
     """Random stream of this request; None: derived from the engine's seed and the request's key."""
     logprobs: Annotated[int, _whole(0, 64)] = 0
-    """How many likeliest alternatives to report per token beside the sampled one."""
+    """Number of likeliest alternatives to report per token, in addition to the sampled one."""
 
 
 @dataclass
@@ -107,7 +107,8 @@ class Completion:
     logprobs: list[float]
     """log-softmax(logits / temperature), no truncation, no penalty. Greedy: temperature 1."""
     sampler_logprobs: list[float]
-    """Of the distribution really drawn from: penalties, top-k, top-p and min-p applied. Greedy: 0.
+    """Log-probabilities under the distribution actually drawn from: penalties, top-k, top-p and
+    min-p applied. Greedy: 0.
     """
     versions: list[int]
     """The weight version that sampled each token."""
@@ -144,15 +145,15 @@ class Health:
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What runs ask of an engine before they use it."""
+    """Properties of an engine that a run checks before it uses the engine."""
 
     pushes: Mapping[str, str] = field(default_factory=lambda: {"memory": "memory"})
-    """The names in PUSHES by which it takes new weights: for `sync_method` memory and nccl, and for
-    `paired`, where it has the device of one of the trainer's ranks.
+    """The names in PUSHES by which the engine takes new weights: for `sync_method` memory and nccl,
+    and for `paired`, where it shares a device with one of the trainer's ranks.
     """
     model: str = "tokens"
-    """The name in MODELS of what workflows hold of it: by `messages` conversations reach it as they
-    are, since its ids are not its own (engines/api.py).
+    """The name in MODELS of the model that workflows use: with `messages`, conversations reach the
+    engine as they are, since its ids are not the run's (engines/api.py).
     """
 
 
@@ -160,7 +161,7 @@ class Restartable(Protocol):
     """Servers that may be started again while a run uses them: see engines/servers.py."""
 
     renew: Callable[[Callable[[], bool]], Awaitable[None]] | None
-    """Brings the run's weights to all; None: there are none beside the model's own."""
+    """Pushes the run's weights to all servers; None: they serve only the model's own."""
 
     async def persist(self, push: Callable[[], Awaitable[Any]]) -> Any:
         """The result of a push, which is done again where a server was gone."""
@@ -210,8 +211,8 @@ class Engine(Protocol):
         ...
 
     async def fingerprint(self) -> dict[str, float] | None:
-        """See engines/weight_group.py: a number for each tensor, in the engine's dtype, an
-        adapter's beside those of its base; None where it has none to show.
+        """Return a number for each tensor, in the engine's dtype, an adapter's tensors listed apart
+        from its base (engines/weight_group.py); None if the engine has none to report.
         """
         ...
 
@@ -239,7 +240,7 @@ class Engine(Protocol):
 
 
 def broken(failure: BaseException) -> RuntimeError:
-    """What the callers of an engine get once it has failed."""
+    """Return the error that callers of an engine get once it has failed."""
     error = RuntimeError(f"the engine has failed: {type(failure).__name__}: {failure}")
     error.__cause__ = failure
     return error
@@ -251,8 +252,8 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
 def with_options(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
     """`base` with the options of one call; None leaves an option as it is.
 
-    Raises ValueError, naming the option, for one that there is not, or a value of another type or
-    out of its range.
+    Raises ValueError, naming the option, for an unknown one, or a value of another type or out of
+    its range.
     """
     options = {name: value for name, value in overrides.items() if value is not None}
     if not options:

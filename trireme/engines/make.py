@@ -31,17 +31,17 @@ class EngineSpec:
     """The embedded engine's; others find their own."""
     seed: int = 42
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the kind adds: see EngineKind."""
+    """Options that the engine's kind adds (`EngineKind.options`)."""
     chat_template: str | None = None
     enable_thinking: bool | None = None
     tool_call_parser: str | None = None
     trust_remote_code: bool = False
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    """See Rollouts."""
+    """Options of the servers' scheduler (`Rollouts`)."""
     use_async_engine: bool = True
 
     def to_json(self) -> str:
-        """On one line."""
+        """Serialize the spec as one line of JSON."""
         return json.dumps(asdict(self))
 
 

@@ -29,15 +29,17 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class Wakes(Protocol):
-    """Who has engines work that share a trainer's devices: a ColocationLock, here or on Ray."""
+    """A lock that lets engines work that share a trainer's devices: a ColocationLock, local or on
+    Ray.
+    """
 
     async def for_engine(self) -> None:
-        """The engines work when this returns."""
+        """Return once the engines may work."""
         ...
 
 
 class RemoteEngine:
-    """See Engine."""
+    """An engine behind one or several servers."""
 
     traits = EngineTraits({"memory": "http", "nccl": "group", "paired": "pairs"})
 
@@ -62,7 +64,7 @@ class RemoteEngine:
         )
         self.servers = Servers(urls, self._client, seed)
         self.colocation: Wakes | None = None
-        """With a trainer that has the same accelerator."""
+        """The lock shared with a trainer that uses the same accelerator."""
         self.bucket_bytes = BUCKET_BYTES
         self._version = 0
         self._begun = False
@@ -79,7 +81,7 @@ class RemoteEngine:
 
     @property
     def multi_turn(self) -> bool:
-        """Whether the servers have a scheduler."""
+        """True if the servers have a scheduler."""
         return self.servers.multi_turn
 
     async def generate(
@@ -90,7 +92,7 @@ class RemoteEngine:
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """See Engine. Of an aborted request nothing comes back."""
+        """Generate on the server that the router picks. An aborted request returns no tokens."""
         self._check()
         body = {"ids": list(ids), "sampling": dataclasses.asdict(sampling), "key": list(key)}
         report = None if on_token is None else _without_repeats(on_token)
@@ -127,14 +129,14 @@ class RemoteEngine:
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
-        """See Engine; asked of the first server, the fingerprints of all."""
+        """Return log-probabilities from the first server; fingerprints come from all servers."""
         self._check()
         await self.connect()
         rows = {"ids": [list(row) for row in ids], "temperature": temperature}
         return await self._post(self.urls[0], "/engine/logprobs", rows)
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """See Engine. A folder must be readable by the servers."""
+        """Send weights to all servers. A folder must be readable by the servers."""
         self._check()
         if source is None:
             raise ValueError("a remote engine has its own weights: update_weights needs a source")
@@ -147,9 +149,9 @@ class RemoteEngine:
         await self.commit_weights(version)
 
     async def send_weights(self, bucket: Mapping[str, Tensor]) -> None:
-        """A part of new weights to all servers, which use it when they are told to commit.
+        """Send a part of new weights to all servers, which use it once they are asked to commit.
 
-        Also while a trainer has the accelerator: the servers only keep it.
+        Works while a trainer has the accelerator as well: the servers only store it.
         """
         data = save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()})
         await self._all(self._post(url, "/engine/weights", data) for url in self.urls)
@@ -162,7 +164,7 @@ class RemoteEngine:
         self.now_at(version)
 
     async def fingerprint(self) -> dict[str, float] | None:
-        """See Engine. Raises RuntimeError where the servers have different weights."""
+        """Return the servers' fingerprint. Raises RuntimeError if their weights differ."""
         marks = await self.get_all("/engine/fingerprint")
         for url, other in zip(self.urls[1:], marks[1:], strict=True):
             if other != marks[0]:
@@ -175,7 +177,7 @@ class RemoteEngine:
         return self.servers.urls
 
     async def get_all(self, path: str) -> list[Any]:
-        """What every server answers, in their order."""
+        """Return every server's answer, in the servers' order."""
         self._check()
         await self.connect()
         calls = (self._ask(url, path, self._client.get(url + path)) for url in self.urls)
@@ -203,19 +205,19 @@ class RemoteEngine:
         self.servers.complete()
 
     async def pause(self) -> None:
-        """See Engine."""
+        """Pause all servers; new requests wait."""
         await self.servers.connect()
         await self._all(self._post(url, "/engine/pause", {}) for url in self.urls)
         self._paused = True
 
     async def resume(self) -> None:
-        """See Engine."""
+        """Resume all servers."""
         await self.servers.connect()
         await self._all(self._post(url, "/engine/resume", {}) for url in self.urls)
         self._paused = False
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
-        """See Engine; ends this client's requests only."""
+        """Abort this client's requests whose key begins with `key`; return their number."""
         mine = [
             c for c, call_key in self._calls.items() if call_key[: len(key)] == key and not c.done()
         ]
@@ -224,7 +226,7 @@ class RemoteEngine:
         return len(mine)
 
     def health(self) -> Health:
-        """See Engine; what this client has asked for."""
+        """Return the version and the counts of this client's requests."""
         self._check()
         running, waiting = (0, len(self._calls)) if self._paused else (len(self._calls), 0)
         return Health(
@@ -232,7 +234,7 @@ class RemoteEngine:
         )
 
     async def close(self) -> None:
-        """See Engine; the servers stay."""
+        """Abort this client's requests and close its connections; the servers keep running."""
         self._closed = True
         await self.abort()
         while self._calls:  # each ends by itself, now that it is cancelled
@@ -256,7 +258,7 @@ class RemoteEngine:
         prompt: int = 0,
         samples: int = 1,
     ) -> Any:
-        """What the server of `key` answers; None where the request was aborted meanwhile."""
+        """Ask the server of `key`, again if it was lost; None if the request was aborted."""
         size: dict[str, Any] = {"prompt": prompt, "samples": samples}
 
         async def ask() -> Any:
@@ -322,12 +324,12 @@ class RemoteEngine:
 
 
 Restarts = Callable[[], OnToken]
-"""Who is told the tokens of one more attempt at a generation."""
+"""Makes a token callback for one more attempt at a generation."""
 
 
 def _without_repeats(on_token: OnToken) -> Restarts:
-    """Tells each token once, also where a server that was lost has told some of them: another one
-    samples the same, since a generation's random stream is its own.
+    """Report each token once, even if a lost server has reported some of them already: another
+    server samples the same tokens, since a generation has its own random stream.
     """
     reported: Counter[int] = Counter()
 

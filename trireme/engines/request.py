@@ -24,7 +24,7 @@ class Request:
     key: tuple[Any, ...]
     sample: int
     stream: int
-    """Which random numbers are drawn: see `uniforms`."""
+    """The random stream of the request: see `uniforms`."""
     max_tokens: int
     ends: frozenset[int]
     out: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """In which order requests enter in deterministic mode."""
+        """The sort key by which requests enter in deterministic mode."""
         return (*self.key, self.sample)
 
     def add(
@@ -88,7 +88,7 @@ class Request:
         return next((text for text in self.sampling.stop if text in tail), None)
 
     def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
-        """What the caller gets."""
+        """Return the completion for the caller."""
         assert self.stop_reason is not None
         n = len(self.versions)  # an aborted row may be in the middle of its next token
         text = tokenizer.decode(self.out[:n], skip_special_tokens=True)

@@ -181,7 +181,7 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """See `inverse_cdf`: first the block of tokens, then the token in it."""
+    """Draw for `inverse_cdf`: first the block of tokens, then the token within it."""
     rows, count = logprobs.shape
     blocks = -(-count // _BLOCK)
     p = logprobs.new_full((rows, blocks * _BLOCK), -torch.inf, dtype=torch.float64)

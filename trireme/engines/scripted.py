@@ -1,4 +1,4 @@
-"""ScriptedEngine: says what it is told to, token for token; for tests of workflows and rewards.
+"""ScriptedEngine: an engine with scripted replies; for tests of workflows and rewards.
 
 It keeps the Engine contract without a model: ids from a tokenizer, one constant log-probability,
 the current weight version on every token.
@@ -21,7 +21,7 @@ LOGPROB = math.log(0.5)
 
 
 class ScriptedEngine:
-    """See Engine. Replies come from a list, in the order of the calls, or from a function."""
+    """An engine whose replies come from a list, in the order of the calls, or from a function."""
 
     traits = EngineTraits()
     servers = None
@@ -53,7 +53,7 @@ class ScriptedEngine:
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """See Engine. Raises RuntimeError when the script has no reply left."""
+        """Return the next replies. Raises RuntimeError when the script has no reply left."""
         self._check()
         room = self._max_model_len - len(ids)
         if not ids or room < 1:
@@ -70,30 +70,30 @@ class ScriptedEngine:
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
-        """See Engine."""
+        """Return the constant log-probability of each token; 0 for the first of a row."""
         self._check()
         return [[0.0] + [LOGPROB] * (len(row) - 1) for row in ids]
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """See Engine; there are no weights, only their version."""
+        """Set the version; there are no weights."""
         self._check()
         self._version = version
 
     async def fingerprint(self) -> dict[str, float] | None:
-        """See Engine; there are no weights."""
+        """Return None: there are no weights."""
         self._check()
         return None
 
     async def pause(self) -> None:
-        """See Engine."""
+        """Hold new calls until `resume`."""
         self._open.clear()
 
     async def resume(self) -> None:
-        """See Engine."""
+        """Let waiting calls continue."""
         self._open.set()
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
-        """See Engine; only calls that a pause holds are still there to be ended."""
+        """Abort the calls that wait during a pause, and return their number."""
         aborted = [
             f
             for f, call_key in self._aborts.items()
@@ -104,7 +104,7 @@ class ScriptedEngine:
         return len(aborted)
 
     def health(self) -> Health:
-        """See Engine."""
+        """Return the version and the counts of calls and tokens."""
         self._check()
         return Health(
             version=self._version,
@@ -117,7 +117,7 @@ class ScriptedEngine:
         )
 
     async def close(self) -> None:
-        """See Engine."""
+        """Abort waiting calls, and fail all later ones."""
         await self.abort()
         self._closed = True
 

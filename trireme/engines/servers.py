@@ -33,7 +33,9 @@ from trireme.log import get_logger
 GATHER_S = 0.002
 """How long a request waits for others."""
 MOST_TOKENS = 2**20
-"""Of the prompts in one request: about 7 MiB of JSON; a server takes twice as many values."""
+"""Limit of the prompt tokens in one request: about 7 MiB of JSON; a server takes twice as many
+values.
+"""
 
 Asked = list[tuple[dict[str, Any], asyncio.Future[Any], OnToken | None]]
 
@@ -189,7 +191,7 @@ class Router:
         self._choosing = 0.0
         """Tokens of requests that have no server yet."""
         self._cached: OrderedDict[tuple[Any, ...], str] = OrderedDict()
-        """Where a task, or a rollout, was last; the ones that were asked for last."""
+        """The last server of each recently used task or rollout."""
         self._reply = FIRST_REPLY
 
     @asynccontextmanager
@@ -244,25 +246,25 @@ class ServerLost(RuntimeError):
 
 
 class Servers:
-    """Those of one engine, in their order."""
+    """The servers of one engine, in their order."""
 
     def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, seed: int | None) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.restarted = False
-        """Whether their launcher starts them again."""
+        """True if the launcher restarts servers that end."""
         self.failure: Exception | None = None
         self.multi_turn = False
-        """Whether the servers have a scheduler."""
+        """True if the servers have a scheduler."""
         self.instances: dict[str, str] = {}
-        """Of those that have answered."""
+        """Instance ids of the servers that have answered."""
         self.gone: dict[str, RuntimeError] = {}
         self.bare: set[str] = set()
         self.renew: Renew | None = None
-        """Brings the run's weights to all; None: there are none beside the model's own."""
+        """Pushes the run's weights to all servers; None: they serve only the model's own."""
         self.router = Router()
         self._restarts = 0
         self._ends: dict[str, set[asyncio.Future[RuntimeError]]] = {}
-        """Of each server, one a call: set when it has ended."""
+        """Futures of each server's pending calls: set when the server has ended."""
         self._client = client
         self._seed = seed
         self._connecting = asyncio.Lock()
@@ -276,7 +278,7 @@ class Servers:
                     await self._connect(url)
 
     async def ready(self) -> list[str]:
-        """Those that are there and have the run's weights, once there is one."""
+        """Return the servers that are up and have the run's weights, once there is one."""
         while not (here := [u for u in self.urls if u not in self.gone and u not in self.bare]):
             await self._changed.wait()
         return here
@@ -303,13 +305,13 @@ class Servers:
         return error
 
     async def has_lost(self, url: str, error: Exception) -> bool:
-        """Whether `error` is the end of a server that is started again: it, or its engine."""
+        """Return whether `error` means the end of a restarted server or of its engine."""
         if self.restarted and not isinstance(error, ServerLost):
             await self._look(url)
         return self.restarted and (isinstance(error, ServerLost) or url in self.gone)
 
     async def persist(self, push: Callable[[], Awaitable[T]]) -> T:
-        """What a call of all servers comes to; done again if one was gone, when all are there."""
+        """Return the result of a call of all servers; retry, once all are up, if one was gone."""
         while True:
             before = self._restarts
             try:

@@ -5,8 +5,9 @@ it may write. So it listens at its own address alone, where torch's would at all
 The bucket's format is that of ms-swift's and TRL's trainers: a list of parts, then their bytes.
 
 - Our own trainer is rank 0, and each side learns who did not come. It lists the parts of each
-  bucket in the store before it broadcasts it, so that neither side holds more than a bucket beside
-  its model. A sender that fails says so there; one that is gone takes the store with it.
+  bucket in the store before it broadcasts it, so that neither side holds more than a bucket in
+  addition to its model. A sender that fails says so there; one that is gone takes the store
+  with it.
 - No member waits inside a collective. NCCL's would return at once, and its watchdog would later end
   the process: so we ask whether a broadcast is complete, and at the deadline abort the communicator
   and name who has not come to the bucket.
@@ -142,7 +143,7 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[s
 
 
 def parts_of(bucket: Mapping[str, Tensor]) -> list[BucketEntry]:
-    """Where each tensor lies in the bucket's bytes, one after the other."""
+    """Return each tensor's place in the bucket's bytes, one after the other."""
     parts, begin = [], 0
     for name, tensor in bucket.items():
         end = begin + tensor.nbytes
@@ -175,13 +176,13 @@ class NotTaken(RuntimeError):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a group meets, and as whom one comes."""
+    """The address where a group's members meet, and this member's rank."""
 
     host: str
     port: int
     world_size: int
     rank: int
-    """In an engine of several workers that of its first one."""
+    """The rank; in an engine of several workers that of its first one."""
     backend: str = "gloo"
     """gloo, nccl, or ipc: handles of the trainer's memory, in a group of two."""
     timeout: float = TIMEOUT_S
@@ -215,7 +216,7 @@ class WeightGroup:
         self._pushes = 0
         self._old: list[str] = []
         self._headers: list[str] = []
-        """Of the push under way, or of the last one, in the store."""
+        """Store keys of the headers of the current push, or of the last one."""
         self._bucket: Tensor | None = None
         """Kept: memory that is new costs more than what is written into it."""
 
@@ -295,7 +296,9 @@ class WeightGroup:
                 lender.abort()
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the trainer sends. Raises RuntimeError where it has failed, or nothing comes."""
+        """Yield the tensors that the trainer sends. Raises RuntimeError if it has failed, or
+        nothing comes.
+        """
         self._begin()
         borrower = Borrower()
         try:
@@ -347,7 +350,7 @@ class WeightGroup:
         work.wait()  # at once: raises what it failed of, and orders the device's streams
 
     def _in_time(self, done: Callable[[], bool]) -> bool:
-        """Whether it is `done()` before the deadline, asked at ever longer intervals."""
+        """Return whether `done()` is true before the deadline, polling at ever longer intervals."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause, longest = _PAUSE_S
         while not done():
@@ -398,7 +401,9 @@ class WeightGroup:
         self._store.set(self._headers[-1], json.dumps(header))
 
     def _header(self) -> dict[str, Any]:
-        """That of the next bucket: its `parts`, none where there is none, and its `handle`."""
+        """Wait for the next bucket's header: its `parts`, empty at the end of a push, and its
+        `handle`.
+        """
         if self._group is None:
             raise RuntimeError("there is no weight group: its members have not met")
         key = f"push/{self._pushes}/{len(self._headers)}"

@@ -145,7 +145,7 @@ class Decoder:
         return out
 
     def renew(self, version: int, *, keep: bool) -> None:
-        """The weights have changed: keys and values are computed again, unless they are kept."""
+        """Adopt new weights: keys and values are computed again, unless `keep` is set."""
         self.version = version
         self.prefixes.clear()
         self.prompts.forget()
@@ -366,7 +366,7 @@ class Decoder:
         return mask
 
     def _park(self, request: Request) -> None:
-        """Keep a finished row's keys and values for a prompt that goes on from it."""
+        """Store a finished row's keys and values for a prompt that continues it."""
         if self.prefixes.max_tokens and request.cached:
             parts = [self.store.row(self.active.index(request), request.cached - request.shared)]
             if request.shared:

@@ -36,7 +36,7 @@ STEPS_PER_HOP = 8
 
 
 class TorchEngine:
-    """See Engine."""
+    """The embedded engine: continuous batching over a torch module."""
 
     traits = EngineTraits()
     servers = None
@@ -63,9 +63,9 @@ class TorchEngine:
         """`share_with` is a module whose tensors are read in place of loading `model`.
 
         At most `max_rows` requests decode at once and hold at most `kv_tokens` tokens; others wait
-        in order. `prefix_tokens` bounds the prefix cache (0: none). `keep_kv` goes on with old keys
-        and values after an update in flight, in place of computing them again. `lean`: with the
-        lean pass where the model can have it, in place of transformers' module.
+        in order. `prefix_tokens` bounds the prefix cache (0: none). `keep_kv` continues with old
+        keys and values after an update in flight, in place of computing them again. `lean` uses the
+        lean pass where the model supports it, in place of transformers' module.
         """
         if share_with is not None:
             self.module = share_shell(share_with)
@@ -117,7 +117,7 @@ class TorchEngine:
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """See Engine."""
+        """Generate `sampling.n` completions of the prompt."""
         self._check()
         requests = self._make(list(ids), sampling, key)
         loop = asyncio.get_running_loop()
@@ -146,7 +146,7 @@ class TorchEngine:
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
-        """See Engine."""
+        """Return each row's log-probabilities under the current weights."""
         self._check()
         rows = checked_rows(
             ids,
@@ -157,30 +157,32 @@ class TorchEngine:
         return await self._between(self._decoder.score, rows, temperature)
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """See Engine. Raises ValueError where names or shapes are not the model's."""
+        """Load new weights between two steps. Raises ValueError if names or shapes are not the
+        model's.
+        """
         self._check()
         if source is None and not self._shared:
             raise ValueError("this engine has weights of its own: update_weights needs a source")
         await self._between(self._take_weights, source, version)
 
     async def fingerprint(self) -> dict[str, float]:
-        """See Engine."""
+        """Return a number for each tensor, an adapter's separate from its base."""
         return await self._between(
             lambda: fingerprint(self._adapter.apart(self.module.state_dict()), self._dtype)
         )
 
     async def pause(self) -> None:
-        """See Engine."""
+        """Stop after the current step, until `resume`."""
         self._paused = True
         await self._between(lambda: None)
 
     async def resume(self) -> None:
-        """See Engine."""
+        """Continue after a pause."""
         self._paused = False
         self._wake()
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
-        """See Engine."""
+        """Abort the requests whose key begins with `key`; return their number."""
         several = self._rollouts.values() if len(key) < 3 else [self._rollouts.get(key[:3], [])]
         aborted = [r for requests in several for r in requests if r.key[: len(key)] == key]
         count = 0
@@ -192,7 +194,7 @@ class TorchEngine:
         return count
 
     def health(self) -> Health:
-        """See Engine."""
+        """Return the version and the counts of requests and tokens."""
         self._check()
         decoder = self._decoder
         return Health(
@@ -206,7 +208,7 @@ class TorchEngine:
         )
 
     async def close(self) -> None:
-        """See Engine."""
+        """Abort all requests and free the engine's memory."""
         if self._closed:
             return
         await self.abort()
@@ -259,7 +261,9 @@ class TorchEngine:
         )
 
     def _newcomers(self) -> bool:
-        """Whether a waiting request could be let in; never with a barrier, where none can come."""
+        """Return whether a waiting request could be admitted; never with a barrier, where none can
+        come.
+        """
         if self._barrier is not None or not self._waiting:
             return False
         rows = [*self._decoder.active, self._waiting[0]]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TorchKind:
-    """See EngineKind. Where it is asked for by its name it may be several."""
+    """The kind of the embedded engine. If it is requested by name there may be several."""
 
     name = EMBEDDED
     keys = ()
@@ -23,7 +23,7 @@ class TorchKind:
     own_python = False
 
     def examine(self, request: EngineRequest) -> EngineChoice:
-        """See EngineKind."""
+        """Choose how many embedded engines run, each in its own process where there are several."""
         config, gpus, spread, _ = request
         model = config.explorer.rollout_model
         if model.engine_type != EMBEDDED or model.engine_num == 1 or spread:
@@ -40,11 +40,11 @@ class TorchKind:
         return EngineChoice(hosts=model.engine_num, notes=(note,))
 
     def interpreter(self, asked: str | None) -> Interpreter:
-        """See EngineKind: this one."""
+        """Return this process's interpreter."""
         return Interpreter(sys.executable, "the embedded engine")
 
     def options(self, plan: Plan) -> dict[str, Any]:
-        """See EngineKind: none."""
+        """Return no options."""
         return {}
 
     async def make(
@@ -56,7 +56,7 @@ class TorchKind:
         barrier: RolloutBarrier | None = None,
         share_with: Any = None,
     ) -> TorchEngine:
-        """See EngineKind."""
+        """Make a TorchEngine."""
         from trireme.engines.make import make_torch_engine
 
         return make_torch_engine(spec, tokenizer, device, barrier=barrier, share_with=share_with)

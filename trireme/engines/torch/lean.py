@@ -2,7 +2,7 @@
 
 Where a model is not one of them, or the two passes disagree on a few rows when it is loaded, the
 decoder calls transformers' module. What is quicker here:
-- a prompt that several requests share is held and read once, in `prompts`;
+- a prompt that several requests share is stored and read once, in `prompts`;
 - a decode step attends over what each row holds, and its norms, rotations and gates are one call
   each (`native.py`; torch's own operators where there is no compiler);
 - a decode step of a small float32 model is one compiled call (`step.py`);
@@ -57,7 +57,7 @@ class Layer:
 
 
 class PlainOps:
-    """The parts of a step beside its matrix products, by torch; `native.py` has them compiled."""
+    """A step's parts other than matrix products, by torch; `native.py` has them compiled."""
 
     name = "torch's operators"
 
@@ -158,7 +158,9 @@ class Lean:
         self._compiled = self._compile()
 
     def _compile(self) -> CompiledStep | None:
-        """Steps of a small model as one call; None where it is none, or nothing is compiled."""
+        """Compile the steps of a small model as one call; None for a larger one, or if nothing is
+        compiled.
+        """
         ops, layers, head = self._ops, self._layers, self._head
         if not isinstance(ops, NativeOps) or not ops.panel_width:  # float32 alone has it
             return None
@@ -301,7 +303,7 @@ def _ops(dtype: torch.dtype) -> PlainOps | NativeOps:
 
 
 def _unlike(model: PreTrainedModel) -> str | None:
-    """Why a model is none of the plain families; None where it is."""
+    """Return why a model is not of the plain families; None if it is."""
     kind = model.config.model_type
     if kind not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
         return f"{type(model).__name__} is none of {', '.join(FAMILIES)} as transformers has them"
@@ -330,7 +332,7 @@ def _unlike(model: PreTrainedModel) -> str | None:
 
 
 def _projects(module: nn.Module) -> bool:
-    """Whether a module has a matrix of its own."""
+    """Return whether a module has a matrix of its own."""
     return any(
         parameter.ndim > 1 for parameter in module._parameters.values() if parameter is not None
     )

@@ -57,7 +57,7 @@ class QuickLinear(nn.Linear):
     """nn.Linear by `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """See nn.Linear."""
+        """Multiply by `linear`."""
         return linear(input, self.weight, self.bias)
 
 
@@ -86,8 +86,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_whole(weight: Tensor) -> bool:
-    """Whether a matrix, or its transpose, lies without gaps: by one with gaps, such as a slice of
-    columns, oneDNN multiplies some 500 times as slowly.
+    """Return whether a matrix, or its transpose, is contiguous: oneDNN multiplies by one with gaps,
+    such as a slice of columns, some 500 times as slowly.
     """
     return weight.is_contiguous() or weight.t().is_contiguous()
 
@@ -110,7 +110,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def is_quicker() -> bool:
-    """Whether this processor is AMD's, with AVX-512, and torch has oneDNN's operator."""
+    """Return whether this processor is AMD's, with AVX-512, and torch has oneDNN's operator."""
     if os.environ.get("TRIREME_NATIVE") == "0" or not hasattr(torch.ops, "mkldnn"):
         return False
     try:

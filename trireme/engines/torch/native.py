@@ -1,6 +1,6 @@
-"""Native: what a decode step does beside its matrix products, compiled where there is a C compiler.
+"""Native: a decode step's parts other than matrix products, compiled where there is a C compiler.
 
-native.c is compiled when an engine is made on a CPU, in about a second, and kept in the user's
+native.c is compiled when an engine is made on a CPU, in about a second, and stored in the user's
 cache folder, or without a home in a private temporary one, under a name made of the source, the
 compiler and the processor. Without a compiler, or with TRIREME_NATIVE=0, torch's own operators do
 the same (`PlainOps` of lean.py). Results differ in the last bits, so that byte-equal runs need the
@@ -52,7 +52,7 @@ class Work(ctypes.Structure):
 
 
 class NativeOps:
-    """See PlainOps. `x` of `add_norm` and of `rotate` is overwritten."""
+    """PlainOps compiled from native.c. `x` of `add_norm` and of `rotate` is overwritten."""
 
     name = "compiled"
 
@@ -62,7 +62,7 @@ class NativeOps:
         self.panel_width: int = self._library.panel_width() if dtype == torch.float32 else 0
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See PlainOps."""
+        """Add `delta` to `x` in place, and return its RMS norm times `weight`."""
         out = torch.empty_like(x, dtype=weight.dtype)
         more = None if delta is None else delta.data_ptr()
         rows, width = x.shape
@@ -74,7 +74,9 @@ class NativeOps:
     def rotate(
         self, x: Tensor, weight: Tensor | None, tables: list[Tensor], positions: Tensor, eps: float
     ) -> Tensor:
-        """See PlainOps."""
+        """Rotate queries or keys in place by their positions, after a norm where there is a
+        `weight`.
+        """
         cosines, sines = tables[:2]
         scale = None if weight is None else weight.data_ptr()
         self.invoke(
@@ -84,7 +86,7 @@ class NativeOps:
         return x
 
     def silu_times(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See PlainOps."""
+        """Return silu(gate) * up."""
         out = torch.empty_like(gate)
         self.invoke("silu_times", gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
         return out
@@ -93,7 +95,7 @@ class NativeOps:
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, where: Where, scale: float,
         store: RowStore, prompts: RowStore,
     ) -> Tensor:  # fmt: skip
-        """See PlainOps."""
+        """Store the new keys and values, and return the attention over each row."""
         keys, values = store.layer(layer, k[:, :, None])
         first_keys, first_values = prompts.layer(layer, k[:, :, None])
         out = torch.empty_like(q)
@@ -110,7 +112,7 @@ class NativeOps:
         return out
 
     def inverse_cdf(self, logprobs: Tensor, uniform: Tensor) -> Tensor:
-        """See sampling.py."""
+        """Draw a token of each row, as `inverse_cdf` of sampling.py does."""
         logprobs = logprobs.contiguous()
         tokens = torch.empty(len(logprobs), dtype=torch.long)
         self.invoke(
@@ -169,7 +171,9 @@ def _compiled(compiler: str, flags: list[str]) -> Path:
 
 
 def _folder() -> Path:
-    """Where libraries are kept. Raises OSError where others may write to what is left."""
+    """Return the folder of compiled libraries. Raises OSError if others may write to the only one
+    left.
+    """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trireme"
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +189,9 @@ def _folder() -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home folder may be that of several machines."""
+    """Return the processor's features, on which -march=native depends: several machines may share a
+    home folder.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -82,7 +82,7 @@ class PrefixCache:
 
 
 class SharedPrompts:
-    """Prompts that several running requests begin with: held once, a slot each."""
+    """Prompts that several running requests begin with: stored once, a slot each."""
 
     def __init__(self, max_tokens: int) -> None:
         self.store = RowStore(max_tokens)
@@ -92,7 +92,7 @@ class SharedPrompts:
         """How many requests each used slot has."""
 
     def slot(self, ids: tuple[int, ...]) -> int | None:
-        """Where a prompt lies."""
+        """Return a prompt's slot; None if it has none."""
         return self._slots.get(ids)
 
     def add(self, ids: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
-"""Rollouts that decode at once, their tokens, and those that are kept of finished ones."""
+"""Rollouts that decode at once, their tokens, and the tokens retained of finished ones."""
 
 NAME = "trireme_rows"
 GRAIN = 64
@@ -88,7 +88,7 @@ class RowStore:
 
 @dataclass
 class Pass:
-    """What one forward pass concerns: which rows, and where their new tokens go."""
+    """The rows of one forward pass, and the places of their new tokens."""
 
     store: RowStore
     rows: Tensor | None
@@ -158,7 +158,7 @@ class Pass:
 
 @dataclass
 class Where:
-    """Where each row of a lean decode step stands, from one step to the next.
+    """The position of each row of a lean decode step, from one step to the next.
 
     A row's first `shared` tokens lie in slot `slots` of the shared prompts, the rest in the row.
     """
@@ -174,7 +174,9 @@ class Where:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int]], device: torch.device) -> Where:
-        """Of each row how many tokens are computed, its slot, and how many of them lie there."""
+        """Build it from each row's number of computed tokens, slot, and number of tokens in that
+        slot.
+        """
         cached, slots, shared = torch.tensor(rows, device=device).unbind(1)
         return cls(
             cached.contiguous(), cached - shared + 1, slots.contiguous(), shared.contiguous()

@@ -2,7 +2,7 @@
 
 A step of a small model by torch's operators spends more time on calls than on numbers. One call of
 `decode_step` in native.c does all of it without the interpreter's lock, some rows a thread, with
-products of its own: each number has the same bits whatever rows are beside it.
+products of its own: each number has the same bits whatever other rows are in the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trireme.engines.torch.lean import Layer
 
 MOST_WEIGHTS = 1 << 24
-"""Numbers in a model's matrices, of which a copy is held (64 MiB); above it oneDNN's products are
+"""Numbers in a model's matrices, which are copied (64 MiB); above it oneDNN's products are
 as quick."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _Product = tuple[Tensor, Tensor | None]
@@ -95,7 +95,7 @@ class CompiledStep:
 
     @staticmethod
     def suits(layers: Sequence[Layer], head: _Product) -> bool:
-        """Whether the model is small enough, and float32 throughout."""
+        """Return whether the model is small enough, and float32 throughout."""
         matrices = _matrices(layers, head)
         plain = all(weight.dtype == torch.float32 for weight in matrices)
         return plain and sum(weight.numel() for weight in matrices) <= MOST_WEIGHTS
