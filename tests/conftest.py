@@ -92,6 +92,14 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
     return report
 
 
+@pytest.fixture(autouse=True)
+def same_folder() -> Iterator[None]:
+    """What a test runs in this process may change its folder: the next one begins where it did."""
+    folder = os.getcwd()
+    yield
+    os.chdir(folder)
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Qwen3 with its tokenizer."""

@@ -23,7 +23,7 @@ from trireme.text import as_json, has_half, joined, say, shown, storable
 ROOT = Path(__file__).parent.parent / "trireme"
 PRINT_FOR_PROGRAMS = {
     "text.py",  # `say` itself
-    "server/process.py",  # a line of JSON for the parent
+    "ext/http/process.py",  # a line of JSON for the parent
     "ext/sandbox/programs.py",  # the same, of the child that runs a program
 }
 COMMANDS = {*range(32), 127, *range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)}

@@ -433,6 +433,9 @@ def test_the_tokens_of_the_highest_entropy_learn() -> None:
     assert top_entropy(entropies, 0.4).tolist() == [False, True, False, False, True]
     assert top_entropy(entropies, 0.01).tolist() == [False, True, False, False, False]
     assert top_entropy(entropies, 1.0).all()
+    for rounded in (0.4, 0.4 - 1e-7, 0.4 + 1e-7):  # which of two equal ones is no matter of bits
+        entropies[2] = rounded
+        assert top_entropy(entropies, 0.4).tolist() == [False, True, True, False, True]
 
 
 def test_measures_of_trainer_and_engine_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def trireme(folder: Path, what: str, *overrides: str, **cluster: Any) -> tuple[i
     config["buffer"] |= {"total_steps": 2}
     config["synchronizer"] = {**config.get("synchronizer", {}), "sync_method": "memory"}
     words = [what if word == "run" else word for word in command(folder, config, *overrides)]
-    extra = {"PYTHONPATH": str(folder), "NOTED": str(folder / "noted")}
+    path = os.pathsep.join([str(folder), *filter(None, [environment().get("PYTHONPATH")])])
+    extra = {"PYTHONPATH": path, "NOTED": str(folder / "noted")}
     done = subprocess.run(
         words,
         env={**environment(), **extra},

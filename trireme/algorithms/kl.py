@@ -26,6 +26,8 @@ LossAggMode = Literal[
 ]
 LOSS_AGG_MODES = get_args(LossAggMode)
 _EPSILON = 1e-8
+TIE = 1e-5
+"""Nats by which equal entropies differ, computed in float32 by other kernels or another cut."""
 
 
 def no_kl(logprobs: Tensor) -> Tensor:
@@ -114,9 +116,13 @@ def segment_sum(values: Tensor, sample_ids: Tensor) -> Tensor:
 
 
 def top_entropy(entropies: Tensor, share: float) -> Tensor:
-    """True for the `share` of tokens [M] with the highest entropy, at least one."""
-    kept = math.ceil(share * len(entropies))
-    return entropies >= entropies.kthvalue(len(entropies) - kept + 1).values
+    """True for the `share` of tokens [M] with the highest entropy, at least one.
+
+    Tokens within TIE of the last one count too: equal contexts, as those of a group's first tokens,
+    have entropies that differ by rounding alone, and kernels and the batch's cut would choose.
+    """
+    chosen = math.ceil(share * len(entropies))
+    return entropies >= entropies.kthvalue(len(entropies) - chosen + 1).values - TIE
 
 
 def discounted_ahead(values: Tensor, sample_ids: Tensor, positions: Tensor, decay: float) -> Tensor:
