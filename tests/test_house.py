@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,17 @@ def test_what_is_hard_to_read_is_listed_and_counted_for_kernel_and_extensions_ap
 def test_the_page_of_the_code_layout_names_every_file() -> None:
     page = layout_page.PAGE.read_text(encoding="utf-8")
     assert page == layout_page.document(), "run: python scripts/layout_page.py"
+
+
+@pytest.mark.whole
+def test_the_tables_of_the_code_layout_name_files_that_there_are() -> None:
+    """A name without a folder is one of the folder that its row named before."""
+    written = layout_page.PAGE.read_text(encoding="utf-8").partition(layout_page.BEGIN)[0]
+    package = layout_page.ROOT / "trireme"
+    for row in written.splitlines():
+        folder = package
+        for name in re.findall(r"`([\w/.]+\.(?:py|csv))`", row):
+            places = [package / name, folder / name, layout_page.ROOT / name]
+            file = next((place for place in places if place.is_file()), None)
+            assert file is not None, f"{name}: {row}"
+            folder = file.parent
