@@ -235,11 +235,11 @@ test-agents: setup $(VLLM_INSTALLED)
 	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) $(REQUIRE)=test-agents,vllm $(AGENTS)/bin/python -m pytest -q -rsfE -s tests/agents \
 	    tests/ext/environments/test_verifiers.py tests/ext/environments/test_openenv.py
 
-# the operator data_juicer with Data-Juicer itself, in an environment of its own (650 MB)
+# the operator data_juicer with Data-Juicer itself, in an environment of its own (2 GB)
 test-data-juicer: setup
 	$(BIN)/python -m venv $(JUICER)
 	$(LOCKED) $(JUICER)/bin/python -m pip install --disable-pip-version-check --quiet \
-	    -c constraints-data-juicer.txt py-data-juicer aiohttp
+	    -c constraints-data-juicer.txt py-data-juicer aiohttp ray torch
 	TRIREME_DATA_JUICER_PYTHON=$(CURDIR)/$(JUICER)/bin/python $(REQUIRE)=data-juicer \
 	    $(BIN)/python -m pytest -q -rsfE tests/ext/data_juicer/test_data_juicer.py
 

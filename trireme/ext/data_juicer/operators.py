@@ -31,8 +31,15 @@ from trireme.usercode import Refused
 VARIABLE = "TRIREME_DATA_JUICER_PYTHON"
 STATS = "__dj__stats__"
 _WORKER = Path(__file__).with_name("worker.py")
-_NO_INSTALLING = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "UV_OFFLINE": "1", "UV_NO_INDEX": "1"}
-"""Data-Juicer would install by itself what an operator lacks."""
+_NO_INSTALLING = {
+    "PIP_NO_INDEX": "1",
+    "PIP_FIND_LINKS": "",
+    "PIP_CONFIG_FILE": os.devnull,
+    "UV_OFFLINE": "1",
+    "UV_NO_INDEX": "1",
+    "UV_NO_CACHE": "1",
+}
+"""Data-Juicer would install by itself what an operator lacks, from a cache or a folder too."""
 _KNOWN = (
     "from data_juicer.ops import OPERATORS as o; import json; print(json.dumps(list(o.modules)))"
 )
@@ -243,7 +250,7 @@ def _known(python: str, path: str | None) -> tuple[str, ...]:
 
 def _interpreter(python: str | None) -> str:
     """A Python that has Data-Juicer. Raises Refused, saying how to get one."""
-    how = "make an environment for it (pip install py-data-juicer aiohttp)"
+    how = "make an environment for it (pip install py-data-juicer aiohttp ray torch)"
     if python is None:
         raise Refused(
             f"data_juicer needs a Python that has Data-Juicer: {how}, and name its Python as "
