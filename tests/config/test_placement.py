@@ -153,6 +153,7 @@ def test_auxiliary_models_on_gpus_have_a_place_of_their_own(tmp_path, machine):
     assert plan_of(tmp_path, "cluster.launcher=ray", judge).auxiliary_places == 0
 
 
+@pytest.mark.extension("http")
 def test_torch_engines_are_no_more_than_there_are_gpus_beside_the_trainers(tmp_path, machine):
     machine(1)
     asked = ("cluster.launcher=local", f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
@@ -163,6 +164,15 @@ def test_torch_engines_are_no_more_than_there_are_gpus_beside_the_trainers(tmp_p
     assert plan_of(tmp_path, *asked).engine_hosts == 2
 
 
+def test_engines_in_processes_without_their_server_are_a_problem(tmp_path, monkeypatch):
+    lacks = "needs the extension 'http', which is not here"
+    monkeypatch.setattr("trireme.config.engine_kind.PROGRAMS", {})
+    monkeypatch.setattr("trireme.config.engine_kind.missing", lambda kind, name: lacks)
+    with pytest.raises(ConfigError, match=r"engine_num is 2: an engine in a process .*'http'"):
+        plan_of(tmp_path, f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
+
+
+@pytest.mark.extension("http")
 def test_several_torch_engines_are_processes(tmp_path):
     torch = f"{MODEL}.engine_type=torch"
     found = plan_of(tmp_path, torch, f"{ENGINES}=2")

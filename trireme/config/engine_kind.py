@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trireme.config import Findings, Problem
 from trireme.config.lookup import adapter_facts
-from trireme.extensions import needed_for
-from trireme.registry import ENGINES, did_you_mean, is_path
+from trireme.extensions import missing, needed_for
+from trireme.registry import ENGINES, PROGRAMS, did_you_mean, is_path
 
 if TYPE_CHECKING:
     from trireme.config.plan import Plan
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 KEY = "explorer.rollout_model"
 EMBEDDED = "torch"
 """The kind that runs anywhere, in the run's own process."""
+SERVER = "engine_server"
+"""The program of PROGRAMS that serves an engine from a process of its own."""
 ELSEWHERE = ("remote", "external", "tinker")
 """Values of `engine_type` that name no kind: someone else runs the engine."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -179,7 +181,12 @@ def choose_engine(stage: StageFacts, gpus: int, *, spread: bool) -> tuple[Engine
         return EngineChoice(), Findings()
     kind = kind_of(model.engine_type) or kind_named(_default_kind(model, gpus))
     choice = kind.examine(EngineRequest(stage.config, gpus, spread, stage.colocated))
-    return choice, Findings([*choice.problems], [*choice.notes])
+    findings = Findings([*choice.problems], [*choice.notes])
+    if choice.hosts and not spread and SERVER not in PROGRAMS:
+        lacks = missing("program", SERVER)
+        text = f"is {model.engine_num}: an engine in a process of its own {lacks}"
+        findings.problem(f"{KEY}.engine_num", text)
+    return choice, findings
 
 
 def _default_kind(model: RolloutModelConfig, gpus: int) -> str:

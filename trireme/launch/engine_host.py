@@ -30,7 +30,7 @@ import httpx
 from trireme.aio import running
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
-from trireme.config.engine_kind import size_of
+from trireme.config.engine_kind import SERVER, size_of
 from trireme.engines.make import EngineSpec
 from trireme.files import for_appending
 from trireme.launch.engines import engine_plugins, engine_spec, make_remote_engine
@@ -39,10 +39,6 @@ from trireme.registry import PROGRAMS
 
 if TYPE_CHECKING:
     from trireme.engines.remote import RemoteEngine
-
-
-SERVER = "engine_server"
-"""The name of the program that serves an engine from a process of its own."""
 
 
 def _program() -> str:
