@@ -34,6 +34,7 @@ def run_python(code: str) -> str:
         "trireme.task",
         "trireme.monitor.console",
         "trireme.monitor.monitor",
+        pytest.param("trireme.ext.memory.estimate", marks=pytest.mark.extension("memory")),
     ],
 )
 def test_importing_loads_nothing_heavy(module: str) -> None:

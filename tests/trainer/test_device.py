@@ -16,9 +16,9 @@ from tests.fake_gpu import DEVICE, FakeGpu, put
 from tests.trainer.samples import backend_of, critic_of, experiences, gradients_of, move
 from tests.trainer.test_every_algorithm import MIXES, _samples
 from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.config.memory import LOGIT_NUMBERS
 from trireme.registry import ALGORITHMS
 from trireme.trainer.backend import Backend
-from trireme.trainer.head import LOGIT_NUMBERS
 from trireme.trainer.learning import TrainState
 
 PARTS: list[dict[str, Any]] = [

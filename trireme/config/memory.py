@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from trireme.config.stages import StageFacts
 
 GIB = 2**30
+LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
+"""Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
+MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
+"""The embedded engine's: rollouts that decode at once, their tokens, and the tokens retained of
+finished ones.
+"""
 
 
 class MemoryPlan(NamedTuple):

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from trireme.config.memory import LOGIT_NUMBERS
 from trireme.engines.torch.linear import QuickLinear, linear, transposed_product
 from trireme.trainer.attention import select
 
-LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
-"""Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
 _BLOCK = 1 << 13
 """Rows of the head's gradient that are computed at once: all at once would double its memory."""
 

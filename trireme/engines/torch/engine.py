@@ -18,13 +18,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.adapter import Merged, is_adapter
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.lean import make_lean
-from trireme.engines.torch.rows import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.torch.shell import end_tokens, load_shell, load_weights, share_shell
 from trireme.engines.weight_group import fingerprint
 from trireme.log import get_logger

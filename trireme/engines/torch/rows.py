@@ -17,9 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
-"""Rollouts that decode at once, their tokens, and the tokens retained of finished ones."""
-
 NAME = "trireme_rows"
 GRAIN = 64
 GPU = "cuda"

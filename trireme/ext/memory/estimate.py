@@ -14,13 +14,20 @@ from typing import Any
 from trireme.config import Findings
 from trireme.config.engine_kind import LEAST_SHARE, EngineChoice, adapter_rank_of
 from trireme.config.lookup import model_config
-from trireme.config.memory import GIB, MemoryPlan, MemoryRequest, in_gib
+from trireme.config.memory import (
+    GIB,
+    KV_TOKENS,
+    LOGIT_NUMBERS,
+    MAX_ROWS,
+    PREFIX_TOKENS,
+    MemoryPlan,
+    MemoryRequest,
+    in_gib,
+)
 from trireme.config.placement import Places
 from trireme.config.schema import OptimizerConfig
 from trireme.config.shape import ModelShape, experts_of, shape_at
 from trireme.config.stages import StageFacts
-from trireme.engines.torch.rows import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
-from trireme.trainer.head import LOGIT_NUMBERS
 
 FLOAT = 4
 _CHUNK_COPIES = 4  # logits, their log-softmax, probabilities and gradient
