@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from tests.config.made import values
 from trireme import extensions
 from trireme.algorithms.recipes import row_of
+from trireme.cli import arguments
 from trireme.cli.arguments import Given, Source, WithFlags, yaml_and_keys
 from trireme.config import ConfigError, dialect
 from trireme.config.dialect import Dialect, dialects
@@ -210,6 +211,18 @@ def test_flags_of_a_dialect_set_keys_and_are_listed_by_help() -> None:
         assert "Klingon flags work too: --batleth" in said("--help")
     finally:
         del FLAGS["klingon"]
+
+
+def test_flags_that_cannot_be_made_are_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    FLAGS["broken"] = Broken
+    try:
+        assert "name=kor" in said()
+        assert "flags 'broken' are left out: they cannot be used: no" in caplog.text
+    finally:
+        del FLAGS["broken"]
+        arguments._made.cache_clear()
 
 
 @pytest.mark.usefixtures("gone")

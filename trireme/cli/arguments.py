@@ -5,8 +5,10 @@ What flags mean is imported when a command that takes them is called: `--help` l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -15,6 +17,8 @@ from typer.core import TyperCommand
 
 from trireme.extensions import absent
 from trireme.registry import FLAGS
+
+logger = logging.getLogger(__name__)
 
 Words = Annotated[
     list[str] | None,
@@ -65,8 +69,20 @@ class FlagDialect(Protocol):
 
 
 def flag_dialects() -> list[FlagDialect]:
-    """All dialects of flags, in the order of their names."""
-    return [FLAGS.get(name)() for name in FLAGS.names()]
+    """All dialects of flags, in the order of their names. One that cannot be made is left out with
+    a warning.
+    """
+    made = (_made(name) for name in FLAGS.names())
+    return [dialect for dialect in made if dialect is not None]
+
+
+@cache
+def _made(name: str) -> FlagDialect | None:
+    try:
+        return FLAGS.get(name)()
+    except Exception as error:
+        logger.warning("flags '%s' are left out: they cannot be used: %s", name, error)
+        return None
 
 
 class WithFlags(TyperCommand):

@@ -60,10 +60,18 @@ class SteeringKind(Protocol):
 
 def examine_steering(name: str, plan: Plan) -> list[Problem]:
     """List the problems of a plan for the kind of that name."""
-    return [*STEERINGS.get(name)().examine(plan)]
+    return [*_kind_named(name).examine(plan)]
 
 
 def make_steering(parts: SteeringParts) -> list[Steering]:
     """All that steer a training."""
-    made = (STEERINGS.get(name)().make(parts) for name in STEERINGS)
+    made = (_kind_named(name).make(parts) for name in STEERINGS)
     return [one for one in made if one is not None]
+
+
+def _kind_named(name: str) -> SteeringKind:
+    """Make one. Raises ImportError, with its name, where its module cannot be imported."""
+    try:
+        return STEERINGS.get(name)()
+    except ImportError as error:
+        raise ImportError(f"steering '{name}' cannot be imported: {error}") from error
