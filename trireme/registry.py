@@ -376,7 +376,7 @@ SCALES = Registry("loss scale", kind="loss_scale")
 """Weights of a reply's pieces in the loss: see ext/multi_turn/loss_scale.py."""
 
 ROUTES = Registry("route", kind="route")
-"""Functions `(rollouts) -> APIRouter`, whose HTTP routes an engine's server has (server/app.py)."""
+"""Functions `(rollouts) -> APIRouter`, whose HTTP routes an engine's server has."""
 
 COMMANDS = Registry("command", kind="command")
 """Commands of `trireme`: functions with typer's annotations, or typer apps (cli/main.py)."""
