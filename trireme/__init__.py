@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trireme.extensions import names_of, needed_for
 from trireme.registry import lazy_names
 
-__version__ = "0.1.0"  # the one place: the build and `trireme --version` read it here
+__version__ = "0.1.0"  # the only place: the build and `trireme --version` read it here
 
-# tqdm, which transformers imports, asks notebooks for ipywidgets; Trireme shows none of its bars
+# tqdm, which transformers imports, asks for ipywidgets in notebooks; Trireme shows none of its bars
 warnings.filterwarnings("ignore", "IProgress not found")
 
 _MODULES = {
@@ -37,7 +37,7 @@ _MODULES = {
     "trireme.workflows.episode": "MultiTurnWorkflow",
     "trireme.workflows.step_wise": "RewardPropagationWorkflow StepWiseRewardWorkflow",
 }
-"""Module -> the public names in it, `there=here` where another name stands for one."""
+"""Maps a module to its public names, `there=here` if another name stands for one."""
 _NAMES = {
     here or there: f"{module}:{there}"
     for module, words in _MODULES.items()
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
         return _of_kernel(name)
     names = names_of("public")
     if name not in names and (owner := needed_for("public", name)):
-        # no AttributeError: `from trireme import NAME` would drop its sentence
+        # not AttributeError: `from trireme import NAME` would drop its sentence
         raise ImportError(
             f"trireme.{name} needs the extension '{owner}', which is not here: "
             "`trireme extensions` lists what is"
@@ -75,8 +75,8 @@ def _is_module(name: str) -> bool:
     return PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None  # noqa: F405
 
 
-# For type checkers and editors: what no run imports. Tests hold that it is the same. The names of
-# extensions stand in a file that lies with them, and this is the one import of them.
+# For type checkers and editors; no run imports it. Tests compare it with the table above. The names
+# of extensions are in a file of theirs, and this is the only import of them.
 if TYPE_CHECKING:
     from trireme.algorithms.advantage import by_group
     from trireme.algorithms.recipes import algorithm

@@ -1,10 +1,10 @@
-"""Aio: work side by side, users' code, plain or async, and code that blocks the event loop.
+"""Aio: runs concurrent work, users' code, plain or async, and code that blocks the event loop.
 
-Of work side by side the first failure ends all (`first_failure`), and no task is left behind.
+In concurrent work the first failure ends all (`first_failure`), and no task is left behind.
 
-What blocks runs in a daemon thread of its own, not in a shared pool, which hung code would use up:
-a call that hangs here delays no other, and does not keep the process alive. What hangs on the event
-loop holds up all: time-outs and Ctrl-C too.
+Blocking code runs in a separate daemon thread, not in a shared pool, which hung code would use up:
+a call that hangs here delays no other, and does not keep the process alive. Code that hangs on the
+event loop blocks everything, time-outs and Ctrl-C included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AWAITS = "__trireme_awaits__"
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop of this thread, where one is running."""
+    """Return the event loop of this thread, if one is running."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -41,12 +41,14 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 GRACE_S = 3.0
-"""How long the cause of a failure may take to arrive after what came of it."""
+"""Seconds that the cause of a failure may take to arrive after its consequences."""
 
 
 @asynccontextmanager
 async def running(*work: Awaitable[Any]) -> AsyncIterator[Sequence[asyncio.Future[Any]]]:
-    """The work as tasks, all of which have ended afterwards: what still runs then is cancelled."""
+    """Yield the work as tasks, all of which have ended afterwards: tasks that still run then are
+    cancelled.
+    """
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         yield tasks
@@ -59,11 +61,10 @@ async def running(*work: Awaitable[Any]) -> AsyncIterator[Sequence[asyncio.Futur
 async def first_failure(
     *work: Awaitable[Any], consequence: type[Exception] | tuple[()] = ()
 ) -> list[Any]:
-    """The results of all; the first that raises cancels the others and is raised.
+    """Return the results of all; the first that raises cancels the others and its error is raised.
 
-    A `consequence` is raised by one only because another has failed, and gives way to that one's
-    error: which of the two comes first is chance, and over processes the one may come without the
-    other.
+    A `consequence` is raised only because another task has failed, and gives way to that one's
+    error: their order is random, and over processes one may come without the other.
     """
     async with running(*work) as tasks:
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -80,8 +81,8 @@ async def first_failure(
 
 
 async def one_by_one(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all; what one does before it first waits is done a turn of the loop after the
-    one before, so that others are served between. The first that raises ends all.
+    """Return the results of all; each begins one turn of the loop after the one before, so that
+    other tasks run between their first parts. The first that raises ends all.
     """
     tasks: list[asyncio.Future[T]] = []
     try:
@@ -99,11 +100,12 @@ def _error(task: asyncio.Future[Any]) -> BaseException | None:
 
 
 Away = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""How a plain function leaves the event loop: `OwnThread(...).run`, `asyncio.to_thread`."""
+"""The way in which a plain function leaves the event loop: `OwnThread(...).run`,
+`asyncio.to_thread`."""
 
 
 def is_async(function: Any) -> bool:
-    """Return whether a call gives a coroutine: the function is an `async def`, or an object whose
+    """Return whether a call returns a coroutine: the function is an `async def`, or an object whose
     `__call__` is one. A partial is judged by the function it wraps.
     """
     while isinstance(function, partial):
@@ -131,7 +133,7 @@ def also_blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[...
 
 
 async def call_user(function: Callable[..., Any], *args: Any, away: Away | None = None) -> Any:
-    """Call a user's function, plain or `async def`, and wait for what it gives.
+    """Call a user's function, plain or `async def`, and wait for its result.
 
     A plain one runs where `away` takes it; without it, on the event loop.
     """
@@ -143,7 +145,7 @@ async def call_user(function: Callable[..., Any], *args: Any, away: Away | None 
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing, without an event loop."""
+    """Return the result of a coroutine that waits for nothing, without an event loop."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -153,21 +155,21 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class OwnThread:
-    """One thread that runs what it is given, one call after the other, until `close`."""
+    """One thread that runs calls one after the other, until `close`."""
 
     def __init__(self, name: str) -> None:
-        """It starts with the first call."""
+        """The thread starts with the first call."""
         self._name, self._started = name, False
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """`function()` in the thread; cancelling the wait does not stop it."""
+        """Run `function()` in the thread; cancelling the wait does not stop it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
             if future.done():
-                return  # the caller waits no more: dropped
+                return  # the caller no longer waits: dropped
             if error is not None:
                 future.set_exception(error)
             else:
@@ -177,25 +179,25 @@ class OwnThread:
             result, error = None, None
             try:
                 result = function()
-            except StopIteration as raised:  # no Future takes one
+            except StopIteration as raised:  # a Future cannot hold one
                 error = RuntimeError(f"raised {raised!r}").with_traceback(raised.__traceback__)
             except BaseException as raised:
                 error = raised
-            with suppress(RuntimeError):  # the run, and its loop, may have ended
+            with suppress(RuntimeError):  # the run and its loop may have ended
                 loop.call_soon_threadsafe(settle, result, error)
 
         self.put(call)
         return await future
 
     def put(self, call: Callable[[], None]) -> None:
-        """Run `call`, which may not raise, when its turn comes; its result is not awaited."""
+        """Queue `call`, which may not raise; its result is not awaited."""
         self._calls.put(call)
         if not self._started:
             self._started = True
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def close(self, last: Callable[[], object] | None = None) -> None:
-        """End the thread after what it was given, and after `last`, whose result is not awaited."""
+        """End the thread after the queued calls, and after `last`, whose result is not awaited."""
         if last is not None:
             self.put(lambda: _quiet(last))
         self._calls.put(None)
@@ -206,7 +208,7 @@ class OwnThread:
 
 
 async def in_thread(function: Callable[[], T], *, name: str) -> T:
-    """Run one blocking function in a thread of its own."""
+    """Run one blocking function in a separate thread."""
     thread = OwnThread(name)
     try:
         return await thread.run(function)
@@ -215,13 +217,13 @@ async def in_thread(function: Callable[[], T], *, name: str) -> T:
 
 
 class LoopWatch:
-    """Looks from a thread whether the event loop turns. A user's code that blocks it for `limit`
+    """Checks from a thread whether the event loop runs. User code that blocks it for `limit`
     seconds, or for two after Ctrl-C, ends the process: nothing else can any more.
     """
 
     def __init__(self, limit: float | None) -> None:
-        """Begin to watch the running loop. Code that blocks it for less than `limit` is warned of
-        once. None: a server's.
+        """Begin to watch the running loop. Code that blocks it for less than `limit` causes one
+        warning. None: the loop is a server's.
         """
         self._loop = asyncio.get_running_loop()
         self._limit = limit
@@ -236,7 +238,7 @@ class LoopWatch:
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._stopped.set()
         # a bound method is a new object each time: equal, not identical
         if callable(self._handler) and signal.getsignal(signal.SIGINT) == self._note:
@@ -244,7 +246,7 @@ class LoopWatch:
         self._handler = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Remember Ctrl-C: asyncio hands it to the loop, and a blocked loop does not see it."""
+        """Remember Ctrl-C: asyncio passes it to the loop, and a blocked loop does not see it."""
         self._interrupted = True
         if callable(self._handler):
             self._handler(number, frame)
@@ -261,11 +263,11 @@ class LoopWatch:
                 self._look(blocked)
 
     def _look(self, seconds: float) -> None:
-        """Warn, or end the process, if a user's code blocks the loop."""
+        """Warn, or end the process, if user code blocks the loop."""
         frame = sys._current_frames().get(self._ident)
         part, line = innermost(frame)
         if part is None or not line:
-            return  # ours: an engine that begins, say
+            return  # ours: an engine that begins, for example
         if self._interrupted and seconds >= INTERRUPT_S:
             said = f"stopped while {part.what} blocked the event loop"
             self._end(line, frame, said, 130)
@@ -276,11 +278,11 @@ class LoopWatch:
             get_logger("explorer").warning("%s (%s)", self._blocking(part, seconds), line)
 
     def _end(self, line: str, frame: FrameType | None, said: str, code: int) -> None:
-        # a server has no log whose reader wants to see the way there
+        # a server has no log in which a reader would want the stack
         stack = "".join(traceback.format_stack(frame)) if self._limit is not None else f"  {line}"
         get_logger("explorer").error("%s\n%s", said, stack, extra={"place": line})
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # the cursor, which a live display hides
+            sys.stdout.write("\x1b[?25h")  # show the cursor, which a live display hides
         sys.stdout.flush()
         end_now()
         os._exit(code)
@@ -295,6 +297,6 @@ class LoopWatch:
 
 
 def _quiet(function: Callable[[], object]) -> None:
-    """Ignore what the last call raises, since the program is ending."""
+    """Ignore errors of the last call, since the program is ending."""
     with suppress(Exception):
         function()

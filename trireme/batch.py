@@ -1,14 +1,14 @@
-"""Batch: the trained tokens of many experiences laid end to end, which is what losses work on.
+"""Batch: the concatenated trained tokens of many experiences, on which losses work.
 
 Letters used in names and docstrings all over the code: N experiences (samples), G a group, M
-trained tokens of all samples end to end, T tokens of one sample or of one packed micro-batch, R
+trained tokens of all samples, concatenated, T tokens of one sample or of one packed micro-batch, R
 attention rows, V vocabulary.
 
 Invariants:
 - entries of a sample are contiguous and in order; `sample_ids` [M] counts samples from 0;
 - entry m predicts `targets[m]`, token `positions[m]` of its sample; index 0 is never an entry;
-- a sample without a trained token has no entry but counts as a sample;
-- COLUMNS names all that a function of an algorithm may ask for.
+- a sample without a trained token has no entry, but counts as a sample;
+- COLUMNS names everything that a function of an algorithm may take.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trireme.experience import TOKEN_FIELDS, Experience
 
-# What parts of an algorithm call a per-token field of the experience.
+# The names of the experience's per-token fields in parts of an algorithm.
 FIELD_NAMES = {
     "old_logprobs": "logprobs",
     **{name: name for name in TOKEN_FIELDS if name not in ("mask", "logprobs")},
@@ -37,16 +37,16 @@ SELECTS = "a function of `@selects`"
 
 @dataclass(frozen=True)
 class Column:
-    """One thing that a function of an algorithm may name as an argument."""
+    """A value that a function of an algorithm may take as an argument."""
 
     name: str
     shape: str
     """[N]: one per experience; [M]: one per trained token; [K]: one per reward; []: one."""
     about: str
     by: str
-    """Who fills it."""
+    """The code that fills it."""
     kinds: tuple[str, ...]
-    """Which functions may name it."""
+    """The kinds of functions that may take it."""
 
 
 _TOKENS = (IN_TRAINER, LOSS, SELECTS)
@@ -153,7 +153,7 @@ _TABLE = (
     Column("reference_point", "[M]", "z of KTO, one number", "the trainer", (LOSS, SELECTS)),
 )
 COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
-"""All that a function of an algorithm may ask for, by name."""
+"""Everything that a function of an algorithm may take, by name."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ class Batch:
     tokens: tuple[np.ndarray, ...]
     """Token ids of each sample, whole."""
     eids: tuple[str, ...]
-    """Whose sample it is, for messages."""
+    """The ids of the samples, for messages."""
     groups: tuple[str, ...]
-    """Samples of one group are kept in one micro-batch where they fit."""
+    """Samples of one group stay in one micro-batch if they fit."""
     counts: np.ndarray
     """Entries of each sample, [N]."""
     sample_ids: Tensor
@@ -175,32 +175,32 @@ class Batch:
     targets: Tensor
     """[M]"""
     temperatures: Tensor
-    """[M] what the logits are divided by."""
+    """[M] divisors of the logits."""
     fields: dict[str, Tensor]
-    """Everything else that there is one of per trained token, each [M]."""
+    """All other per-token data, each [M]."""
     missing: dict[str, str]
-    """Field that not every experience has -> id of the first that lacks it."""
+    """Maps a field that not every experience has to the id of the first that lacks it."""
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """The number N of samples."""
         return len(self.tokens)
 
     @property
     def num_tokens(self) -> int:
-        """M."""
+        """The number M of trained tokens."""
         return len(self.targets)
 
     @property
     def width(self) -> int:
-        """Tokens from the first trained one to the end, of the sample where that is longest."""
+        """The tokens from the first trained one to the end, of the sample where that is longest."""
         ends = np.cumsum(self.counts)
         firsts = self.positions.numpy()[(ends - self.counts)[self.counts > 0]]
         lengths = [len(row) for row, n in zip(self.tokens, self.counts, strict=True) if n]
         return int((np.array(lengths) - firsts).max()) if lengths else 0
 
     def get(self, name: str, *, asked_by: str) -> Tensor:
-        """The field [M] called `name`. Raises ValueError where an experience lacks it."""
+        """Return the field [M] called `name`. Raises ValueError if an experience lacks it."""
         if name in self.fields:
             return self.fields[name]
         if name in self.missing:
@@ -210,15 +210,15 @@ class Batch:
         raise _unknown(name, asked_by, {*self.fields, *self.missing}, ", which no batch has")
 
     def with_fields(self, **fields: Tensor) -> Batch:
-        """The same batch with more fields."""
+        """Return the same batch with more fields."""
         return replace(self, fields={**self.fields, **fields})
 
     def eid_of(self, entry: int) -> str:
-        """The experience that an entry is of."""
+        """Return the id of an entry's experience."""
         return self.eids[int(self.sample_ids[entry])]
 
     def select(self, samples: Sequence[int]) -> Batch:
-        """The batch of these samples alone, in this order, counted from 0 again."""
+        """Return a batch of only these samples, in this order, counted from 0 again."""
         chosen = np.asarray(samples, dtype=np.int64)
         counts = self.counts[chosen]
         starts = (np.cumsum(self.counts) - self.counts)[chosen]
@@ -249,9 +249,9 @@ class Columns:
         made: Mapping[str, Callable[[], Tensor]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`given` go before what the batch has. `made` are computed where they are asked for.
+        """`given` override the batch's columns. `made` are computed on demand.
 
-        `device`: where a function gets its tensors; None: where they are.
+        `device`: the device of the function's tensors; None: where they are.
         """
         self._given = given
         self._batch = batch
@@ -264,7 +264,7 @@ class Columns:
         return name in self._given or name in self._made or name in fields
 
     def get(self, name: str, *, asked_by: str = "the trainer") -> Any:
-        """The column of a name. Raises ValueError where there is none."""
+        """Return the column of a name. Raises ValueError if there is none."""
         if name in self._given:
             column = self._given[name]
         elif name in self._made:
@@ -279,12 +279,12 @@ class Columns:
         return column if self._device is None else column.to(self._device)
 
     def replaced(self, **given: Tensor) -> Columns:
-        """The same columns with these in the place of those of their names."""
+        """Return the same columns with these replacing those of their names."""
         return Columns({**self._given, **given}, self._batch, made=self._made, device=self._device)
 
 
 def _unknown(name: str, asked_by: str, known: Collection[str], why: str = "") -> ValueError:
-    """The error where a function asks for a column that it is not given."""
+    """Make the error for a function that takes an unavailable column."""
     there = [*(c for c in COLUMNS if c in known), *sorted(c for c in known if c not in COLUMNS)]
     text = f"{asked_by} asks for '{name}'{why}. There is: {', '.join(there)}"
     if (column := COLUMNS.get(name)) is not None:
@@ -293,13 +293,13 @@ def _unknown(name: str, asked_by: str, known: Collection[str], why: str = "") ->
 
 
 def flatten(experiences: Sequence[Experience]) -> Batch:
-    """The batch of these experiences: entries where `mask` is true, index 0 left out."""
+    """Make the batch of these experiences: entries where `mask` is true, without index 0."""
     masks = [_mask(e) for e in experiences]
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     trained = _joined(masks)
     trained[torch.from_numpy(starts)] = False  # nothing predicts index 0
-    entries = trained.nonzero().squeeze(1)  # where they are, all samples end to end
+    entries = trained.nonzero().squeeze(1)  # their indices, over all samples
     sample_ids = np.searchsorted(starts, entries.numpy(), side="right") - 1
     counts = np.bincount(sample_ids, minlength=len(experiences))
     temperatures = torch.tensor([e.temperature or 1.0 for e in experiences], dtype=torch.float32)
@@ -327,7 +327,9 @@ def flatten(experiences: Sequence[Experience]) -> Batch:
 
 
 def of_tokens(rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Batch:
-    """A batch in which every token but each row's first is an entry: for scoring plain ids."""
+    """Make a batch in which every token except each row's first is an entry: for scoring
+    plain ids.
+    """
     return flatten(
         [Experience(list(row), prompt_length=1, temperature=temperature) for row in rows]
     )
@@ -342,7 +344,7 @@ def _mask(e: Experience) -> Tensor:
 
 
 def _row_of(e: Experience, name: str) -> Any:
-    """A per-token field. Where nothing else is said, tokens were drawn from the policy itself."""
+    """Return a per-token field. By default, tokens were sampled from the policy itself."""
     itself = name == "sampler_logprobs" and e.sampler_logprobs is None
     return e.logprobs if itself else getattr(e, name)
 

@@ -1,4 +1,4 @@
-"""Experience: what one rollout (or one step of it) leaves behind for training.
+"""Experience: the training data from one rollout, or from one step of it.
 
 Invariants, everywhere inside the code:
 - every per-token field has the length of `tokens`;
@@ -6,7 +6,7 @@ Invariants, everywhere inside the code:
 - `versions[t]` >= 0 is the weight version that sampled token t; -1 is prompt, inserted text or
   data;
 - `logprobs[t]` is log-softmax(logits / temperature) of token t under the policy that sampled it,
-  without truncation or penalties, so that the trainer can compute it again;
+  without truncation or penalties, so that the trainer can recompute it;
 - index 0 and unsampled tokens hold 0 in `logprobs` and never enter a ratio.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trireme.text import storable
 
-# Fields with one entry per token, and the type each is held in.
+# Fields with one entry per token, and their types.
 TOKEN_FIELDS: dict[str, torch.dtype] = {
     "mask": torch.bool,
     "logprobs": torch.float32,
@@ -36,14 +36,14 @@ TOKEN_FIELDS: dict[str, torch.dtype] = {
     "teacher_logprobs": torch.float32,
 }
 TOLD_TOKENS = "told_tokens"
-"""In `info` where an API sampled: how many tokens it says that it did, or None. `tokens` are ours.
-"""
+"""A key of `info` if an API sampled: the number of tokens that it reports, or None. `tokens` are
+ours."""
 _NUMPY_TYPES = {kind: np.dtype(str(kind)[6:]) for kind in {torch.int64, *TOKEN_FIELDS.values()}}
 
 
 @dataclass(order=True)
 class EID:
-    """The place of an experience: batch (explore step), task in it, run (rollout) of it, step of
+    """The position of an experience: batch (explore step), task in it, run (rollout) of it, step of
     that.
     """
 
@@ -54,34 +54,34 @@ class EID:
     suffix: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Words of workflows and clients name rows of databases."""
+        """Make names of workflows and clients storable: they become keys of database rows."""
         for name in ("batch", "task", "suffix"):
             if isinstance(word := getattr(self, name), str) and not word.isalnum():
                 setattr(self, name, storable(word))
 
     @property
     def uid(self) -> str:
-        """Unique in a job: `batch/task/run/step`, and the suffix where there is one."""
+        """An id that is unique in a job: `batch/task/run/step`, and the suffix if there is one."""
         return f"{self.rid}/{self.step}" + (f"/{self.suffix}" if self.suffix else "")
 
     @property
     def sid(self) -> str:
-        """The same step of all runs of a task."""
+        """The id of the same step of all runs of a task."""
         return f"{self.tid}/{self.step}"
 
     @property
     def rid(self) -> str:
-        """All steps of one run."""
+        """The id of all steps of one run."""
         return f"{self.tid}/{self.run}"
 
     @property
     def tid(self) -> str:
-        """All runs of one task in one explore step: a group."""
+        """The id of all runs of one task in one explore step: a group."""
         return f"{self.batch}/{self.task}"
 
     @classmethod
     def random(cls) -> EID:
-        """An id for an experience that belongs to no run."""
+        """Make an id for an experience that belongs to no run."""
         return cls(suffix=secrets.token_hex(3))
 
 
@@ -89,10 +89,11 @@ class EID:
 class Experience:
     """One training sample, token for token as it was sampled.
 
-    Two ways to make one. The inner form gives `tokens [T]`, `mask [T]`, and per-token fields [T].
-    The users' form gives `tokens [T]`, `prompt_length` P, and response-length fields [T - P]
-    (`logprobs`, `action_mask`, `token_level_reward`, `advantages`, `returns`, `teacher_logprobs`);
-    they are padded with P zeros. Without `action_mask` every token after the prompt is trained.
+    There are two ways to make one. The internal form has `tokens [T]`, `mask [T]`, and per-token
+    fields [T]. The users' form has `tokens [T]`, `prompt_length` P, and response-length fields [T -
+    P] (`logprobs`, `action_mask`, `token_level_reward`, `advantages`, `returns`,
+    `teacher_logprobs`); they are padded with P zeros. Without `action_mask` every token after the
+    prompt is trained.
 
     Raises ValueError when a per-token field fits neither length.
     """
@@ -191,8 +192,8 @@ class Experience:
         self.multi_modal_inputs = multi_modal_inputs
 
     def aligned(self, name: str, value: Tensor | Sequence[Any]) -> Tensor:
-        """`value` at the length of `tokens`; a response-length one gets zeros (versions: -1) before
-        it.
+        """Return `value` at the length of `tokens`; a response-length one gets leading zeros
+        (versions: -1).
         """
         row = _row(value, TOKEN_FIELDS[name])
         total = self.tokens.shape[0]
@@ -209,27 +210,27 @@ class Experience:
 
     @property
     def action_mask(self) -> Tensor:
-        """`mask` of the response part alone, [T - prompt_length]."""
+        """The `mask` of the response part alone, [T - prompt_length]."""
         return self.mask[self.prompt_length :]
 
     @property
     def response_length(self) -> int:
-        """Number of tokens after the prompt."""
+        """The number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def version(self) -> int:
-        """The oldest weight version that sampled a token of this experience; -1 where none did."""
+        """The oldest weight version that sampled a token of this experience; -1 if none did."""
         if self.versions is None:
             return -1
-        # read without a sign, -1 is the largest number of all
+        # as an unsigned number, -1 is the largest of all
         versions = self.versions.numpy(force=True).astype(np.int32, copy=False).view(np.uint32)
         oldest = int(np.minimum.reduce(versions, initial=2**32 - 1))
         return oldest if oldest < 2**31 else -1
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens that are trained."""
+        """The number of trained tokens."""
         return int(np.count_nonzero(self.mask.numpy(force=True)))
 
     def __repr__(self) -> str:
@@ -241,7 +242,7 @@ class Experience:
 
 
 def _row(values: Tensor | Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """A row of numbers as a tensor. numpy reads a list in a third of torch's time."""
+    """Make a tensor of a row of numbers. numpy reads a list in a third of torch's time."""
     if isinstance(values, list) and (array := np.asarray(values)).dtype.kind in "biuf":
         return torch.from_numpy(array.astype(_NUMPY_TYPES[dtype], copy=False))
     return torch.as_tensor(values, dtype=dtype)
@@ -250,7 +251,9 @@ def _row(values: Tensor | Sequence[Any], dtype: torch.dtype) -> Tensor:
 def _prompt_length(
     tokens: Tensor, mask: Tensor | Sequence[bool] | Sequence[int] | None, prompt_length: int | None
 ) -> int:
-    """The given prompt length, else where the mask begins; checked against the number of tokens."""
+    """Return the given prompt length, else the start of the mask; checked against the number of
+    tokens.
+    """
     if prompt_length is None:
         if mask is None:
             raise ValueError("Experience needs `mask` or `prompt_length` to know what is trained")
@@ -265,7 +268,7 @@ def _prompt_length(
 
 
 def group_by(experiences: Iterable[Experience], id_type: str) -> dict[str, list[Experience]]:
-    """Experiences by `task`, `run` or `step`, in the order in which each first appears."""
+    """Group experiences by `task`, `run` or `step`, in the order in which each first appears."""
     keys: dict[str, Callable[[Experience], str]] = {
         "task": lambda e: e.eid.tid,
         "run": lambda e: e.eid.rid,

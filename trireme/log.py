@@ -1,10 +1,10 @@
-"""Log: where each part of a run writes what it does, and which of it people see at once.
+"""Log: sets up the log file of each part of a run, and the lines that the console shows.
 
 Invariants:
 - One file a part in the job's `log` folder, appended to: `explorer.log`, `explorer_runner_N.log`,
   `trainer.log`, `synchronizer.log`, `checkpoint_monitor.log`, `explorer_experience_pipeline.log`,
-  `queue_experience_buffer.log`; what belongs to none of them is in `launcher.log`.
-- A part's file is there from its first line on: there are no empty ones.
+  `queue_experience_buffer.log`; all other records are in `launcher.log`.
+- A part's file is created with its first line: there are no empty ones.
 - The console shows the first line of warnings and errors (all lines of a record that is `whole`);
   tracebacks are in the files alone.
 - A message that repeats is shown a few times only; the file has them all.
@@ -37,9 +37,9 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SHOWN_REPEATS = 3
 FILE_ONLY = {"file_only": True}
-"""`extra` of what a file keeps and the console is told in another way."""
+"""The `extra` of a record that a file gets and the console shows in another way."""
 
-# Modules that log under their own name, `trireme.<package>…`: the part each package belongs to.
+# Modules log under their own name, `trireme.<package>…`: the part that each package belongs to.
 _PART_OF_PACKAGE = {
     "sync": "synchronizer",
     "checkpoint": "checkpoint_monitor",
@@ -49,15 +49,17 @@ _PART_OF_PACKAGE = {
 
 
 def get_logger(part: str = "plugin") -> logging.Logger:
-    """The logger of a part: `explorer`, `explorer_runner_3`, `trainer` …; or of a user's file."""
+    """Return the logger of a part: `explorer`, `explorer_runner_3`, `trainer` …; or of a user's
+    file.
+    """
     return logging.getLogger(f"{ROOT}.{part}")
 
 
 def setup_logging(job_log_dir: str | Path, level: str) -> Callable[[], None]:
     """Begin to log into `job_log_dir`; returns the function that ends it and closes the files.
 
-    A part's file is there from its first line on. Raises ValueError for an unknown level, OSError
-    where the folder cannot be written.
+    A part's file is created with its first line. Raises ValueError for an unknown level, OSError if
+    the folder cannot be written.
     """
     if level.upper() not in LEVELS:
         raise ValueError(f"log.level is '{level}': expected one of {', '.join(LEVELS)}")
@@ -89,25 +91,27 @@ def part_of(logger_name: str) -> str:
 
 
 def write_failure(job_log_dir: str | Path, error: BaseException) -> Path | None:
-    """Append the traceback of what ended a run to `error.log`; None where it cannot be written."""
+    """Append the traceback of the error that ended a run to `error.log`; None if it cannot be
+    written.
+    """
     path = Path(job_log_dir) / "error.log"
     trace = (type(error), error, error.__traceback__)
     record = logging.LogRecord(
         f"{ROOT}.{ELSEWHERE}", logging.ERROR, __file__, 0, "the run failed", (), trace
     )
-    if of_rollout := getattr(error, "trace", ""):  # that of the user's code
+    if of_rollout := getattr(error, "trace", ""):  # the traceback of user code
         record.msg = f"the run failed; the first rollout that did:\n{of_rollout.rstrip()}\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with for_appending(path) as file:
             file.write((Lines(LINE).format(record) + "\n").encode("utf-8", "backslashreplace"))
-    except OSError:  # the disk may be what failed
+    except OSError:  # the disk may be the cause
         return None
     return path
 
 
 class Lines(logging.Formatter):
-    """A line of a log, or several with a traceback: no password, no control character."""
+    """Formats a log record in one or more lines: no password, no control character."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record, made safe to show, with passwords hidden."""
@@ -124,10 +128,10 @@ class PartFiles(logging.Handler):
         self.setFormatter(Lines(LINE))
 
     def file_of(self, part: str) -> IO[bytes]:
-        """The open file of a part."""
+        """Return the open file of a part."""
         if part not in self._files:
             opened = for_appending(self.folder / f"{part}.log")
-            self._files.setdefault(part, opened)  # a warning of this may have opened it meanwhile
+            self._files.setdefault(part, opened)  # a warning in between may have opened it
         return self._files[part]
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -163,9 +167,9 @@ class ConsoleLines(logging.Handler):
         lines = hide_passwords(record.getMessage()).splitlines() or [""]
         line = "\n".join(lines if getattr(record, "whole", False) else lines[:1])
         more = ""
-        if where := getattr(record, "place", ""):  # where in a user's code
+        if where := getattr(record, "place", ""):  # the place in user code
             more = f"\n  {where}\ndetails: {self.folder / f'{part}.log'}"
         elif self._seen[kind] == SHOWN_REPEATS:
             more = f" (more of these: {self.folder / f'{part}.log'})"
-        # sys.stderr is looked up at each line: a live display puts itself in its place
+        # sys.stderr is looked up for each line: a live display replaces it
         say(f"{record.levelname.lower()}: {line}{more}", file=sys.stderr)

@@ -1,12 +1,13 @@
-"""Processes: the environment that users' code has while it explores, and what it leaves running.
+"""Processes: sets the environment of user code while it explores, and ends the processes it leaves.
 
-- Variables are set for the block that explores, and are as before after it: engines and ranks,
-  which begin before, and the next stage do not have them.
-- What is started meanwhile inherits a mark, whoever its parent is by then; a fork that starts no
-  program notes itself. At the end, however it comes, those that still run are ended and named.
-- A process without the mark is never touched: one of another shell, a server that ran before, a
-  daemon of Ray. Nor is a helper of ours or of Python's, which ends with its parent.
-- Only Linux shows the environment of a process; elsewhere nothing is looked for.
+- Variables are set for the block that explores, and restored after it: engines and ranks, which
+  start before it, and the next stage do not see them.
+- Processes started meanwhile inherit a mark, whoever their parent is later; a fork that starts no
+  program registers itself. At the end, however it happens, those that still run are ended and
+  named.
+- A process without the mark is never touched: one of another shell, an older server, a
+  cluster's daemon. Nor is a helper of ours or of Python's, which ends with its parent.
+- Only Linux shows the environment of a process; elsewhere nothing is done.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from trireme.text import shown
 MARK = "TRIREME_ROLLOUTS"
 """The variable that processes inherit."""
 GRACE_S = 2.0
-"""How long they have to end by themselves after SIGTERM."""
+"""Seconds in which they may end by themselves after SIGTERM."""
 _SHOWN = 5
 _OURS = (
     *("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker"),
     *("-m trireme.", str(Path(__file__).parent)),
 )
-"""What the command lines of helpers have, which end with their parents."""
+"""Parts of command lines of helpers, which end with their parents."""
 _open: list[Leftovers] = []
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables of this process for the block."""
+    """Set variables of this process for the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -50,7 +51,9 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def ending_leftovers(note: Callable[[str], None]) -> Iterator[None]:
-    """End the processes that the block has started and left running; `note` hears which."""
+    """End the processes that the block has started and left running; `note` receives their
+    descriptions.
+    """
     left = Leftovers()
     with environment({MARK: left.token}):
         _open.append(left)
@@ -68,9 +71,10 @@ def ending_leftovers(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def end_now() -> None:
-    """End at once what users' code has started: this process is about to end without a block's end.
+    """End all processes that user code has started, at once: this process is about to end without
+    leaving its block.
 
-    Nothing is waited for.
+    It waits for nothing.
     """
     for left in _open:
         with suppress(Exception):
@@ -78,14 +82,14 @@ def end_now() -> None:
 
 
 class Leftovers:
-    """The processes that were started since this was made, by its mark."""
+    """The processes that were started since this object was made, by its mark."""
 
     def __init__(self) -> None:
         self.token = f"{os.getpid()}-{time.monotonic_ns()}"
         _note_forks()
 
     def end(self) -> list[str]:
-        """End them, by force where they do not in `GRACE_S`; each in words, as it was."""
+        """End them, by force those that do not in `GRACE_S`; returns a description of each."""
         names = {process: _described(process[0]) for process in self.running()}
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + GRACE_S
@@ -102,8 +106,8 @@ class Leftovers:
                 os.kill(pid, number)
 
     def running(self) -> set[tuple[int, str]]:
-        """Find the processes that run: their numbers, and when each began, since numbers are used
-        again.
+        """Find the running processes: their numbers, and when each began, since numbers are
+        reused.
         """
         mark, forks = f"{MARK}={self.token}".encode(), _forks()
         found = set[tuple[int, str]]()
@@ -119,7 +123,7 @@ class Leftovers:
 
 
 _log: int | None = None
-"""A file without a name, in which forks that start no program write who they are."""
+"""An unnamed file in which forks that start no program register themselves."""
 
 
 def _note_forks() -> None:
@@ -144,7 +148,7 @@ def _forks() -> set[tuple[int, str]]:
 
 def _began(pid: int) -> str:
     """Return when a process began, in ticks since the machine did; empty if it has ended."""
-    fields = _read(pid, "stat").rpartition(b")")[2].split()  # its name may hold anything
+    fields = _read(pid, "stat").rpartition(b")")[2].split()  # its name may contain anything
     return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
 
 

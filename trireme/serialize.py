@@ -1,11 +1,11 @@
-"""Serialize: turns experiences into bytes and back: one safetensors block with JSON in it.
+"""Serialize: converts experiences to bytes and back: one safetensors block with JSON in it.
 
-No pickle: what comes from a disk or a wire can hold tensors and JSON values and nothing else. All
-rows of numbers lie end to end in one tensor of 4-byte words, each in the shortest of three forms
-(as it is; runs of equal words; what is not 0, and where), bit for bit; text is compressed, since
-a reply stands in it both as text and in its messages. What version 1 wrote is still read.
+No pickle: data from disk or network can contain tensors and JSON values and nothing else. All rows
+of numbers are concatenated in one tensor of 4-byte words, each in the shortest of three forms
+(unchanged; runs of equal words; nonzero words and their positions), bit for bit; text is
+compressed, since it contains a reply both as text and in its messages. Version 1 can still be read.
 
-A flipped bit is seen: of the text by zlib, of the rest by a checksum (which older bytes lack).
+A flipped bit is detected: in the text by zlib, in the rest by a checksum (which older bytes lack).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORMAT_1 = "trireme-experiences-1"
 _ROWS = ("tokens", *TOKEN_FIELDS, "chosen", "rejected")
 _COMPACT = json.JSONEncoder(separators=(",", ":")).encode
 JSON_FIELDS = ("info", "metrics", "messages", "tools")
-"""Whose values are JSON."""
+"""The fields with JSON values."""
 TEXT_FIELDS = ("stop_reason", "truncate_status", "prompt_text", "response_text")
 Words = np.ndarray[Any, np.dtype[np.int32]]
 _PLAIN = (
@@ -40,11 +40,13 @@ _PLAIN = (
 
 
 class Damaged(ValueError):
-    """Bytes that are not, or no longer, what `encode` wrote."""
+    """Bytes that `encode` did not write, or that have changed since."""
 
 
 def encode(experiences: Sequence[Experience]) -> bytes:
-    """All experiences as bytes. Raises TypeError, naming the id, where `info` is not plain JSON."""
+    """Return all experiences as bytes. Raises TypeError, naming the id, if `info` is not plain
+    JSON.
+    """
     images: dict[str, torch.Tensor] = {}
     for index, e in enumerate(experiences):
         for key, value in (e.multi_modal_inputs or {}).items():
@@ -72,7 +74,9 @@ def encode(experiences: Sequence[Experience]) -> bytes:
 
 
 def _block(words: Words, text: bytes) -> bytes:
-    """Write these two as safetensors' `save` does, byte for byte, in a fraction of its time."""
+    """Return these two in the form of safetensors' `save`, byte for byte, in a fraction of its
+    time.
+    """
     size = words.nbytes
     entries = {
         "__metadata__": {"format": FORMAT},
@@ -85,7 +89,7 @@ def _block(words: Words, text: bytes) -> bytes:
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the CRC-32 of the names and bytes of all tensors but the text's."""
+    """Return the CRC-32 of the names and bytes of all tensors except the text's."""
     crc = 0
     for name in sorted(tensors.keys() - {"json"}):
         crc = zlib.crc32(name.encode(), crc)
@@ -94,7 +98,9 @@ def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def decode(data: bytes) -> list[Experience]:
-    """The experiences that `encode` wrote. Raises Damaged for bytes that it did not write."""
+    """Return the experiences that `encode` wrote. Raises Damaged for bytes that it did not
+    write.
+    """
     try:
         return _decoded(data)
     except Damaged:
@@ -112,7 +118,7 @@ def _decoded(data: bytes) -> list[Experience]:
     if metadata.get("format") not in (FORMAT, _FORMAT_1):
         raise Damaged(f"experience format {metadata.get('format')!r}: expected {FORMAT!r}")
     tensors = load(data)
-    if metadata["format"] == _FORMAT_1:  # a tensor a field, and the JSON in the metadata
+    if metadata["format"] == _FORMAT_1:  # one tensor per field, and the JSON in the metadata
         headers, rows = json.loads(metadata["experiences"]), tensors
     else:
         text = json.loads(zlib.decompress(tensors["json"].numpy().tobytes()))
@@ -131,7 +137,7 @@ def _experiences(
     rows: dict[str, torch.Tensor],
     tensors: dict[str, torch.Tensor],
 ) -> list[Experience]:
-    """Cut rows that lie end to end; `tensors` has the images."""
+    """Cut the concatenated rows; `tensors` has the images."""
     offsets = dict.fromkeys(rows, 0)
 
     def cut(name: str, length: int) -> torch.Tensor:
@@ -175,8 +181,8 @@ def _as_json(header: dict[str, Any], experiences: Sequence[Experience]) -> bytes
 
 
 def _packed(row: torch.Tensor) -> tuple[str, Words]:
-    """Form and words of a row: `all` of them; `runs`, their values, then lengths; or `some`: size,
-    number and lengths of runs of 0 and not 0 (0 first), then the words that are not 0.
+    """Return form and words of a row: `all` of them; `runs`, their values, then lengths; or `some`:
+    size, number and lengths of runs of 0 and not 0 (0 first), then the words that are not 0.
     """
     plain = row.numpy(force=True)
     if plain.dtype == np.int64:
@@ -186,7 +192,7 @@ def _packed(row: torch.Tensor) -> tuple[str, Words]:
         return "all", words
     words = plain.view(np.int32) if plain.dtype == np.float32 else plain.astype(np.int32)
     size = len(words)
-    # borders are few, mostly: lists of them take less time than arrays
+    # borders are mostly few: lists of them take less time than arrays
     before = (words[1:] != words[:-1]).nonzero()[0]
     if 4 * (len(before) + 1) < size:
         starts = [0, *(n + 1 for n in before.tolist())]
@@ -197,14 +203,14 @@ def _packed(row: torch.Tensor) -> tuple[str, Words]:
     values = words[there]
     if len(values) + len(before) + 4 > 0.9 * size:  # it would save next to nothing
         return "all", words
-    starts = [0, 0] if there.item(0) else [0]  # a row's first zeros may be none
+    starts = [0, 0] if there.item(0) else [0]  # a row may begin without zeros
     starts += [n + 1 for n in before.tolist()]
     head = [size, len(starts), *_lengths(starts, size)]
     return "some", np.concatenate((np.array(head, np.int32), values))
 
 
 def _lengths(starts: list[int], size: int) -> list[int]:
-    """How long the stretches of a row are that begin there."""
+    """Return the lengths of the runs of a row that begin at `starts`."""
     return [end - start for start, end in pairwise([*starts, size])]
 
 
@@ -229,12 +235,12 @@ _WIRE_FIELDS = (
 
 
 def experience_to_wire(experience: Experience) -> dict[str, Any]:
-    """An experience as JSON: token lists, and what belongs to the sample."""
+    """Convert an experience to JSON: token lists, and the sample's other data."""
     rows = {name: getattr(experience, name) for name in ("tokens", *_WIRE_ROWS)}
     lists = {name: None if row is None else row.tolist() for name, row in rows.items()}
     return lists | {name: getattr(experience, name) for name in _WIRE_FIELDS}
 
 
 def experience_of_wire(wire: Mapping[str, Any]) -> Experience:
-    """The experience that `experience_to_wire` was given."""
+    """Convert the JSON of `experience_to_wire` back to an experience."""
     return Experience(wire["tokens"], **{name: wire[name] for name in (*_WIRE_ROWS, *_WIRE_FIELDS)})

@@ -1,4 +1,4 @@
-"""Task: one row of a taskset, with all that a workflow needs to try it."""
+"""Task: one row of a taskset, with everything that a workflow needs to run it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from trireme.registry import did_you_mean
 from trireme.usercode import Refused
 
 NO_JSON = (ValueError, RecursionError)
-"""What `json.loads` raises for a text that is none, or is nested too deeply."""
+"""The errors of `json.loads` for a text that is not JSON, or is nested too deeply."""
 
 
 class NoSuchKey(Refused, KeyError):
-    """A key that a section or a row does not have, in a sentence; a KeyError prints its repr."""
+    """A key that a section or a row does not have, as a sentence; a KeyError prints its repr."""
 
     __str__ = Exception.__str__
 
 
 class Keys(dict[str, Any]):
-    """A dictionary that says, where a key is missing, which it has."""
+    """A dictionary whose error for a missing key lists the present ones."""
 
     _name = "a section"
-    """What it is called in the YAML. An object has its own."""
+    """Its name in the YAML. An object has its own."""
 
     @classmethod
     def named(cls, name: str, values: dict[str, Any]) -> Self:
-        """A copy of `values` that goes by this name."""
+        """Return a copy of `values` with this name."""
         keys = cls(values)
         vars(keys)["_name"] = name
         return keys
@@ -60,9 +60,9 @@ _KINDS = {
     **{"raw_task": Keys, "format_args": Args, "rollout_args": Args},
     **{"workflow_args": Keys, "reward_fn_args": Keys},
 }
-"""Of each dictionary of a task, what it is made."""
+"""The class of each dictionary of a task."""
 
-for _dumper in (yaml.SafeDumper, yaml.Dumper):  # YAML's dumpers know `dict`, and no subclass of it
+for _dumper in (yaml.SafeDumper, yaml.Dumper):  # YAML's dumpers know `dict`, but no subclass of it
     for _kind in (Keys, Args):
         _dumper.add_representer(_kind, SafeRepresenter.represent_dict)
 
@@ -91,7 +91,7 @@ class Task:
     index: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """A copy of a task has sections of its own: what a workflow sets in them stays there."""
+        """Copy the sections of the YAML: values that a workflow sets in a task's stay there."""
         for name, kind in _KINDS.items():
             if isinstance(values := getattr(self, name), dict):
                 called = "the row" if name == "raw_task" else name
@@ -114,7 +114,7 @@ class Task:
 
     @property
     def prompt(self) -> Any:
-        """The column that `format.prompt_key` names: text, or a list of messages."""
+        """The value of the column that `format.prompt_key` names: text, or a list of messages."""
         return self.raw_task.get(self.prompt_key)
 
     @property
@@ -124,10 +124,11 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The column that `format.response_key` names; None where the data set has none. `a.b` is
-        the entry `b` of the dictionaries in the column `a`, unless a column is called so.
+        """The value of the column that `format.response_key` names; None if the data set has none.
+        `a.b` is the entry `b` of the dictionaries in the column `a`, unless a column has that name.
 
-        A number is its text, since replies are text: CSV, JSON and Parquet give `42` as an integer.
+        A number becomes text, since replies are text: CSV, JSON and Parquet give `42` as an
+        integer.
         """
         key, row = self.truth_key, self.raw_task
         outer, _, inner = key.partition(".")
@@ -137,34 +138,34 @@ class Task:
 
     @property
     def task_desc(self) -> Any:
-        """The prompt, by the name that the seeds' classes use."""
+        """The prompt, under the name that classes of workflows use."""
         return self.prompt
 
     @property
     def args(self) -> dict[str, Any]:
-        """`workflow_args` of the YAML."""
+        """The `workflow_args` of the YAML."""
         return self.workflow_args
 
     @property
     def system_prompt(self) -> str | None:
-        """The system prompt: the row's own where `format.system_prompt_key` names a column."""
+        """The system prompt: the row's own if `format.system_prompt_key` names a column."""
         key = self._format("system_prompt_key")
         return self.raw_task.get(key) if key else self._format("system_prompt")
 
     @property
     def reply_prefix(self) -> str | None:
-        """Text that every reply begins with, if any."""
+        """The text that every reply begins with, if any."""
         return self._format("reply_prefix")
 
     def to_dict(self) -> dict[str, Any]:
-        """The data set's row."""
+        """Return the data set's row."""
         return self.raw_task
 
 
 def as_text(value: Any) -> Any:
-    """A scalar as its text: 42 is "42", 0.5 "0.5", True "True"; anything else stays what it is.
+    """Return a scalar as text: 42 is "42", 0.5 "0.5", True "True"; anything else is unchanged.
 
-    A whole float is written as the integer: tables make floats of whole numbers where a row lacks
+    A whole float is written as an integer: tables turn whole numbers into floats if a row lacks
     one.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -173,7 +174,7 @@ def as_text(value: Any) -> Any:
 
 
 def object_or_text(text: str) -> Any:
-    """A JSON object, else the text as it is."""
+    """Return a JSON object, else the text as it is."""
     try:
         value = json.loads(text)
     except NO_JSON:
@@ -182,8 +183,8 @@ def object_or_text(text: str) -> Any:
 
 
 def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose calls have their arguments as objects, which most chat templates want, where
-    clients and data sets have them as text: it would be quoted a second time.
+    """Return a message whose calls have their arguments as objects. Most chat templates need these,
+    while clients and data sets have text, which would be quoted a second time.
     """
     if not isinstance(calls := message.get("tool_calls"), list | tuple):
         return dict(message)

@@ -1,13 +1,13 @@
-"""Text: what becomes of text that files, databases, tokenizers and terminals do not take.
+"""Text: converts text that files, databases, tokenizers and terminals do not accept.
 
-Models, tools, rewards, rows and clients give half a surrogate pair (`json.loads` makes one of
-`"\\ud83d"`), NUL, and escape sequences that command a terminal. None of it ends a run:
-- what is kept to be read again is JSON, which holds every text as it is (`as_json`);
-- ids and the columns of text that databases have are for people: `storable` names what a database
+Models, tools, rewards, rows and clients may produce half a surrogate pair (`json.loads` makes one
+of `"\\ud83d"`), NUL, and escape sequences for a terminal. None of these ends a run:
+- data that is read again is JSON, which preserves every text (`as_json`);
+- ids and text columns of databases are for people: `storable` replaces characters that a database
   refuses;
 - log files and the terminal get `shown`, all that is printed by `say`;
-- a tokenizer gets `joined`, where U+FFFD stands for half a pair.
-Two halves that meet are one character, as JSON and UTF-16 read them.
+- a tokenizer gets `joined`, where U+FFFD replaces half a pair. Two halves that meet are one
+  character, as JSON and UTF-16 read them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ _NOT_SHOWN = {
     **{n: f"\\x{n:02x}" for n in range(0x80, 0xA0)},
     **{ord(c): f"\\u{ord(c):04x}" for c in f"{_BIDI}\u2028\u2029"},
 }
-"""Control characters by their pictures; what turns or breaks a line unseen by its number."""
+"""Control characters by their pictures; those that turn or break a line invisibly by their
+number."""
 _PLAIN = re.compile(r"[\t\n\x20-\x7e]*")
 
 
 def as_json(value: Any, **options: Any) -> str:
-    """JSON with its characters as they are, half a surrogate pair as `\\ud83d`: `json.loads` gives
-    the same texts. `options` are those of `json.dumps`.
+    """Return JSON with characters unchanged, half a surrogate pair as `\\ud83d`: `json.loads`
+    returns the same texts. `options` are those of `json.dumps`.
     """
     return _escaped(json.dumps(value, ensure_ascii=False, **options))
 
 
 def has_half(value: Any) -> bool:
-    """Return whether a JSON value holds half a surrogate pair, in a text or a key."""
+    """Return whether a JSON value contains half a surrogate pair, in a text or a key."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -47,19 +48,23 @@ def has_half(value: Any) -> bool:
 
 
 def storable(text: str) -> str:
-    """`text` as every database takes it: NUL as its picture, half a surrogate pair as `\\ud83d`."""
+    """Return `text` in a form that every database accepts: NUL as its picture, half a surrogate
+    pair as `\\ud83d`.
+    """
     return _escaped(text).replace("\0", _NUL)
 
 
 def shown(text: str) -> str:
-    """`text` for a terminal: control characters by their pictures, but for tabs and line ends."""
+    """Return `text` for a terminal: control characters as pictures, except for tabs and
+    line ends.
+    """
     if _PLAIN.fullmatch(text):
         return text
     return _escaped(text.replace("\r\n", "\n")).translate(_NOT_SHOWN)
 
 
 def joined(text: str) -> str:
-    """`text` as a tokenizer takes it: halves that meet are one character, others U+FFFD."""
+    """Return `text` for a tokenizer: adjacent halves become one character, other halves U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -68,7 +73,7 @@ def joined(text: str) -> str:
 
 
 def all_joined(value: Any) -> Any:
-    """A JSON value with each of its texts `joined`."""
+    """Return a JSON value with each of its texts `joined`."""
     if isinstance(value, str):
         return joined(value)
     if isinstance(value, Mapping):
@@ -83,7 +88,7 @@ def say(
     file: TextIO | None = None,
     flush: bool = False,
 ) -> None:
-    """`print`, for all that may hold the words of others."""
+    """Print text that may contain foreign characters, as `print` does."""
     print(shown(sep.join(map(str, parts))), end=end, file=file, flush=flush)
 
 
@@ -103,5 +108,7 @@ _PASSWORD = re.compile(
 
 
 def hide_passwords(text: str) -> str:
-    """`text` with the passwords of the URLs and connection strings in it replaced by stars."""
+    """Return `text` with the passwords of the URLs and connection strings in it replaced by
+    stars.
+    """
     return _PASSWORD.sub(r"\1***", text) if "@" in text or "=" in text else text

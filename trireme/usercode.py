@@ -1,8 +1,8 @@
-"""User code: says what failed when users' code raised, in which line, and whether to try again.
+"""User code: reports what failed in user code, in which line, and whether a retry makes sense.
 
-A call of a user's workflow, reward, operator, environment or plug-in stands in
-`with UserCode("reward 'price'", function):`. What it raises keeps its type and goes on; `fault_of`
-reads from it what people are told: one sentence, then file, line and code.
+A call of a user's workflow, reward, operator, environment or plug-in is inside `with
+UserCode("reward 'price'", function):`. Its errors keep their type and propagate; `fault_of` derives
+the message for people: one sentence, then file, line and code.
 """
 
 from __future__ import annotations
@@ -33,42 +33,45 @@ _LASTING = (
     *(TypeError, LookupError, AttributeError, NameError, ImportError, SyntaxError),
     *(AssertionError, ArithmeticError, NotImplementedError, RecursionError),
 )
-"""Errors of the code itself: tried again, it raises them again."""
+"""Errors of the code itself: a retry would raise them again."""
 
 
 class Refused(ValueError):
-    """A value that a user's code returned cannot be used; the text says what was expected."""
+    """A value that user code returned cannot be used; the text names the expected one."""
 
     lasting = True
 
 
 class Escaped(RuntimeError):
-    """A user's code raised what is no Exception (SystemExit, KeyboardInterrupt, a Rust panic)."""
+    """User code raised something that is not an Exception (SystemExit, KeyboardInterrupt, a Rust
+    panic).
+    """
 
 
 @dataclass(frozen=True)
 class Fault:
-    """An error as people are told of it."""
+    """The report of an error for people."""
 
     what: str
-    """Whose: `reward 'price'`."""
+    """The failed code: `reward 'price'`."""
     text: str
     """`KeyError: 'no price for eggs'`."""
     place: str
-    """`/home/me/price.py:12: return prices[item]`; empty where no line is the user's own."""
+    """`/home/me/price.py:12: return prices[item]`; empty if no line is the user's own."""
     lasting: bool
-    """Tried again, it would fail again."""
+    """Whether a retry would fail again."""
     refused: bool = False
-    """The text goes on a sentence that begins with whose it is: `gave nan: expected …`."""
+    """Whether the text continues a sentence that begins with the code's name: `gave nan: expected
+    …`."""
 
     def __str__(self) -> str:
-        """The sentence, and below it the place."""
+        """Return the sentence, and below it the place."""
         joint = " " if self.refused else " failed: "
         return with_place(f"{self.what}{joint}{self.text}", self.place)
 
 
 class UserCode(AbstractContextManager["UserCode"]):
-    """Marks what is raised inside with whose code it comes from; the innermost mark stays."""
+    """Marks errors inside the block with the code that they come from; the innermost mark stays."""
 
     def __init__(self, what: str, code: Any = None) -> None:
         """`code` is the function, class or object that is called."""
@@ -81,7 +84,7 @@ class UserCode(AbstractContextManager["UserCode"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Mark it; what is no Exception would end the event loop, and becomes one."""
+        """Mark the error; anything but an Exception would end the event loop, and becomes one."""
         if error is None or isinstance(error, asyncio.CancelledError):
             return
         if isinstance(error, Exception):
@@ -93,12 +96,14 @@ class UserCode(AbstractContextManager["UserCode"]):
 
     def _mark(self, error: Exception) -> None:
         if not hasattr(error, _MARK):
-            with suppress(AttributeError, TypeError):  # a class that takes no attributes
+            with suppress(AttributeError, TypeError):  # a class that allows no attributes
                 setattr(error, _MARK, (self.what, _defined(self.code)))
 
 
 def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | None:
-    """Return whose code raised an error; `what` and `code` if it is not marked, else None."""
+    """Return the fault of an error by its mark; by `what` and `code` if it is not marked, else
+    None.
+    """
     marked = getattr(error, _MARK, None) or ((what, _defined(code)) if what else None)
     if marked is None:
         return None
@@ -111,8 +116,8 @@ def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | 
 
 
 def refuse_signature(what: str, code: Any, call: Any, expected: str, **named: Any) -> None:
-    """Raise Refused where `call` does not take the arguments that `expected`, `(task, answer)` say,
-    names, beside the `named` ones, or takes them in another order. `code` is what the user wrote.
+    """Raise Refused if `call` does not take the arguments in `expected`, such as `(task, answer)`,
+    besides the `named` ones, or takes them in another order. `code` is the user's object.
     """
     signature = signature_of(call)
     wanted = expected.strip("()").split(", ")
@@ -128,17 +133,17 @@ def refuse_signature(what: str, code: Any, call: Any, expected: str, **named: An
 
 
 def with_place(sentence: str, line: str) -> str:
-    """A sentence, and in a line of its own where in the user's code that is."""
+    """Return a sentence, followed by a line with the place in user code."""
     return f"{sentence}\n  {line}" if line else sentence
 
 
 def innermost(frame: FrameType | None) -> tuple[UserCode | None, str]:
-    """Find which `UserCode` a running stack is in, and its deepest line that is the user's."""
+    """Find the `UserCode` around a running stack, and the user's deepest line in it."""
     return _innermost(() if frame is None else (f for f, _ in traceback.walk_stack(frame)))
 
 
 def awaiting(coroutine: Any) -> tuple[UserCode | None, str]:
-    """The same of a coroutine that waits, as far as what it awaits is a coroutine as well."""
+    """Find the same for a waiting coroutine, as far as it awaits other coroutines."""
     frames: list[FrameType] = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         frames.append(frame)
@@ -158,20 +163,20 @@ def _innermost(frames: Iterable[FrameType]) -> tuple[UserCode | None, str]:
 
 
 def _described(error: BaseException) -> str:
-    """Kind and message in one line, with a hint where Python's own words mislead."""
+    """Return kind and message in one line, with a hint where Python's own words mislead."""
     lines = str(error).strip().splitlines() or [""]
     text = f"{lines[0]} …" if len(lines) > 1 else lines[0]
     if isinstance(error, Refused):
         return text
     if re.search(r"'coroutine' object|of type 'coroutine'|coroutine object", text):
         text += ": an `await` is missing, as in `reply = await model.chat(...)` of an `async def`"
-        # Python says it again, when it comes upon the coroutine, in a place of its own
+        # Python would report it again, when it destroys the coroutine, elsewhere
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _raised_at(error: BaseException) -> str:
-    """The deepest line of the user's own that the error went through."""
+    """Return the deepest line of the user's code that the error passed through."""
     if isinstance(error, SyntaxError) and error.filename and _is_theirs(error.filename):
         return _line(error.filename, error.lineno or 1)
     frames = traceback.walk_tb(error.__traceback__)
@@ -194,7 +199,7 @@ def _defined(code: Any) -> str:
 
 
 def _unwrapped(code: Any) -> Iterator[Any]:
-    """The code itself, the function of a `partial`, and the class of an object."""
+    """Yield the code itself, the function of a `partial`, and the class of an object."""
     if code is not None:
         code = inspect.unwrap(getattr(code, "func", code))
         yield code

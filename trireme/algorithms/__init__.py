@@ -1,1 +1,1 @@
-"""Algorithms: what is learned from experiences, as a table of small pure functions."""
+"""Algorithms: the ways to learn from experiences, as a table of small pure functions."""

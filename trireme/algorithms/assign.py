@@ -20,12 +20,12 @@ from trireme.usercode import Refused, UserCode
 def assign_advantages(
     part: Part, experiences: list[Experience], *, duplicate: bool = False, at_least: int = 0
 ) -> tuple[list[Experience], dict[str, float]]:
-    """Every experience's `advantages` = score * mask and `returns` the same.
+    """Set every experience's `advantages` and `returns` to score * mask.
 
     Groups are the tasks of the explore step. Those that the part leaves out (NaN) are not returned;
-    `duplicate` puts copies of others in the place of groups that are left out whole. Where fewer
-    than `at_least` would stay, some of these groups do, with advantage 0. The metric
-    `idle_groups` is the share of groups in which no experience has an advantage: nothing is learnt.
+    `duplicate` replaces groups that are left out whole by copies of others. If fewer than
+    `at_least` would remain, some of these groups stay, with advantage 0. The metric `idle_groups`
+    is the share of groups in which no experience has an advantage: nothing is learned from them.
     """
     if not experiences:
         return [], {"experience_count": 0.0, "filtered_count": 0.0}
@@ -60,8 +60,9 @@ def assign_advantages(
 
 
 def scores_less(part: Part, experiences: Sequence[Experience], costs: Tensor) -> Tensor:
-    """The scores [N] of rewards less `costs` [N], which the experiences of a run share: several
-    that one run left have one reward, and one cost. What the part would leave out has 0.
+    """Return the scores [N] of rewards less `costs` [N], which the experiences of a run share:
+    several from one run have one reward, and one cost. Experiences that the part would leave out
+    have 0.
     """
     runs: dict[str, float] = {}
     for e, cost in zip(experiences, costs.tolist(), strict=True):
@@ -74,7 +75,7 @@ def scores_less(part: Part, experiences: Sequence[Experience], costs: Tensor) ->
 
 
 def _scores(part: Part, experiences: Sequence[Experience], columns: Columns) -> Tensor:
-    """The part's result on the columns, one number per experience."""
+    """Return the part's result on the columns, one number per experience."""
     optional = part.data().get("reward_parts")
     if optional is False or (optional and "reward_parts" in columns):
         _refuse_unknown_parts(experiences, part.label)
@@ -98,10 +99,11 @@ def _refuse_not_finite(
     groups: Tensor,
     experiences: Sequence[Experience],
 ) -> None:
-    """Raise ValueError for infinite scores, and for a user's function that gives NaN alone.
+    """Raise ValueError for infinite scores, and for a user's function that returns only NaN.
 
-    NaN leaves an experience out, so that a filter may give it; where rewards differ in every group
-    and nothing is left, it is a division by 0. Rewards that are too large are reported elsewhere.
+    NaN leaves an experience out, so that a filter may return it; if rewards differ in every group
+    and nothing is left, it comes from a division by 0. Rewards that are too large are reported
+    elsewhere.
     """
     if not bool(rewards.square().isfinite().all()):
         return
@@ -119,9 +121,9 @@ def _refuse_not_finite(
 
 
 def _refilled(scores: Tensor, rewards: Tensor, groups: Tensor, at_least: int) -> tuple[Tensor, int]:
-    """Scores in which whole groups that were left out have 0, the first of them, until `at_least`
-    experiences have a score; and how many of these have one for that. A reward that is no finite
-    number stays out.
+    """Set whole groups that were left out to score 0, the first of them, until `at_least`
+    experiences have a score; also return how many were filled in. An experience with a reward that
+    is not finite stays out.
     """
     scores, refilled = scores.clone(), 0
     for group in range(int(groups.max()) + 1):
@@ -135,10 +137,11 @@ def _refilled(scores: Tensor, rewards: Tensor, groups: Tensor, at_least: int) ->
 
 
 def _copies(kept: list[Experience], num_groups: int) -> list[Experience]:
-    """Whole groups drawn at random, so many that there are `num_groups`; none to draw from: none.
+    """Draw whole groups at random, as many as complete `num_groups`; none if there are none to draw
+    from.
 
-    A copy's suffix tells it from what it was copied from: nothing has the same id twice. The draw
-    is the explore step's own: a resumed run draws as the first one did.
+    A copy's suffix distinguishes it from the original: no id occurs twice. The random numbers
+    depend on the explore step: a resumed run draws the same groups.
     """
     groups = list(group_by(kept, "task").values())
     if not groups:
@@ -156,7 +159,9 @@ def _copies(kept: list[Experience], num_groups: int) -> list[Experience]:
 
 
 def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
-    """Metrics of the rewards alone, where the trainer computes the advantages; {} without any."""
+    """Return metrics of the rewards alone, for advantages that the trainer computes; {} without
+    any.
+    """
     if not experiences or any(e.reward is None for e in experiences):
         return {}
     columns = columns_of(experiences)
@@ -164,7 +169,7 @@ def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
 
 
 def columns_of(experiences: Sequence[Experience]) -> Columns:
-    """The columns that an advantage of groups may ask for. Raises ValueError where a reward is
+    """Return the columns that a group advantage may use. Raises ValueError if a reward is
     missing.
     """
     rewards: list[float] = []
@@ -192,8 +197,8 @@ def columns_of(experiences: Sequence[Experience]) -> Columns:
 
 
 def _reward_parts(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
-    """The value of each reward, NaN where it does not apply, and its weight [N, K] both: tasksets
-    may weigh a reward of the same name differently. {} where workflows have recorded none of it.
+    """Return the value of each reward, NaN where it does not apply, and its weight, both [N, K]:
+    tasksets may weigh a reward of the same name differently. {} if workflows have recorded none.
     """
     found = [e.info.get("reward_parts", {}) for e in experiences]
     names = list(dict.fromkeys(name for parts in found for name in parts))
@@ -209,7 +214,7 @@ def _reward_parts(experiences: Sequence[Experience]) -> dict[str, Callable[[], T
 
 
 def _refuse_unknown_parts(experiences: Sequence[Experience], asked_by: str) -> None:
-    """Raise ValueError where parts of a reward are not all that it is.
+    """Raise ValueError if the parts of a reward do not account for all of it.
 
     Experiences that train no token (a prompt that was too long) need none.
     """
@@ -232,15 +237,15 @@ def _refuse_unknown_parts(experiences: Sequence[Experience], asked_by: str) -> N
 
 
 def _mean_logprob(e: Experience) -> float:
-    """The mean over the trained tokens; NaN without any."""
+    """Return the mean over the trained tokens; NaN without any."""
     assert e.logprobs is not None
     trained = e.logprobs.numpy()[e.mask.numpy()]
     return float(trained.mean()) if len(trained) else math.nan
 
 
 def _step_rewards(experiences: Sequence[Experience]) -> list[float]:
-    """The reward of each step: `info["step_reward"]`, 0 where its run has it for other steps only;
-    in a run without any, the episode's reward in its last step.
+    """Return the reward of each step: `info["step_reward"]`, 0 if only other steps of its run have
+    it; in a run without any, the episode's reward in its last step.
     """
     last: dict[str, int] = {}
     for e in experiences:
@@ -255,7 +260,9 @@ def _step_rewards(experiences: Sequence[Experience]) -> list[float]:
 
 
 def _anchors(experiences: Sequence[Experience]) -> list[int]:
-    """The environment's states (`info["env_state_hash"]`) as numbers; unknown ones are alone."""
+    """Number the environment's states (`info["env_state_hash"]`); each unknown state has its own
+    number.
+    """
     known: dict[object, int] = {}
     return [
         known.setdefault(e.info.get("env_state_hash", ("unknown", index)), len(known))

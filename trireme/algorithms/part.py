@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """A function with its options. Call it with the columns that it may name."""
+    """A function with its options. Call it with the columns that it may use."""
 
     kind: str
     name: str
@@ -58,11 +58,13 @@ class Part:
 
     @property
     def coefficient(self) -> float:
-        """The factor of the part's result, at the start where it adapts."""
+        """Return the factor of the part's result; the initial one if it adapts."""
         return float(next(iter(self.settings.values()), 1.0))
 
     def option(self, name: str) -> Any:
-        """An option of the function's own, or its default; None: it has none of this name."""
+        """Return an option of the function itself, or its default; None if there is none of this
+        name.
+        """
         own = inspect.signature(self.function).parameters.get(name)
         return self.options.get(name, own.default if own is not None else None)
 
@@ -71,7 +73,7 @@ class Part:
         return bool(getattr(self.function, name, False))
 
     def data(self) -> dict[str, bool]:
-        """Names of the data that the function asks for, and whether it can do without."""
+        """Map the names of the data that the function takes to whether it can do without."""
         return {
             p.name: p.default is not p.empty
             for p in inspect.signature(self.function).parameters.values()
@@ -79,7 +81,7 @@ class Part:
         }
 
     def __call__(self, columns: Columns) -> Any:
-        """The function's result. Raises ValueError where it asks for what there is not."""
+        """Call the function. Raises ValueError if it needs data that are missing."""
         wanted = {
             name: columns.get(name, asked_by=self.label)
             for name, optional in self.data().items()
@@ -90,7 +92,9 @@ class Part:
 
 
 def make_part(kind: str, registry: Registry, name: str, args: Mapping[str, Any] | None) -> Part:
-    """The part called `name` with `args` over its defaults. ValueError for an unknown one."""
+    """Make the part called `name` with `args` over its defaults. Raises ValueError for an unknown
+    one.
+    """
     function = adapted(kind, name, registry.get(name, kind=f"algorithm.{kind}"))
     if inspect.isclass(function):
         forms = ", ".join(sorted(set(absent("dialect").values())))
@@ -109,16 +113,16 @@ def make_part(kind: str, registry: Registry, name: str, args: Mapping[str, Any] 
 def part_of(
     kind: str, name: str, function: Callable[..., Any], args: Mapping[str, Any] | None
 ) -> Part:
-    """The part that a function and its options make. ValueError for an option it does not have."""
+    """Make a part from a function and its options. Raises ValueError for an unknown option."""
     options = dict(args or {})
     first = getattr(function, "starts_from", None)
     inherited = _own_options(first) if first else []
     allowed = [*_own_options(function), *inherited]
-    # what averages has its coefficient itself
+    # a part that averages has its own coefficient
     own = kind == "entropy_loss_fn" and getattr(function, "averages", False)
     settings = {} if own else dict(SETTINGS.get(kind, {}))
     whose, section = f"algorithm.{kind} '{name}'", f"algorithm.{kind}_args"
-    for other, _, _ in options_in(section, options):  # which has no effect
+    for other, _, _ in options_in(section, options):  # it has no effect
         if other not in allowed:
             options.pop(other, None)
     for option in options:

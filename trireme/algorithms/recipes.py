@@ -1,7 +1,7 @@
-"""Recipes: lays the YAML's options over an algorithm's parts; users register algorithms here.
+"""Recipes: merges the YAML's options into an algorithm's parts; users register algorithms here.
 
-`get_recipe` lays what the YAML says over a row of the table (table.py) and checks it against the
-parts' signatures. A recipe is all that explorer (advantages) and trainer (loss) know of an
+`get_recipe` applies the YAML's settings to a row of the table (table.py) and checks them against
+the parts' signatures. A recipe is all that explorer (advantages) and trainer (loss) know of an
 algorithm.
 """
 
@@ -46,16 +46,17 @@ PARTS = {
     "entropy_loss_fn": ENTROPIES,
     "sample_strategy": SAMPLES,
 }
-"""Key of a part -> the registry of its names."""
+"""Maps the key of a part to the registry of its names."""
 DIVERGENCES = {
     "kl_loss_fn": ("kl", "ref_logprobs"),
     "teacher_kl_fn": ("teacher_kl", "teacher_logprobs"),
 }
-"""Terms of the loss -> their metrics' name, and the log-probabilities that they compare with."""
+"""Maps terms of the loss to their metrics' name, and the log-probabilities that they compare
+with."""
 Schema = Literal["experience", "sft", "dpo", "kto", "cpt"]
 _P = ParamSpec("_P")
 Given = str | Callable | EllipsisType
-"""A part of an algorithm by name, or the function itself; `...` where it is not given."""
+"""A part of an algorithm by name, or the function itself; `...` if it is not given."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Recipe:
     name: str
     policy_loss_fn: str
     advantage_fn: str | None = None
-    """None: nothing is computed."""
+    """None: no advantage is computed."""
     kl_penalty_fn: str = "none"
     kl_loss_fn: str = "none"
     teacher_kl_fn: str = "none"
@@ -75,24 +76,24 @@ class Recipe:
     schema: Schema = "experience"
     """The kind of rows in its buffer."""
     group_size: int = 1
-    """Rollouts of a task, where the YAML does not say."""
+    """Rollouts of a task if the YAML sets no number."""
     greedy_run: bool = False
-    """Run 0 of a task is greedy: a baseline."""
+    """Whether run 0 of a task is greedy: a baseline."""
     bypass_old_logprobs: bool = True
-    """The sampler's log-probabilities are the old ones; False: the trainer's own."""
+    """Whether the sampler's log-probabilities are the old ones; False: the trainer's own."""
     num_iterations: int = 1
     """Optimizer steps on a batch."""
     ref_sync_steps: int = 0
     """Optimizer steps between two moves of the reference towards the policy; 0: it is fixed."""
     ref_mixup_alpha: float = 0.6
-    """Share of the policy's weights in it then."""
+    """Share of the policy's weights in the reference then."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     use: str = ""
-    """The case for taking it, in a sentence."""
+    """The case for choosing it, in a sentence."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """Every part by its field. Raises ValueError for an unknown part or option."""
+        """Return every part by its field. Raises ValueError for an unknown part or option."""
         parts = {
             kind: make_part(kind, registry, name, self.options.get(kind))
             for kind, registry in PARTS.items()
@@ -110,12 +111,12 @@ class Recipe:
 
     @property
     def kl(self) -> Part | None:
-        """The distance to the reference model in the loss; None where it has no weight."""
+        """The distance to the reference model in the loss; None if it has no weight."""
         return self._weighted("kl_loss_fn")
 
     @property
     def teacher(self) -> Part | None:
-        """The distance to a teacher in the loss; None where it has no weight."""
+        """The distance to a teacher in the loss; None if it has no weight."""
         return self._weighted("teacher_kl_fn")
 
     @property
@@ -125,12 +126,14 @@ class Recipe:
 
     @property
     def penalty(self) -> Part | None:
-        """The distance to the reference model taken off the rewards; None: no weight."""
+        """The distance to the reference model that is subtracted from the rewards; None: no
+        weight.
+        """
         return self._weighted("kl_penalty_fn")
 
     @property
     def entropy(self) -> Part | None:
-        """The entropy bonus; None where it has no weight. A class has its coefficient itself."""
+        """The entropy bonus; None if it has no weight. A class has its own coefficient."""
         part = self._weighted("entropy_loss_fn")
         return None if part is not None and part.option("entropy_coef") == 0 else part
 
@@ -141,7 +144,7 @@ class Recipe:
 
     @property
     def unused_options(self) -> list[str]:
-        """Terms of the loss, and the penalty, that have options and are none."""
+        """Terms of the loss, and the penalty, that have options but are not used."""
         terms = ("kl_loss_fn", "kl_penalty_fn", "entropy_loss_fn")
         return [kind for kind in terms if self.options.get(kind) and getattr(self, kind) == "none"]
 
@@ -154,7 +157,9 @@ class Recipe:
 
     @property
     def top_entropy(self) -> float:
-        """The share of tokens that learn: those of the highest entropy (arXiv:2506.01939)."""
+        """The share of tokens that the policy learns from: those of the highest entropy
+        (arXiv:2506.01939).
+        """
         return float(self.policy_loss.settings["top_entropy_quantile"])
 
     @property
@@ -172,38 +177,40 @@ class Recipe:
 
     @property
     def correction(self) -> Part | None:
-        """The correction between sampler and trainer, where there is one."""
+        """The correction between sampler and trainer, if there is one."""
         return self.parts.get("rollout_correction")
 
     @property
     def token_advantage(self) -> Part | None:
-        """The advantage, where the trainer computes it."""
+        """The advantage, if the trainer computes it."""
         part = self.parts.get("advantage_fn")
         return part if part is not None and part.marked("in_trainer") else None
 
     @property
     def needs_reference(self) -> bool:
-        """True if a reference model has to be loaded."""
+        """True if a reference model must be loaded."""
         return bool(self.kl or self.penalty) or self.asks("ref_logprobs")
 
     @property
     def needs_teacher(self) -> bool:
-        """True if a teacher has to score what the policy samples."""
+        """True if a teacher must score the policy's samples."""
         return self.teacher is not None or self.asks("teacher_logprobs")
 
     @property
     def rewards_teach(self) -> bool:
-        """True if rewards are learned from, and no teacher stands in their place."""
+        """True if the policy learns from rewards, and no teacher replaces them."""
         return not self.asks("teacher_logprobs")
 
     @property
     def needs_critic(self) -> bool:
-        """True if a value model has to be loaded."""
+        """True if a value model must be loaded."""
         return self.asks("values")
 
     @property
     def needs_groups(self) -> bool:
-        """True if the advantage compares the rollouts of one task, so that one says nothing."""
+        """True if the advantage compares the rollouts of one task, so that a single one gives
+        nothing.
+        """
         if self.advantage_fn is None:
             return False
         part = self.parts["advantage_fn"]
@@ -236,18 +243,20 @@ class Recipe:
 
     @property
     def takes_once(self) -> bool:
-        """True if a batch is the result of one call of the buffer."""
+        """True if a batch comes from one call of the buffer."""
         return self.parts["sample_strategy"].marked("takes_once")
 
     def asks(self, name: str) -> bool:
-        """True if advantage, loss or entropy cannot do without this data."""
+        """True if advantage, loss or entropy require this data."""
         kinds = ("advantage_fn", "policy_loss_fn", "entropy_loss_fn")
         parts = (self.parts[kind] for kind in kinds if kind in self.parts)
         return any(part.data().get(name) is False for part in parts)
 
     @property
     def max_resample_times(self) -> int | None:
-        """Further explore steps that a batch whose groups were left out may take; None: any."""
+        """Further explore steps that a batch may take for groups that were left out; None: any
+        number.
+        """
         part = self.parts.get("advantage_fn")
         most = part.settings["max_resample_times"] if part is not None else None
         return None if most is None else int(most)
@@ -255,11 +264,11 @@ class Recipe:
     def advantages(
         self, experiences: list[Experience], *, at_least: int = 0
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Write `advantages` and `returns` of whole groups; returns those to be trained, and
-        metrics.
+        """Write `advantages` and `returns` of whole groups; returns the experiences to train on,
+        and metrics.
 
-        At least `at_least` experiences stay, as far as there are, if need be from groups that were
-        to be left out.
+        At least `at_least` experiences stay if there are as many, taken if necessary from groups
+        that would be left out.
         """
         if self.advantage_fn is None:
             return experiences, {}
@@ -274,8 +283,8 @@ class Recipe:
         return assign_advantages(groups, experiences, duplicate=duplicate, at_least=at_least)
 
     def weights(self, batch: Batch, experts: Tensor | None = None) -> Tensor:
-        """The weight of each entry [M] in the loss of the whole batch. `experts` [N] are samples
-        that are averaged by themselves.
+        """Return the weight of each entry [M] in the loss of the whole batch. `experts` [N] are
+        samples that are averaged separately.
         """
         loss_weight = batch.fields.get("loss_weight")
         if loss_weight is not None:
@@ -306,7 +315,7 @@ class Recipe:
         auxiliary: Mapping[str, Takes] | None = None,
         step: int = 1,
     ) -> Sample:
-        """Experiences for a train step by the sample strategy, and its metrics."""
+        """Take the experiences of a train step by the sample strategy; also returns its metrics."""
         arguments: dict[str, Any] = {"buffer": buffer, "num": num, "version": version}
         arguments |= {"auxiliary": auxiliary or {}, "step": step}
         return await self.parts["sample_strategy"](Columns(arguments))
@@ -348,7 +357,7 @@ def recipe(
     """Make an algorithm of its parts. `algorithm` also registers it, under its name as
     `algorithm.algorithm_type`.
 
-    What is not given is that of the algorithm `like`; without one, policy loss `ppo`, advantage
+    Anything not given comes from the algorithm `like`; without one, policy loss `ppo`, advantage
     `grpo`, and neither a KL nor an entropy term.
     """
     parts = {
@@ -388,7 +397,7 @@ algorithm = _registered(recipe)
 
 
 def row_of(algorithm_type: str) -> Recipe:
-    """An algorithm as it is registered. Raises ValueError for an unknown one."""
+    """Return a registered algorithm. Raises ValueError for an unknown one."""
     row = adapted("algorithm_type", algorithm_type, ALGORITHMS.get(algorithm_type))
     if not isinstance(row, Recipe):
         raise ValueError(f"algorithm.algorithm_type '{algorithm_type}' is not a Recipe: {row!r}")
@@ -396,11 +405,12 @@ def row_of(algorithm_type: str) -> Recipe:
 
 
 def get_recipe(config: Any) -> Recipe:
-    """The recipe of the YAML's `algorithm` section. Raises ValueError for what it cannot be.
+    """Make the recipe of the YAML's `algorithm` section. Raises ValueError if the section is
+    invalid.
 
     `config` has the fields of `AlgorithmConfig`. A `*_fn` that is not given is the row's.
-    `*_fn_args` are laid over the options of the row's part, or over the defaults of another part
-    where one is named.
+    `*_fn_args` override the options of the row's part, or the defaults of another part if one is
+    named.
     """
     row = row_of(config.algorithm_type)
     chosen: dict[str, Any] = {
@@ -421,10 +431,10 @@ def get_recipe(config: Any) -> Recipe:
             options[kind] = {**options.get(kind, {}), **args}
     if correction := getattr(config, "rollout_correction", None):
         options["rollout_correction"] = dict(correction)
-        # The weight is p_trainer / p_sampler: the loss's own ratio must not hold it once more.
+        # The weight is p_trainer / p_sampler: the loss's own ratio must not contain it again.
         if correction.get("rollout_is"):
             chosen["bypass_old_logprobs"] = False
-    # The YAML may hold the mode among the policy loss's options; its own key wins.
+    # The YAML may have the mode among the policy loss's options; its own key wins.
     older_mode = options.get("policy_loss_fn", {}).pop("loss_agg_mode", None)
     if mode := getattr(config, "loss_agg_mode", None) or older_mode:
         chosen["loss_agg_mode"] = mode
@@ -437,7 +447,7 @@ def get_recipe(config: Any) -> Recipe:
 
 
 def _named(registry: Registry, part: str | Callable | None) -> str | None:
-    """The part's name; a function given itself is registered under its own."""
+    """Return the part's name; a function given directly is registered under its own name."""
     if part is None or isinstance(part, str):
         return part
     registry.register_module(part.__name__, part)

@@ -1,10 +1,10 @@
 """Sample: chooses the experiences of the next train step: order, staleness, an expert's share.
 
 Functions `(buffer, num, version, auxiliary, step, *, options)`, awaited, that return the
-experiences and metrics; they name of the five what they need. `version` is that of the newest
-weights the engine has, `auxiliary` are the stores of `buffer.trainer_input.auxiliary_buffers`,
-`step` is the number of the train step. `warmup` is an old name
-of `default`.
+experiences and metrics; each declares those of the five that it needs. `version` is that of the
+newest weights the engine has, `auxiliary` are the stores of
+`buffer.trainer_input.auxiliary_buffers`, `step` is the number of the train step. `warmup` is an old
+name of `default`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Takes(Protocol):
     """The methods of a buffer that a strategy needs."""
 
     async def take(self, n: int) -> list[Experience]:
-        """n experiences; fewer only when these are the last. Raises EOFError after these."""
+        """Return n experiences; fewer only if these are the last. Raises EOFError after these."""
         ...
 
     async def take_step(self) -> list[Experience]:
-        """All experiences of the next explore step."""
+        """Return all experiences of the next explore step."""
         ...
 
 
 def takes_once(strategy: Any) -> Any:
-    """Decorator: says that a buffer is asked once: a cancelled take has taken nothing."""
+    """Mark a strategy that calls a buffer once: a cancelled take has taken nothing."""
     strategy.takes_once = True
     return strategy
 
@@ -74,7 +74,7 @@ async def staleness_control(
             fresh = made < 0 or version - made <= max_staleness
             (kept if fresh else stale).append(experience)
         if len(taken) < wanted and kept:
-            break  # the last ones; with none left, the next take says that it is over
+            break  # the last ones; if none are left, the next take reports the end
     return kept, {
         "sample/dropped_stale": float(len(stale)),
         "sample/dropped_stale_groups": float(len({e.eid.tid for e in stale})),
@@ -111,7 +111,7 @@ async def mix(
 
 
 def own_share(num: int, expert_data_ratio: float) -> int:
-    """The number of those of `num` experiences that are not an expert's."""
+    """Return how many of `num` experiences are not an expert's."""
     if not 0 < expert_data_ratio < 1:
         raise ValueError(
             f"algorithm.sample_strategy_args.expert_data_ratio is {expert_data_ratio:g}: expected "
@@ -121,7 +121,7 @@ def own_share(num: int, expert_data_ratio: float) -> int:
 
 
 def representative_sample(experiences: Sequence[Experience]) -> list[dict[str, Any]]:
-    """Prompt, reply and reward of the worst and the best of them."""
+    """Return prompt, reply and reward of the worst and the best experience."""
     ranked = sorted((e for e in experiences if e.reward is not None), key=lambda e: e.reward or 0.0)
     shown = [ranked[0], ranked[-1]] if ranked else list(experiences[:1])
     return [

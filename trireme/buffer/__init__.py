@@ -1,1 +1,1 @@
-"""Buffer: what carries experiences from the explorer to the trainer."""
+"""The buffer, which carries experiences from the explorer to the trainer."""

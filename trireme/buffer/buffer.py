@@ -2,10 +2,10 @@
 
 - A group (all experiences of one task in one explore step) enters in one `put` and is never split
   before its advantages are known.
-- Nothing is lost or doubled: `state` holds what was put and not taken, `commit` says that what was
-  taken before it is safely in a checkpoint.
-- `put` and `take` wait no longer than they may, are woken by every change, and know whether more is
-  asked for than will come. All time comes from a clock that a test can replace.
+- Nothing is lost or doubled: `state` holds the experiences that were put and not taken; `commit`
+  reports that those taken before it are safely in a checkpoint.
+- `put` and `take` have time limits, are woken by every change, and know whether a take waits for
+  more than will come. All time comes from a clock that a test can replace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trireme.buffer.record import Record
 
 DEFAULTS = ExperienceBufferConfig()
-"""What a store's limits are where nothing is said of them."""
+"""The default limits of a store."""
 
 
 class Closed(EOFError):
@@ -45,34 +45,39 @@ class Puts(Protocol):
         ...
 
     async def fail(self, error: BaseException) -> None:
-        """The run has failed: everyone who waits, here or in another process, gets the cause."""
+        """Report that the run has failed: every waiting caller, here or in another process, gets
+        the cause.
+        """
         ...
 
     async def close(self) -> None:
-        """No more `put`; wakes everyone who waits."""
+        """Allow no more `put`, and wake all waiting callers."""
         ...
 
 
 class Buffer(Puts, Protocol):
-    """Three verbs, and what a resume needs."""
+    """A store with three verbs, and the state that a resume needs."""
 
     demand: Demand
     """Whether a take waits."""
 
     async def take(self, n: int) -> list[Experience]:
-        """n experiences; fewer only when the buffer is closed and these are its last.
+        """Return n experiences; fewer only if the buffer is closed and these are its last.
 
-        Waits for more; raises TimeoutError naming the buffer, how many were wanted and how many it
-        has after `max_read_timeout` seconds without a new one; raises Closed when closed and empty.
+        Waits for more; raises TimeoutError naming the buffer, the requested and the available
+        number after `max_read_timeout` seconds without a new one; raises Closed when closed and
+        empty.
         """
         ...
 
     async def take_step(self) -> list[Experience]:
-        """All experiences of one `put`, in a store that keeps them apart; waits like `take`."""
+        """Return all experiences of one `put`, in a store that keeps puts separate; waits like
+        `take`.
+        """
         ...
 
     def __len__(self) -> int:
-        """How many experiences can be taken now."""
+        """Return the number of experiences that can be taken now."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -80,37 +85,38 @@ class Buffer(Puts, Protocol):
         ...
 
     def commit(self) -> None:
-        """The checkpoint of the last `state` is whole: what was taken before it is final.
+        """Note that the checkpoint of the last `state` is whole: everything taken before it is
+        final.
 
-        What was taken after that `state` is not; a take may be under way.
+        Experiences taken after that `state` are not; a take may be running.
         """
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must store. Values: JSON, or bytes (written to a file of their
-        own).
+        """Return the state for a checkpoint. Values: JSON, or bytes (written to a separate
+        file).
         """
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Back to where `state` was taken."""
+        """Restore what `state` returned."""
         ...
 
 
 class Clock(Protocol):
-    """A clock: the time, and a way to let it pass."""
+    """A source of time, and a way to wait."""
 
     def now(self) -> float:
         """Seconds, from any start."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Return after `seconds`."""
+        """Wait for `seconds`."""
         ...
 
 
 class WallClock:
-    """The real time."""
+    """The real clock."""
 
     def now(self) -> float:
         """Seconds that never go back."""
@@ -124,9 +130,9 @@ class WallClock:
 class Demand:
     """The state of a take that waits for more than there is.
 
-    The store says so on the event loop: a look that found too few makes it so, if nothing was put
-    since that look began, and the next put or the take's end makes it not so. What another thread
-    or the clock does never shows in between.
+    The store updates it on the event loop: a check that found too few sets it, if nothing was put
+    since the check began, and the next put or the take's end resets it. Other threads and the clock
+    cause no other changes.
     """
 
     def __init__(self) -> None:
@@ -142,7 +148,7 @@ class Demand:
 
 
 class Condition:
-    """A condition variable of one event loop, whose waits end by a clock too."""
+    """A condition variable of one event loop, whose waits can also end by a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -156,7 +162,7 @@ class Condition:
             event.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Until the next notification (True) or for `seconds` (False)."""
+        """Wait for the next notification (True) or for `seconds` (False)."""
         event = asyncio.Event()
         self._waiters.add(event)
         waits = {
@@ -179,9 +185,9 @@ class Condition:
         since: Callable[[], float],
         waited_for: Callable[[], str],
     ) -> None:
-        """Until `ready()`, looked at after each notification.
+        """Wait until `ready()` is true, checked after each notification.
 
-        Raises TimeoutError saying `waited_for()` once the clock is `timeout` past `since()`.
+        Raises TimeoutError with `waited_for()` once the clock is `timeout` past `since()`.
         """
         while not ready():
             left = since() + timeout - self._clock.now()
@@ -192,14 +198,14 @@ class Condition:
 
 @dataclass(eq=False, repr=False)
 class InMemory:
-    """The common part of the stores of one process: their limits, their clock, and how they end."""
+    """The common part of the stores of one process: their limits, their clock, and their end."""
 
     name: str
     _: KW_ONLY
     capacity: int = DEFAULTS.capacity
     max_read_timeout: float = DEFAULTS.max_read_timeout
     record: Record | None = None
-    """Gets a copy of each experience that is put."""
+    """Receives a copy of each experience that is put."""
     clock: Clock = field(default_factory=WallClock)
 
     def __post_init__(self) -> None:
@@ -213,12 +219,14 @@ class InMemory:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Close the store, and wake everyone who waits."""
+        """Close the store, and wake all waiting callers."""
         self._closed = True
         self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """The other side has failed: who puts or takes, now or later, gets `error` as the cause."""
+        """Report that the other side has failed: current and later callers of put and take get
+        `error` as the cause.
+        """
         self._failure = self._failure or error
         await self.close()
 

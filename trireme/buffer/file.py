@@ -1,9 +1,9 @@
-"""FileBuffer: experiences that lie in a data set, for stages that train without an explorer.
+"""FileBuffer: reads experiences from a data set, for stages that train without an explorer.
 
 Invariants:
-- Rows run on over the borders of epochs, in an order that depends on seed and epoch alone; the last
+- Batches span the borders of epochs, in an order that depends only on seed and epoch; the last
   batch of the last epoch may be smaller.
-- `state` is the number of rows read: a resume goes on with exactly the next one.
+- `state` is the number of rows read: a resume continues with exactly the next one.
 - A row's id is (epoch, row): the same in every run.
 """
 
@@ -28,17 +28,17 @@ logger = get_logger("queue_experience_buffer")
 
 
 class RowFormat(Protocol):
-    """Makes row after row an experience."""
+    """Converts a data set's rows to experiences."""
 
     counts: Counter[str]
-    """How many rows were read, and what of them could not be used."""
+    """How many rows were read, and how many could not be used, by cause."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         ...
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Row `index`; None where it cannot be trained on (too long)."""
+        """Return row `index`; None if it cannot be trained on (too long)."""
         ...
 
 
@@ -49,13 +49,13 @@ class FileStore:
     keeps_steps = False
 
     def place(self, path: str, name: str) -> str:
-        """The data set, which lies outside of the job's folder."""
+        """Return the data set's path, which is outside of the job's folder."""
         return path
 
     def examine(
         self, config: ExperienceBufferConfig, key: str, path: str, seed: int
     ) -> Iterable[Problem]:
-        """Nothing: the data set is checked by reading it."""
+        """Return nothing: reading the data set checks it."""
         return ()
 
     def make(self, parts: StoreParts) -> FileBuffer:
@@ -83,7 +83,7 @@ class FileStore:
 
 
 class FileBuffer:
-    """Reads a data set again and again."""
+    """Reads a data set repeatedly."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class FileBuffer:
         shuffle: bool = True,
         seed: int = 42,
     ) -> None:
-        """`total_epochs` None: without end, where the trainer counts its steps."""
+        """`total_epochs` None: without end, if the trainer counts its steps."""
         self.name = name
         self.demand = Demand()
         self._format = format
@@ -108,11 +108,11 @@ class FileBuffer:
         self._failure: BaseException | None = None
 
     async def put(self, experiences: Sequence[Experience]) -> None:
-        """A data set takes no experiences: raises ValueError."""
+        """Raise ValueError: a data set accepts no experiences."""
         raise ValueError(f"buffer '{self.name}' reads a data set: nothing can be put into it")
 
     async def take(self, n: int) -> list[Experience]:
-        """Take the next `n` experiences, and never wait for anyone."""
+        """Take the next `n` experiences, without waiting."""
         if self._failure is not None:
             raise RuntimeError(
                 f"buffer '{self.name}': the run has failed: {self._failure}"
@@ -127,7 +127,7 @@ class FileBuffer:
         return taken
 
     async def take_step(self) -> list[Experience]:
-        """Not here: the Plan refuses it."""
+        """Raise an error: the Plan refuses this combination."""
         raise NotImplementedError("a file buffer does not keep explore steps apart")
 
     async def close(self) -> None:
@@ -135,12 +135,12 @@ class FileBuffer:
         self._closed = True
 
     async def fail(self, error: BaseException) -> None:
-        """The run has failed: later takes raise with `error` as the cause."""
+        """Record that the run has failed: later takes raise with `error` as the cause."""
         self._failure = self._failure or error
         self._closed = True
 
     def __len__(self) -> int:
-        """Rows left; of an endless one those of an epoch."""
+        """Return the rows left; for an endless data set those of an epoch."""
         if self._closed:
             return 0
         return len(self._format) if self._end is None else max(self._end - self._position, 0)
@@ -155,7 +155,7 @@ class FileBuffer:
         return metrics
 
     def commit(self) -> None:
-        """A data set keeps its rows: nothing to forget."""
+        """Do nothing: a data set keeps its rows."""
 
     def state(self) -> dict[str, Any]:
         """Return the position: `current_index`, the rows read so far."""
@@ -166,7 +166,7 @@ class FileBuffer:
         self._position = int(state["current_index"])
 
     def _read(self, n: int) -> tuple[list[Experience], int]:
-        """The next n experiences, and the position behind them."""
+        """Return the next n experiences, and the position after them."""
         experiences: list[Experience] = []
         position, dropped = self._position, 0
         while len(experiences) < n and (self._end is None or position < self._end):

@@ -1,12 +1,11 @@
 """QueueBuffer: carries experiences in memory, first in first out, within one process.
 
 Invariants:
-- `capacity` counts puts (explore steps). A put waits while as many lie untaken, unless the
-  trainer waits for more than there is: then waiting would be for ever.
-- `state` holds every experience that was put and not taken, as bytes: a resume loses and doubles
+- `capacity` counts puts (explore steps). A put waits while as many are still in the queue, unless
+  the trainer waits for more than there is: then both would wait forever.
+- `state` holds every experience that was put and not taken, as bytes: a resume loses and duplicates
   none.
-- What is taken after `close` may be fewer than asked for: the rest of an epoch is one smaller
-  batch.
+- A take after `close` may return fewer than requested: the rest of an epoch is one smaller batch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class QueueStore:
     def examine(
         self, config: ExperienceBufferConfig, key: str, path: str, seed: int
     ) -> Iterable[Problem]:
-        """Nothing can be wrong with it."""
+        """Return no problems."""
         return ()
 
     def make(self, parts: StoreParts) -> QueueBuffer:
@@ -80,8 +79,8 @@ class QueueBuffer(InMemory):
             return
         if self.record is not None:
             await self.record.write(experiences)
-        # Last, and nothing is awaited after it: a reader of the explorer's state and ours in one
-        # go finds a step either still under way or here, never both.
+        # Last, and without an await after it: a reader that takes the explorer's state and ours
+        # together finds a step either still running or here, never both.
         self._puts.append(deque(experiences))
         logger.info("%d experiences put, %d wait", len(experiences), len(self))
         self._last_put = self.clock.now()
@@ -89,7 +88,7 @@ class QueueBuffer(InMemory):
         self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
-        """Take `n` experiences, after waiting for them; fewer when it ends."""
+        """Take `n` experiences, waiting for them; fewer at the end."""
         await self._wait_for(n)
         taken = [self._pop() for _ in range(min(n, len(self)))]
         self._taken()
@@ -97,7 +96,7 @@ class QueueBuffer(InMemory):
         return taken
 
     async def take_step(self) -> list[Experience]:
-        """Take what is left of the oldest put, after waiting for one."""
+        """Take the rest of the oldest put, waiting for one."""
         await self._wait_for(1)
         taken = list(self._puts.popleft())
         self._taken()
@@ -105,7 +104,7 @@ class QueueBuffer(InMemory):
         return taken
 
     async def _wait_for(self, n: int) -> None:
-        """Until there are n experiences, or the last ones. Raises Closed where there are none."""
+        """Wait until there are n experiences, or the last ones. Raises Closed if there are none."""
         begun = self.clock.now()
         self._wanted = n
         if len(self) < n:
@@ -133,11 +132,13 @@ class QueueBuffer(InMemory):
         return sum(len(experiences) for experiences in self._puts)
 
     def metrics(self) -> dict[str, float]:
-        """Nothing is counted here."""
+        """Return nothing: this store counts nothing."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Sizes of the puts and their experiences; the copy of them all is on the disk by then."""
+        """Return sizes of the puts and their experiences; the copy of all of them is on disk by
+        then.
+        """
         if self.record is not None:
             self.record.flush()
         untaken = [e for experiences in self._puts for e in experiences]

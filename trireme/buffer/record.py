@@ -1,13 +1,13 @@
 """Record: keeps a copy of every experience for people, in a database and as lines of JSON.
 
 Invariants:
-- Written by one thread of its own, never by the event loop; `flush` waits for it, and an error of
-  it is raised by the next call.
-- One row and one line per id: writing an id again replaces what was there, and `rewind` removes
-  what a run made that is gone on from an earlier step.
-- A line of JSON holds what a person reads; tokens and log-probabilities are in the database.
-- A copy that is past its limit is cut to nine tenths of it: by age, or group by group by a hash of
-  the group's id, so that a sample of all steps stays. A file beside it says how much went.
+- Written by a separate thread, never by the event loop; `flush` waits for it, and its errors are
+  raised by the next call.
+- One row and one line per id: writing an id again replaces its row, and `rewind` removes the rows
+  after the step from which a run resumes.
+- A line of JSON has the facts for people; tokens and log-probabilities are in the database.
+- A copy past its limit is cut to nine tenths of it: by age, or group by group by a hash of the
+  group's id, so that a sample of all steps remains. A file next to it records how much was removed.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ TABLE = "experiences"
 IDS_AT_ONCE = 500
 KEPT_SHARE = 0.9
 ROW_BYTES = 250
-"""What ids, numbers and indexes of a row take."""
+"""Bytes of a row's ids, numbers and indexes."""
 MOST_PENDING = 8
-"""Writes that may wait for the thread before `write` does."""
+"""Queued writes before `write` waits."""
 
 
 class Record:
@@ -74,14 +74,14 @@ class Record:
     ) -> None:
         """`database` is a URL, `lines` a `.jsonl` file. Both are made when first written.
 
-        `limit`: bytes of either; `sampled` says that not the newest stay at it but a sample;
-        `messages`: the lines have them, too.
+        `limit`: bytes of either; `sampled`: at the limit a sample remains, not the newest;
+        `messages`: the lines include them.
         """
         self._line = with_messages if messages else summary
         self._limit = limit
         self._sampled = sampled
         self._bytes: int | None = None
-        """Of the database's rows; None: not yet counted."""
+        """Bytes of the database's rows; None: not yet counted."""
         self._metadata = MetaData()
         self._table = experience_table(TABLE, self._metadata)
         self._database = database
@@ -91,26 +91,26 @@ class Record:
         self._pending: list[Future[None]] = []
 
     async def write(self, experiences: Sequence[Experience]) -> None:
-        """Hand a copy to the thread; waits only where it is far behind."""
+        """Queue a copy for the thread; waits only if it is far behind."""
         self._collect()
         while len(self._pending) >= MOST_PENDING:
             await asyncio.wrap_future(self._pending.pop(0))
         self.write_soon(experiences)
 
     def write_soon(self, experiences: Sequence[Experience]) -> None:
-        """Hand a copy to the thread, however far behind it is."""
+        """Queue a copy for the thread, however far behind it is."""
         self._collect()
         copies = [_copy(e) for e in experiences]
         self._pending.append(self._thread.submit(self._write, copies))
 
     def write_lines(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Hand lines to the thread as they are; each has an `eid` and a `step`."""
+        """Queue lines for the thread as they are; each has an `eid` and a `step`."""
         self._collect()
         assert self._lines is not None, "this record keeps no lines"
         self._pending.append(self._thread.submit(self._lines.append, list(lines)))
 
     def rewind(self, step: int) -> None:
-        """Remove what explore steps after `step` wrote: a resumed run makes them again."""
+        """Remove the rows of explore steps after `step`: a resumed run writes them again."""
         self._pending.append(self._thread.submit(self._rewind, step))
         self.flush()
 
@@ -120,7 +120,7 @@ class Record:
             self._pending.pop(0).result()
 
     def close(self) -> None:
-        """Write what is pending, then let go of files and thread."""
+        """Write the queue, then close files and thread."""
         try:
             self.flush()
         finally:
@@ -129,7 +129,7 @@ class Record:
                 self._engine.dispose()
 
     def _collect(self) -> None:
-        """Forget writes that are done; raises the error of one that failed."""
+        """Drop finished writes; raises the error of a failed one."""
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
 
@@ -164,8 +164,8 @@ class Record:
             ) from error
 
     def _change(self, url: str, change: Callable[[Connection], None]) -> None:
-        """Make a change in one transaction. A damaged file is renamed out of the way: the copy is
-        for people, and no run ends with it.
+        """Make a change in one transaction. A damaged file is renamed: the copy is for people, and
+        no run ends because of it.
         """
         path = _file_of(make_url(url))
         if path is not None and self._engine is None:
@@ -189,7 +189,7 @@ class Record:
             change(connection)
 
     def _trim(self, connection: Connection, new: list[dict[str, Any]]) -> None:
-        """Delete rows until what is left fits; the file does not grow past its freed pages."""
+        """Delete rows until the rest fits; the file does not grow past its freed pages."""
         if self._limit == math.inf:
             return
         columns = self._table.c
@@ -229,7 +229,7 @@ class Record:
 
 
 class _LineFile:
-    """A JSON Lines file with one line an id."""
+    """A JSON Lines file with one line per id."""
 
     def __init__(self, path: Path, limit: float = math.inf, sampled: bool = False) -> None:
         self._path = path
@@ -238,7 +238,7 @@ class _LineFile:
         self._ids: set[str] | None = None
 
     def append(self, new: list[dict[str, Any]]) -> None:
-        """Add lines; where an id is there already, its old line goes."""
+        """Add lines; an id's old line is removed."""
         lines = {line["eid"]: line for line in new}
         ids = self._known()
         if ids & lines.keys():
@@ -259,13 +259,13 @@ class _LineFile:
         _note_cut(self._path, len(rows) - len(kept), sampled=self._sampled)
 
     def rewind(self, step: int) -> None:
-        """Keep what was made until then; at 0 nothing was, and nothing is cut."""
+        """Keep the lines up to `step`; at 0 there is nothing to keep or cut."""
         self.keep(lambda line: line["step"] <= step)
         if step == 0:
             _cut_file(self._path).unlink(missing_ok=True)
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Write the file anew with the lines that are wanted; a half-written one goes too."""
+        """Rewrite the file with the wanted lines; a half-written line is dropped too."""
         lines = [line for line in self._read() if wanted(line)]
         self._ids = {line["eid"] for line in lines}
         write_text(self._path, _text(lines))
@@ -281,9 +281,11 @@ class _LineFile:
 
 
 def _fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: bool) -> Iterator[Any]:
-    """Keys of the rows (key, group, bytes; oldest first) that stay within so many bytes."""
+    """Yield the keys of the rows (key, group, bytes; oldest first) that remain within `limit`
+    bytes.
+    """
     order = list(reversed(rows))
-    if sampled:  # a group's place in this order is the same at every cut: what went stays away
+    if sampled:  # a group's rank is the same at every cut: removed groups stay away
         order.sort(key=lambda row: zlib.crc32(row[1].encode()))
     left = limit
     for key, _, size in order:
@@ -310,7 +312,9 @@ def _note_cut(copy_: Path, gone: int, *, sampled: bool) -> None:
 
 
 def what_is_cut(copy_: Path) -> str | None:
-    """Describe what a copy that was past its limit lacks, as a sentence; None if it was not cut."""
+    """Describe what is missing from a copy past its limit, as a sentence; None if it was
+    not cut.
+    """
     try:
         cut = read_json(_cut_file(copy_))
     except FileNotFoundError:
@@ -328,9 +332,9 @@ def _bytes_of(row: dict[str, Any]) -> int:
 
 
 def record_for(path: str | None, folder: Path, **limits: Any) -> Record:
-    """The copy that a buffer's `path` asks for: lines in `folder`, rows if it is a database.
+    """Make the copy that a buffer's `path` asks for: lines in `folder`, rows if it is a database.
 
-    The lines have one name, whatever the buffer's is: seed 003 lists it so.
+    The lines' file has a fixed name, whatever the buffer's name is: seed 003 lists it so.
     """
     lines = folder / "experience_buffer.jsonl"
     if not path:  # YAMLs write "" too
@@ -341,7 +345,7 @@ def record_for(path: str | None, folder: Path, **limits: Any) -> Record:
 
 
 def summary(experience: Experience) -> dict[str, Any]:
-    """Return the facts about an experience that a person wants to know."""
+    """Return the facts about an experience that a person may want to read."""
     return {
         "eid": experience.eid.uid,
         "step": batch_number(experience.eid),
@@ -360,13 +364,15 @@ def summary(experience: Experience) -> dict[str, Any]:
 
 
 def with_messages(experience: Experience) -> dict[str, Any]:
-    """The same with the conversation, for who has no database."""
+    """Return the summary with the conversation, for readers without the database."""
     turns = {"messages": experience.messages, "tools": experience.tools}
     return summary(experience) | {name: value for name, value in turns.items() if value}
 
 
 def data_lines(step: int, experiences: Iterable[Experience]) -> list[dict[str, Any]]:
-    """Rows of a data set that a train step learned from; of a pair one line for each reply."""
+    """Return the rows of a data set that a train step learned from; for a pair one line per
+    reply.
+    """
     lines: list[dict[str, Any]] = []
     for e in experiences:
         line = summary(e) | {"step": step, "model_version": None}
@@ -385,7 +391,7 @@ def _text(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def _copy(experience: Experience) -> Experience:
-    """A copy that stays as it is while the original goes on through the run."""
+    """Copy an experience, so that later changes of the original do not affect it."""
     out = copy.copy(experience)
     out.info, out.metrics = dict(experience.info), dict(experience.metrics)
     return out

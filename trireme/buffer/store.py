@@ -1,9 +1,8 @@
-"""Store: how the buffer of a kind is checked and made.
+"""Store: the contract by which the buffer of a kind is checked and made.
 
-Each kind of store is a class by the name in STORES that `storage_type` gives. Which of them there
-are stands in manifests, so that each can be left out. The module of such a class is imported to
-check a configuration: what takes long to import, such as a database's client, is imported by
-`make`.
+Each kind of store is a class by the name in STORES that `storage_type` gives. Manifests list them,
+so that each can be left out. The module of such a class is imported to check a configuration: slow
+packages, such as a database's client, are imported by `make`.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoreParts:
-    """The parts that a store may be made of."""
+    """The inputs from which a store may be made."""
 
     plan: Plan
     config: ExperienceBufferConfig
     """The section that asks for this store: that of the plan, or of one of its further data sets.
     """
     folder: Path
-    """Where the job's stores lie."""
+    """The folder of the job's stores."""
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None = None
-    """The one that the YAML gives; None: the model's own."""
+    """The chat template from the YAML; None: the model's own."""
     schema: str = "sft"
-    """What the rows of a data set are."""
+    """The format of a data set's rows."""
     end_ids: Collection[int] = ()
-    """Where the model's generation stops: what supervised replies have to end with."""
+    """The ids that end the model's generation: supervised replies must end with one."""
     endless: bool = False
-    """Whether a data set begins again at its end, because it is mixed into something else."""
+    """Whether a data set restarts at its end, because it is mixed into something else."""
 
     def copy(self) -> Record:
-        """A copy for people of what is put, for a store that nobody can look into."""
+        """Make the copy for people, for a store whose contents nobody can read."""
         from trireme.buffer.record import record_for
 
         return record_for(self.config.path, self.folder, **copy_limits(self.plan))
@@ -55,30 +54,30 @@ class Store(Protocol):
     """One kind of store. Its class is called without arguments."""
 
     between_processes: bool
-    """Whether explorer and trainer may be two processes; else both are in this one."""
+    """Whether explorer and trainer may be two processes; otherwise both are in this one."""
     keeps_steps: bool
-    """Whether `take_step` gives what one explore step left."""
+    """Whether `take_step` returns exactly one explore step."""
 
     def place(self, path: str, name: str) -> str:
         """Return the store's URL or path, below the job's buffer folder if it is relative.
 
-        `path` and `name` are those of the section; an empty path: the user named none.
+        `path` and `name` are those of the section; an empty path: the user set none.
         """
         ...
 
     def examine(
         self, config: ExperienceBufferConfig, key: str, path: str, seed: int
     ) -> Iterable[Problem]:
-        """List what is wrong with the section `key`, whose path is `path`."""
+        """Return the problems of the section `key`, whose path is `path`."""
         ...
 
     def make(self, parts: StoreParts) -> Buffer:
-        """The buffer. Raises ValueError where it cannot be opened, or a row cannot be used."""
+        """Make the buffer. Raises ValueError if it cannot be opened, or a row cannot be used."""
         ...
 
 
 def copy_limits(plan: Plan) -> dict[str, Any]:
-    """How much of a copy stays, as options of a Record."""
+    """Return a copy's limits, as options of a Record."""
     pipeline = plan.config.data_processor.experience_pipeline
     limit = pipeline.copy_limit_mb * 1e6 or math.inf
     return {"limit": limit, "sampled": pipeline.copy_policy == "sampled"}

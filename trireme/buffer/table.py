@@ -46,17 +46,19 @@ from trireme.text import storable
 logger = get_logger("queue_experience_buffer")
 
 BUSY_SECONDS = 60
-"""How long one process waits for another's transaction before it gives up."""
+"""Seconds that a process waits for another's transaction."""
 
 
 def experience_table(name: str, metadata: MetaData) -> Table:
-    """One row an experience. `consumed` is how often it was trained on, for good; -1: dropped."""
+    """Make the table, one row per experience. `consumed` counts committed uses in training; -1:
+    dropped.
+    """
     return Table(
         name,
         metadata,
         Column("id", Integer, primary_key=True, autoincrement=True),
         Column("timestamp", Float, nullable=False),
-        Column("batch", Integer, nullable=False),  # explore step, what a resume goes back to
+        Column("batch", Integer, nullable=False),  # explore step, which a resume rewinds to
         Column("source", String, nullable=False),  # the step, and whose, where several explore
         Column("task_id", String, nullable=False),  # batch/task: the group
         Column("run_id", String, nullable=False),  # batch/task/run
@@ -69,8 +71,8 @@ def experience_table(name: str, metadata: MetaData) -> Table:
         Column("consumed", Integer, nullable=False),
         Column("claimed_by", String),  # the reader that took it and has not committed yet
         Column("used", Integer, nullable=False),  # how often that reader has taken it since
-        Column("sealed", String),  # the checkpoint that is being made, or was, of that reader
-        Column("consumed_by", String),  # the seal that made its last use final, for a fall-back
+        Column("sealed", String),  # the pending or last checkpoint of that reader
+        Column("consumed_by", String),  # the seal that made its last use final, for a rollback
         Column("ready_at", Float, nullable=False),  # when it may be used again (replay)
         Column("experience_bytes", LargeBinary, nullable=False),
         Index(f"ix_{name}_task", "task_id"),
@@ -79,7 +81,7 @@ def experience_table(name: str, metadata: MetaData) -> Table:
 
 
 def row_of(experience: Experience) -> dict[str, Any]:
-    """The columns of an experience."""
+    """Return the columns of an experience."""
     eid, version = experience.eid, experience.version
     return {
         "timestamp": time.time(),
@@ -101,18 +103,20 @@ def row_of(experience: Experience) -> dict[str, Any]:
 
 
 def _column(text: str | None) -> str | None:
-    """Make a text fit for a column that people read; the bytes have the text as it is."""
+    """Make a text fit for a column that people read; the bytes keep the text unchanged."""
     return None if text is None else storable(text)
 
 
 def batch_number(eid: EID) -> int:
-    """The explore step of an id; evaluation ids are `step/name`, foreign ones count as step 0."""
+    """Return the explore step of an id; evaluation ids are `step/name`, foreign ones count as step
+    0.
+    """
     head = str(eid.batch).split("/")[0]
     return int(head) if head.isdigit() else 0
 
 
 def resolve_url(path: str, folder: Path) -> str:
-    """The database that a YAML's `path` means: a relative SQLite file lies in `folder`."""
+    """Return the database that a YAML's `path` means: a relative SQLite file is in `folder`."""
     if "://" not in path:
         return f"sqlite:///{folder / path}"
     url = make_url(path)
@@ -124,15 +128,15 @@ def resolve_url(path: str, folder: Path) -> str:
 def open_database(
     url: str, metadata: MetaData, *, retries: int = 0, retry_seconds: float = 1.0
 ) -> Engine:
-    """An engine with its tables made. SQLite: WAL, so that readers and a writer don't block.
+    """Open a database and create its tables. SQLite: WAL, so that readers and a writer don't block.
 
-    A server that does not answer is tried `retries` times more. Raises ValueError, naming the
-    database, where it cannot be opened or is of another kind.
+    A server that does not answer is tried `retries` more times. Raises ValueError, naming the
+    database, if it cannot be opened or is of another kind.
     """
     known_as = hide_passwords(url)
     try:
         parsed = make_url(url)
-        if parsed.drivername in ("postgresql", "postgres"):  # else the URL names its driver
+        if parsed.drivername in ("postgresql", "postgres"):  # other URLs name their driver
             parsed = parsed.set(drivername="postgresql+psycopg")
         sqlite = parsed.get_backend_name() == "sqlite"
         engine = create_engine(parsed, pool_pre_ping=not sqlite)
@@ -164,16 +168,20 @@ def open_database(
 
 
 def is_away(error: DBAPIError) -> bool:
-    """Return whether an error says that the server cannot be reached, be it by a new connection."""
+    """Return whether an error means that the server cannot be reached, not even by a new
+    connection.
+    """
     if isinstance(error.orig, sqlite3.Error):
-        return False  # a file: what it cannot do now it will not do later
+        return False  # a file: waiting would not help
     connecting = isinstance(error, OperationalError) and error.statement is None
     return error.connection_invalidated or connecting
 
 
 def is_damaged(error: DBAPIError) -> bool:
-    """Return whether an error says that a file is no longer a SQLite database, or a damaged one."""
-    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without what extends it
+    """Return whether an error means that a file is no SQLite database any more, or a
+    damaged one.
+    """
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the primary code
     return code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 
 
@@ -183,14 +191,16 @@ def first_line(error: DBAPIError) -> str:
 
 
 def database_time(connection: Connection) -> float:
-    """Seconds by the clock that all who use the database share."""
+    """Return the time in seconds by the clock that all users of the database share."""
     if connection.dialect.name == "sqlite":
         return time.time()
     return float(connection.scalar(select(extract("epoch", func.clock_timestamp()))) or 0.0)
 
 
 def one_at_a_time(connection: Connection, what: str) -> None:
-    """Wait until no other transaction does `what`; SQLite's transactions are so by themselves."""
+    """Wait until no other transaction does `what`; SQLite's transactions are exclusive by
+    themselves.
+    """
     if connection.dialect.name == "postgresql":
         key = zlib.crc32(what.encode())
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
@@ -205,7 +215,7 @@ def _make_tables(engine: Engine, metadata: MetaData) -> None:
 
 
 def _add_new_columns(connection: Connection, table: Table) -> None:
-    """Columns that an earlier version's table has not got. Raises ValueError for other tables."""
+    """Add the columns that an earlier version's table lacks. Raises ValueError for other tables."""
     there = {column["name"] for column in inspect(connection).get_columns(table.name)}
     missing = [column for column in table.columns if column.name not in there]
     if needed := [column.name for column in missing if not column.nullable]:
@@ -223,7 +233,7 @@ def _add_new_columns(connection: Connection, table: Table) -> None:
 
 
 def _set_up_sqlite(connection: Any, _record: Any) -> None:
-    # the driver's own BEGIN comes too late to hold off other processes: see _begin_immediate
+    # the driver's own BEGIN comes too late to lock out other processes: see _begin_immediate
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")
@@ -233,6 +243,8 @@ def _set_up_sqlite(connection: Any, _record: Any) -> None:
 
 
 def _begin_immediate(connection: Any) -> None:
-    """Take the write lock at once: what a transaction read is still so when it writes."""
+    """Take the write lock at once: data that a transaction read is then unchanged when it
+    writes.
+    """
     reads = connection.get_execution_options().get("reads_only", False)
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

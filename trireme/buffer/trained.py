@@ -1,14 +1,14 @@
-"""Keeps what each train step made of its tokens: new log-probabilities and advantages.
+"""Trained: saves what each train step computed per token: new log-probabilities and advantages.
 
-One file a step, `buffer/trained/step_N.safetensors`, rows end to end, for people to look at.
+One file per step, `buffer/trained/step_N.safetensors`, with concatenated rows, for people to look
+at.
 
 Invariants:
-- Nothing here changes a number that is trained; what is kept is copied after the loss is known.
-- A step keeps whole groups, in their order, that fit into `MOST_TOKENS`. All files together stay
-  below the limit of copies: past it every second of the older ones goes, so that all times are
-  seen.
+- Nothing here changes a trained number; values are copied after the loss is known.
+- A step saves the first whole groups that fit into `MOST_TOKENS`. All files together stay below the
+  limit of copies: past it every second of the older ones is removed, so that all periods remain.
 - A file appears whole or not at all; a resumed run removes those of steps that it does again.
-- Written by one thread of its own; an error of it is raised by the next step, or by `close`.
+- Written by a separate thread; its errors are raised by the next step, or by `close`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FOLDER = "trained"
 MOST_TOKENS = 200_000
-"""Trained tokens of one step; with its share of the prompt each takes about 28 bytes."""
+"""Trained tokens of one step; with its share of the prompt each needs about 28 bytes."""
 KEPT_NEWEST = 0.1
 """Share of the files that is never thinned."""
 _NAME = re.compile(r"^step_(\d+)\.safetensors$")
@@ -54,7 +54,7 @@ class TrainedTokens:
         self._writing: Future[None] | None = None
 
     def begin(self, batch: Batch) -> None:
-        """The whole batch of a step, before any of it is left out."""
+        """Take the whole batch of a step, before any of it is left out."""
         self._batch, self._found, self._kept = batch, {}, set()
         sizes: dict[str, int] = {}
         for group, count in zip(batch.groups, batch.counts.tolist(), strict=True):
@@ -68,7 +68,7 @@ class TrainedTokens:
         self._kept = {eid for eid, group in pairs if group in chosen}
 
     def add(self, batch: Batch, logprobs: Tensor) -> None:
-        """Log-probabilities [M] of a part of the batch, as its loss was computed from them."""
+        """Add log-probabilities [M] of a part of the batch, from which its loss was computed."""
         rows = logprobs.detach().float().cpu().split(batch.counts.tolist())
         places = batch.positions.split(batch.counts.tolist())
         for eid, row, positions in zip(batch.eids, rows, places, strict=True):
@@ -76,7 +76,7 @@ class TrainedTokens:
                 self._found.setdefault(eid, []).append((positions, row))
 
     def end(self, step: int) -> None:
-        """Write what `step` made of its batch; nothing where it had none."""
+        """Write the data of `step`; nothing if it had no batch."""
         self._flush()
         batch, self._batch = self._batch, None
         if batch is not None and self._found:
@@ -133,7 +133,7 @@ class TrainedTokens:
         self._thin()
 
     def rewind(self, step: int) -> None:
-        """Remove what steps after `step` wrote."""
+        """Remove the files of steps after `step`."""
         self._flush()
         for number, path in files(self._folder):
             if number > step:
@@ -151,7 +151,7 @@ class TrainedTokens:
 
 
 def files(folder: Path) -> list[tuple[int, Path]]:
-    """Step and file of each step that is kept, in order."""
+    """Return step and file of each saved step, in order."""
     if not folder.is_dir():
         return []
     named = ((_NAME.match(path.name), path) for path in folder.iterdir())
@@ -165,9 +165,10 @@ def eids_of(path: Path) -> list[str]:
 
 
 def read_trained(path: Path, eid: str) -> dict[str, Numbers] | None:
-    """`tokens` [T] of an experience, and of its trained ones `positions` and the rest, each [M].
+    """Return `tokens` [T] of an experience, and of its trained ones `positions` and the rest, each
+    [M].
 
-    None where the file has none of that experience.
+    None if the file does not have that experience.
     """
     with safe_open(path, "np") as file:
         head = json.loads(file.metadata()["rows"])

@@ -1,1 +1,1 @@
-"""Checkpoint: what a job's folder holds, how it is written, read again, and exported."""
+"""The files in a job's folder: how they are written, read again, and exported."""

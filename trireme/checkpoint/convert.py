@@ -1,9 +1,9 @@
 """Convert: makes checkpoints into folders that `from_pretrained` loads.
 
-A checkpoint's files tell which form it has: this trainer's `model.safetensors`, or one that a
-reader knows (reader.py). Whether a folder holds a whole model already is read from the headers of
-its safetensors files; no weights are loaded for it. Nothing that is complete is touched, and what
-is written is written whole.
+A checkpoint's files determine its form: this trainer's `model.safetensors`, or one that a reader
+knows (reader.py). The headers of a folder's safetensors files show whether it already has a whole
+model; no weights are loaded for that. Complete exports are left alone, and new ones are written
+whole.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from trireme.text import as_json
 
 
 def incomplete(hf: Path, expected: dict[str, Shape] | None) -> str | None:
-    """Why a folder's weights are not whole; None where they are.
+    """Describe why a folder's weights are incomplete; None if they are complete.
 
-    Each file is as long as its header says, each shard of an index is there, and each expected
-    tensor too, in its shape. Where what to expect is not known: as many layers as the configuration
-    names, an embedding, and a head if it is not tied.
+    Each file is as long as its header says, each shard of an index exists, and so does each
+    expected tensor, in its shape. If the expected tensors are not known: as many layers as the
+    configuration says, an embedding, and a head unless it is tied.
     """
     if not weight_files(hf):
         return "no weights there yet"
@@ -60,9 +60,9 @@ def incomplete(hf: Path, expected: dict[str, Shape] | None) -> str | None:
 
 
 def expected_shapes(config: Path) -> dict[str, Shape] | None:
-    """Every tensor that the model of a config.json saves; tied ones once.
+    """Return every tensor that the model of a config.json saves; tied ones once.
 
-    None where transformers does not know the model, or stores it under other names than it has.
+    None if transformers does not know the model, or stores it under other names.
     """
     return _shapes_of(as_json(read_json(config)))
 
@@ -94,7 +94,7 @@ def _shapes_of(text: str) -> dict[str, Shape] | None:
 
 
 def _against_config(names: list[str], config: dict[str, Any]) -> str | None:
-    """Describe what a configuration promises and the names do not show, if anything."""
+    """Describe what the configuration requires and the names lack, if anything."""
     layers = config.get("num_hidden_layers", 0)
     if not isinstance(layers, int):
         return f"its config.json has {layers!r:.60} as num_hidden_layers"
@@ -127,13 +127,13 @@ class Checkpoint:
     """One checkpoint."""
 
     root: Path
-    """What it is called in reports."""
+    """The path in reports."""
     actor: Path
-    """Where the trainer left its weights."""
+    """The folder of the trainer's weights."""
 
     @property
     def hf(self) -> Path:
-        """The folder where transformers will find them."""
+        """The folder from which transformers loads."""
         return self.actor / "huggingface"
 
 
@@ -151,19 +151,19 @@ class Options:
     """The options of a conversion."""
 
     base_model_dir: Path | None = None
-    """Gives configuration and tokenizer where a checkpoint has none."""
+    """Provides configuration and tokenizer if a checkpoint has none."""
     dtype: str | None = None
-    """A key of OUTPUT_DTYPES. None: that of the export that the checkpoint's manifest lists; where
-    it lists none bfloat16 for shards, and a file of this trainer's as it is.
-    """
+    """A key of OUTPUT_DTYPES. None: that of the export in the checkpoint's manifest; if it lists
+    none, bfloat16 for shards, and this trainer's own file as it is."""
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    """How large a safetensors file may become."""
+    """The size limit of a safetensors file."""
 
 
 def find_checkpoints(path: Path) -> list[Checkpoint]:
-    """The checkpoints that a path means: the one it lies in, or those under it in order of steps.
+    """Find the checkpoints that a path means: the one around it, or those below it in order of
+    steps.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -201,7 +201,7 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
 def convert_checkpoint(
     checkpoint: Checkpoint, options: Options | None = None, progress: Progress | None = None
 ) -> Converted:
-    """Export one checkpoint's policy, unless it is complete; says why where it cannot be."""
+    """Export one checkpoint's policy, unless it is complete; explains a failure."""
     try:
         return _convert(checkpoint, options or Options(), progress)
     except (OSError, ValueError) as error:
@@ -236,7 +236,7 @@ def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None
     source = _source(checkpoint, others, expected)
     names = _names(source, expected, hf)
     dtype, shard_bytes = OUTPUT_DTYPES[options.dtype or "auto"], options.shard_bytes
-    if before:  # an export of ours that was deleted: in its order and dtype it is what is listed
+    if before:  # a deleted export of ours: its order and dtype match the list
         names, shard_bytes = sorted(names), max(shard_bytes, DEFAULT_SHARD_BYTES)
     if before and options.dtype is None:
         specs = {name: source.specs[name] for name in names}
@@ -255,14 +255,14 @@ def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None
 
 
 def _weights_listed(checkpoint: Checkpoint) -> dict[str, int]:
-    """Names and sizes of the exported weights that the checkpoint's manifest lists."""
+    """Return names and sizes of the exported weights in the checkpoint's manifest."""
     files = listed(checkpoint.root, checkpoint.hf) if checkpoint.actor != checkpoint.root else {}
     return {name: size for name, size in files.items() if name.endswith(".safetensors")}
 
 
 def _proven(checkpoint: Checkpoint, before: Mapping[str, int]) -> str:
-    """Describe what happened to an export whose manifest lists another: from now on it lists this
-    one, since a resume would pass the step by.
+    """Describe the result for an export whose manifest lists another one: it is listed anew, since
+    a resume would otherwise skip the step.
     """
     if not before:
         return ""
@@ -304,7 +304,7 @@ def _source(checkpoint: Checkpoint, others: Weights | None, expected: Expected |
 
 
 def _names(source: Source, expected: Expected | None, hf: Path) -> list[str]:
-    """List what to write: all that the configuration's model has, and nothing left over."""
+    """Return the names to write: all of the configuration's model, and no others."""
     specs = source.specs
     if expected is None:
         return list(specs)
@@ -325,7 +325,7 @@ def _is_step(path: Path) -> bool:
 
 
 def _copy_own(weights_file: Path, hf: Path) -> None:
-    """The trainer's file under the name that others look for."""
+    """Copy the trainer's file to the name that other programs expect."""
     with whole_file(hf / WEIGHTS) as temporary:
         shutil.copyfile(weights_file, temporary)
     for stale in [hf / INDEX, *(p for p in weight_files(hf) if p.name != WEIGHTS)]:
@@ -333,7 +333,7 @@ def _copy_own(weights_file: Path, hf: Path) -> None:
 
 
 def _copy_base(base: Path, hf: Path) -> None:
-    """Configuration and tokenizer of the base model, where the checkpoint has none of its own."""
+    """Copy configuration and tokenizer of the base model, if the checkpoint has none."""
     if not (Path(base) / "config.json").exists():
         raise ValueError(f"--base-model-dir '{base}' has no config.json")
     with naming(hf):

@@ -1,8 +1,8 @@
-"""Export: reads and writes a model's weights tensor by tensor: one tensor is held at a time.
+"""Export: reads and writes a model's weights with one tensor in memory at a time.
 
-A `Source` has the tensors of a trained model by their Hugging Face names, wherever they lie. Past a
-size there are several files and an index, as `save_pretrained` names them. All of them are written
-beside their places first: what was there before stays until the new files are whole.
+A `Source` has the tensors of a trained model by their Hugging Face names, wherever they are stored.
+Past a size there are several files and an index, as `save_pretrained` names them. All of them are
+written under temporary names first: old files stay until the new ones are whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""What safetensors calls each dtype."""
+"""The names of dtypes in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class OwnFile:
 
 
 def write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tensor]) -> None:
-    """One safetensors file of the tensors in the order of `specs`, each made when it is written.
+    """Write one safetensors file with tensors in the order of `specs`, each made when it is
+    written.
 
     Sorted names give the bytes of `write_weights`.
     """
@@ -76,21 +77,18 @@ def write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tenso
 
 
 class SharedFiles:
-    """A model's safetensors files, of which several processes write rows at the same time.
-
-    One process calls `create`, then all `write`, and when all have, one calls `finish`.
-    """
+    """A model's safetensors files, to which several processes write rows concurrently."""
 
     def __init__(
         self, folder: Path, specs: Mapping[str, Spec], shard_bytes: float = math.inf
     ) -> None:
-        """Alike in all processes, with `specs` in the order of the files."""
+        """All processes pass the same arguments, with `specs` in the order of the files."""
         shards = _shards(dict(specs), shard_bytes)
         self._folder = folder
         self._shards = dict(zip(_file_names(len(shards)), shards, strict=True))
 
     def create(self) -> None:
-        """Files of their full size, with headers. Raises OSError naming the path."""
+        """Create files of their full size, with headers. Raises OSError naming the path."""
         for name, shard in self._shards.items():
             path = self._folder / name
             with naming(path), path.open("wb") as file:
@@ -98,7 +96,7 @@ class SharedFiles:
                 file.truncate(file.tell() + sum(map(_size, shard.values())))
 
     def write(self, parts: Iterable[tuple[str, int, Tensor]]) -> None:
-        """Some rows of some tensors: a tensor's name, the first of the rows, and the rows."""
+        """Write some rows of some tensors: a tensor's name, the first of the rows, and the rows."""
         places: dict[str, tuple[Path, int, Spec]] = {}
         for name, shard in self._shards.items():
             at = len(_header(shard))
@@ -113,7 +111,7 @@ class SharedFiles:
                 file.write(_bytes_of(rows, spec.dtype))
 
     def finish(self) -> None:
-        """The list of the files, where there are several."""
+        """Write the list of the files, if there are several."""
         if len(self._shards) > 1:
             write_index(self._folder, self._shards)
 
@@ -149,7 +147,7 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Progress = Callable[[int, int], None]
-"""Told bytes written and bytes in all."""
+"""Called with the written bytes and the total."""
 
 
 def write_model(
@@ -161,11 +159,11 @@ def write_model(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
-    """Put the named tensors of a source into a folder, in place of the weights that it has.
+    """Write the named tensors of a source to a folder, replacing its weights.
 
-    `dtype` is what floating-point tensors become; None: as they are stored. A tensor larger than
-    `shard_bytes` has a file of its own.
-    Raises ValueError naming what cannot be read, OSError naming the path that cannot be written.
+    `dtype` is that of the written floating-point tensors; None: as they are stored. A tensor larger
+    than `shard_bytes` has a separate file. Raises ValueError naming what cannot be read, OSError
+    naming the path that cannot be written.
     """
     specs = {name: as_written(source.specs[name], dtype) for name in names}
     shards = _shards(specs, shard_bytes)
@@ -204,7 +202,7 @@ def write_model(
 def sizes_of(
     specs: Mapping[str, Spec], dtype: torch.dtype, shard_bytes: float = DEFAULT_SHARD_BYTES
 ) -> dict[str, int]:
-    """Names and sizes of the files that `write_model` would write."""
+    """Return names and sizes of the files that `write_model` would write."""
     shards = _shards({name: as_written(spec, dtype) for name, spec in specs.items()}, shard_bytes)
     sizes = (len(_header(shard)) + sum(map(_size, shard.values())) for shard in shards)
     return dict(zip(_file_names(len(shards)), sizes, strict=True))

@@ -27,33 +27,34 @@ STEP_NAME = re.compile(r"^global_step_(\d+)$")
 
 
 WEIGHTS = "model.safetensors"
-"""The policy's weights where one process trained, and for others to load."""
+"""The policy's weights if one process trained, and for other programs."""
 FSDP_CONFIG = "fsdp_config.json"
 LORA_ADAPTER = "lora_adapter"
 """Folder in `actor/` with the adapter as peft reads it."""
 REFERENCE = f"reference/{WEIGHTS}"
-"""In `actor/`: a reference model that has moved. Engines load all that lies in `actor/` itself."""
+"""The folder in `actor/` of a reference model that has moved. Engines load all files in `actor/`
+itself."""
 MANIFEST = "manifest.json"
 EVALUATED, FAILED, DATA_ROWS = "evaluation.jsonl", "failed.jsonl", "data_rows.jsonl"
-"""In `buffer/`, for people: what evaluations said, what failed, and a data set's trained rows."""
+"""The files in `buffer/` for people: evaluations, failures, and the trained rows of a data set."""
 
 
 def rank_file(
     kind: Literal["model", "optim", "extra_state"], world: int | Literal["*"], rank: int
 ) -> str:
-    """Name in `actor/` of what one of the trainer's ranks wrote."""
+    """Return the name in `actor/` of a trainer rank's file."""
     return f"{kind}_world_size_{world}_rank_{rank}.pt"
 
 
 def world_of(actor: Path) -> int:
-    """How many ranks wrote a policy's files. Raises ValueError where none did."""
+    """Return the number of ranks that wrote a policy's files. Raises ValueError if none did."""
     for path in actor.glob("optim_world_size_*_rank_0.pt"):
         return int(path.name.split("_")[3])
     raise ValueError(f"{actor} holds no optim_world_size_*_rank_0.pt: no checkpoint to go on from")
 
 
 def step_in(path: Path) -> int | None:
-    """The number in a `latest_*` file; None where there is no file, or no number in it."""
+    """Return the number in a `latest_*` file; None without a file, or without a number in it."""
     try:
         return int(read_text(path, 100))
     except (FileNotFoundError, ValueError):
@@ -66,19 +67,23 @@ class JobFolder:
 
     root: Path
     own: str = ""
-    """Name of the one of several explorers whose logs and figures are meant."""
+    """The name of one of several explorers, whose logs and figures are meant."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
 
     def make(self) -> None:
-        """Make the folders that every run has. Raises OSError naming the one that it cannot."""
+        """Make the folders that every run has. Raises OSError naming the one that it cannot
+        make.
+        """
         for folder in (self.buffer, self.log, self.monitor):
             with naming(folder):
                 folder.mkdir(parents=True, exist_ok=True)
 
     def one_trainer(self) -> AbstractContextManager[None]:
-        """Two trainers would write the same checkpoints. Raises ValueError for the second one."""
+        """Lock out a second trainer, which would write the same checkpoints. Raises ValueError for
+        it.
+        """
         sentence = f"{self.root} has a run that trains in it: expected it to end, or another name"
         return alone(self.root / ".train.lock", sentence)
 
@@ -89,7 +94,7 @@ class JobFolder:
 
     @property
     def log(self) -> Path:
-        """One log a part."""
+        """The logs, one per part."""
         return self.root / "log" / self.own
 
     @property
@@ -104,40 +109,42 @@ class JobFolder:
 
     @property
     def starts(self) -> Path:
-        """The list of all starts; the configurations lie alongside it."""
+        """The list of all attempts; the configurations are next to it."""
         return self.root / "run" / "starts.json"
 
     @property
     def explorer_meta(self) -> Path:
-        """How far the explorer is."""
+        """The explorer's position."""
         return self.root / "explorer_meta.json"
 
     def state_of(self, explorer: str) -> Path:
-        """How far one of several explorers is; of the one named `explorer`: `explorer_meta`."""
+        """The position of one of several explorers; for the one named `explorer`:
+        `explorer_meta`.
+        """
         return self.root / f"{explorer}_meta.json"
 
     @property
     def trainer_meta(self) -> Path:
-        """How far the trainer is."""
+        """The trainer's position."""
         return self.root / "trainer_meta.json"
 
     @property
     def stage_meta(self) -> Path:
-        """The list of the stages that are done."""
+        """The list of the finished stages."""
         return self.root / "stage_meta.json"
 
     @property
     def latest_checkpoint(self) -> Path:
-        """Step of the newest checkpoint that a run can go on from."""
+        """The step of the newest checkpoint that a run can resume from."""
         return self.root / "latest_checkpointed_iteration.txt"
 
     @property
     def latest_weights(self) -> Path:
-        """Step of the newest weights that an explorer can load."""
+        """The step of the newest weights that an explorer can load."""
         return self.root / "latest_state_dict_iteration.txt"
 
     def step_dir(self, step: int) -> Path:
-        """All that belongs to a train step."""
+        """The folder of a train step."""
         return self.root / f"global_step_{step}"
 
     def actor_dir(self, step: int) -> Path:
@@ -145,16 +152,16 @@ class JobFolder:
         return self.step_dir(step) / "actor"
 
     def critic_dir(self, step: int) -> Path:
-        """The value model's files of a step, where the algorithm has one."""
+        """The value model's files of a step, if the algorithm has one."""
         return self.step_dir(step) / "critic"
 
     def hf_dir(self, step: int) -> Path:
-        """Configuration and tokenizer of a step, and its weights in the form others load."""
+        """Configuration and tokenizer of a step, and its weights in the form for other programs."""
         return self.actor_dir(step) / "huggingface"
 
     def weights_dir(self, step: int) -> Path:
-        """The folder with the step's safetensors: `actor` with those that are as trained, else
-        `huggingface`, whose dtype may be another; `actor` where there are none.
+        """The folder with the step's safetensors: `actor` if it has the exactly trained ones, else
+        `huggingface`, whose dtype may differ; `actor` if there are none.
         """
         actor, hf = self.actor_dir(step), self.hf_dir(step)
         exact = (actor / WEIGHTS).exists()
@@ -168,7 +175,7 @@ class JobFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def latest_weights_step(self) -> int | None:
-        """The newest published weights that are still there; None before the first."""
+        """Return the newest published weights that still exist; None before the first."""
         step = step_in(self.latest_weights)
         if step is None or any(self.weights_dir(step).glob("*.safetensors")):
             return step
@@ -176,8 +183,8 @@ class JobFolder:
         return there[-1] if there else None
 
     def make_way(self, *pointers: Path) -> None:
-        """Rename what lies where the run writes its pointers, and is none; those of it that no run
-        reads, these among them, may hold anything.
+        """Rename files that are in the way of the run's pointers. No run reads these, so they may
+        hold anything.
         """
         for path in (self.latest_checkpoint, self.latest_weights):
             if usable(path) and step_in(path) is None:

@@ -1,14 +1,15 @@
-"""Manifest: writes and verifies checkpoints' lists of files, and finds the one a run goes on from.
+"""Manifest: writes and verifies checkpoints' lists of files, and finds the one that a run resumes
+from.
 
 Invariants:
 - `manifest.json` names every file that a resume reads, with its size and checksum, and has a
-  checksum of its own: a byte that has changed anywhere is seen before anything is loaded.
+  checksum itself: any changed byte is detected before anything is loaded.
 - No path in it leads out of the checkpoint's folder.
-- Checkpoints of the first format have no checksums: sizes are compared, and the log says so.
+- Checkpoints of the first format have no checksums: sizes are compared, and the log notes it.
 - An export that is made again in another dtype is listed anew; all else is written once.
-- A run goes on from the newest whole checkpoint, found by reading all that the manifests list: the
-  `latest_*` files are for people and for other processes. What a process that died left unfinished
-  is removed; a folder that gave way for a moment, and that nothing has replaced, is put back.
+- A run resumes from the newest whole checkpoint, found by reading all files in the manifests: the
+  `latest_*` files are for people and for other processes. Unfinished files of a process that died
+  are removed; a folder that was renamed for a moment, and that nothing has replaced, is put back.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ FORMAT = "trireme-checkpoint-2"
 WITHOUT_CHECKSUMS = "trireme-checkpoint-1"
 CHUNK = 1 << 22
 MOST_BYTES = 1 << 30
-"""Of a manifest: it holds where the run stands."""
+"""Limit of a manifest in bytes: it holds the run's positions."""
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what was saved: which file, what it is and what it should be."""
+    """A checkpoint has changed since it was saved: names the file, its state and the
+    expected one.
+    """
 
 
 def write_manifest(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """The last file of a checkpoint's folder; bytes in `state` get files of their own before."""
+    """Write the last file of a checkpoint's folder; bytes in `state` get separate files before."""
     plain = _plain(state, folder, "state")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in files}
@@ -57,9 +60,9 @@ def write_manifest(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 def read_manifest(
     step_dir: Path, step: int, wanted: Callable[[Path], bool] = lambda path: True
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint that is whole, every `wanted` file of it read and compared.
+    """Return the manifest of a whole checkpoint, after comparing every `wanted` file of it.
 
-    Raises Damaged where the manifest or a file that it lists is not what was saved.
+    Raises Damaged if the manifest or a file in it has changed since it was saved.
     """
     manifest = _parsed(step_dir)
     if manifest["step"] != step:
@@ -83,7 +86,7 @@ def read_manifest(
 
 
 def read_state(manifest: Mapping[str, Any], step_dir: Path) -> dict[str, Any]:
-    """The state as it was saved, bytes from their files. Raises Damaged where it lacks a part."""
+    """Return the saved state, with bytes from their files. Raises Damaged if a part is missing."""
     for key, kind in {"version": int, "buffer": dict}.items():
         if not isinstance(manifest["state"].get(key), kind):
             raise Damaged(f"{step_dir / MANIFEST}: 'state.{key}' is missing, or no {kind.__name__}")
@@ -91,8 +94,8 @@ def read_state(manifest: Mapping[str, Any], step_dir: Path) -> dict[str, Any]:
 
 
 def listed(step_dir: Path, folder: Path) -> dict[str, int]:
-    """Names and sizes of the files right in a `folder` that a checkpoint's manifest lists; none
-    where there is no manifest.
+    """Return names and sizes of the files directly in a `folder` that a checkpoint's manifest
+    lists; none without a manifest.
     """
     if not os.path.lexists(step_dir / MANIFEST):
         return {}
@@ -102,8 +105,8 @@ def listed(step_dir: Path, folder: Path) -> dict[str, int]:
 
 
 def list_anew(step_dir: Path, *paths: Path) -> None:
-    """Have a checkpoint's manifest list what these files are now, where it lists them at all; those
-    that are gone go from it.
+    """Update a checkpoint's manifest to its present files, if it lists them at all; missing ones
+    are removed from it.
     """
     manifest = _parsed(step_dir)
     for path in paths:
@@ -120,7 +123,9 @@ def list_anew(step_dir: Path, *paths: Path) -> None:
 
 
 def prove(*paths: Path) -> None:
-    """Raise Damaged where files or folders of a checkpoint of ours are not what was saved."""
+    """Raise Damaged if files or folders of a checkpoint of ours have changed since they
+    were saved.
+    """
     for path in paths:
         for root in path.parents:
             name = STEP_NAME.match(root.name)
@@ -129,7 +134,7 @@ def prove(*paths: Path) -> None:
 
 
 def _parsed(step_dir: Path) -> dict[str, Any]:
-    """The manifest, after its checksum and the types of its values are validated."""
+    """Return the manifest, after its checksum and the types of its values are validated."""
     path = step_dir / MANIFEST
     try:
         manifest = read_json(path, dict, MOST_BYTES)
@@ -193,7 +198,7 @@ def _checksum_of(manifest: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any, folder: Path, name: str) -> Any:
-    """`value` as JSON; bytes are written to `state/` and stand there as `{"$file": path}`."""
+    """Return `value` as JSON; bytes are written to `state/` and replaced by `{"$file": path}`."""
     if isinstance(value, bytes):
         path = folder / "state" / f"{name}.bin"
         path.parent.mkdir(exist_ok=True)
@@ -219,19 +224,19 @@ def _with_bytes(value: Any, root: Path) -> Any:
 
 @dataclass
 class Loaded:
-    """A checkpoint, read."""
+    """A checkpoint that was read."""
 
     step: int
     actor: Path
-    """The folder of what the trainer wrote; `saved.read` reads it."""
+    """The folder of the trainer's files; `saved.read` reads it."""
     run_state: dict[str, Any]
 
 
 def load_checkpoint(folder: JobFolder) -> Loaded | None:
-    """The newest whole checkpoint, damaged ones passed by; None where a run begins.
+    """Load the newest whole checkpoint, skipping damaged ones; None if a run begins.
 
-    Raises Damaged where there are checkpoints and none is whole: a run that began anew would write
-    over what may still be saved of them.
+    Raises Damaged if there are checkpoints and none is whole: a new run would overwrite what may
+    still be saved of them.
     """
     _put_back(folder)
     for leftover in clean(folder.root):

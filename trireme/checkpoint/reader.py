@@ -1,7 +1,7 @@
-"""Reader: how the weights of another trainer's checkpoint are found and read.
+"""Reader: finds and reads the weights of another trainer's checkpoint.
 
-Each form of a checkpoint is a class by its name in READERS, found by the files of a folder. Which
-of them there are stands in manifests, so that each can be left out.
+Each form of a checkpoint is a class by its name in READERS, found by the files of a folder.
+Manifests list them, so that each can be left out.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ class Reader(Protocol):
     """One form of checkpoint. Its class is called without arguments."""
 
     form: str
-    """The files that it has, for the sentence `there is no … in FOLDER`."""
+    """Its files, for the sentence `there is no … in FOLDER`."""
     mark: str | None
-    """The file that makes any folder a checkpoint of this form; None: it lies in a step's."""
+    """The file that makes any folder a checkpoint of this form; None: it is in a step's folder."""
     beside_own: bool
-    """Whether a `model.safetensors` beside such weights is a copy of them, and these are read."""
+    """Whether a `model.safetensors` next to such weights is only a copy, and these are read."""
 
     def find(self, folder: Path) -> list[Path]:
-        """The files in a checkpoint's folder; none where it has no such weights.
+        """Find the files in a checkpoint's folder; none if it has no such weights.
 
-        Raises ValueError where some are missing, or where it is open which are meant.
+        Raises ValueError if some are missing, or if it is ambiguous which are meant.
         """
         ...
 
     def open(
         self, files: Sequence[Path], config: Mapping[str, Any], expected: Mapping[str, Shape] | None
     ) -> Source:
-        """The tensors of such files. `config` is the model's config.json, and `expected` are the
-        shapes of its tensors, where they are known. Raises ValueError for what cannot be read.
+        """Open the tensors of such files. `config` is the model's config.json, and `expected` the
+        shapes of its tensors, if known. Raises ValueError for files that cannot be read.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The files of one checkpoint, and what reads them."""
+    """The files of one checkpoint, and their reader."""
 
     reader: Reader
     files: list[Path]
 
 
 def readers() -> list[Reader]:
-    """A reader of every form, in the order in which they are tried."""
+    """Make a reader of every form, in the order in which they are tried."""
     return [READERS[name]() for name in READERS]
 
 
 def weights_in(folder: Path, *, beside_own: bool) -> Weights | None:
-    """The weights of another trainer in a folder; None where there are none.
+    """Find the weights of another trainer in a folder; None if there are none.
 
-    `beside_own`: a `model.safetensors` is there, which most forms stand back for.
+    `beside_own`: a `model.safetensors` is there, which has precedence over most forms.
     """
     for reader in readers():
         if (reader.beside_own or not beside_own) and (files := reader.find(folder)):

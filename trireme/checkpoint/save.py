@@ -1,10 +1,10 @@
-"""Save: writes everything that belongs to a train step, whole, then moves the run's pointers on.
+"""Save: writes all files of a train step atomically, then advances the run's pointers.
 
 Invariants:
 - A step's folder appears under its name complete or not at all; the pointers (`latest_*.txt`, the
   `*_meta.json`) move after it, and a resume does not depend on them.
 - Equal weights give equal bytes: sorted names, the same header.
-- Configuration and tokenizer are copied byte for byte from where the model came from.
+- Configuration and tokenizer are copied byte for byte from the original model.
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ from trireme.log import get_logger
 logger = get_logger("checkpoint_monitor")
 
 KEPT_WEIGHTS = 2
-"""Folders with weights alone that stay: an explorer may still read the one before the newest."""
+"""Folders with only weights that stay: an explorer may still read the one before the newest."""
 
 
 _RENAMING = threading.Lock()
-"""Weights may be published while an older checkpoint gets its name behind the training. Whoever
-holds this renames: the training waits for it where it publishes weights.
-"""
+"""A lock for renaming: weights may be published while an older checkpoint gets its name behind the
+training. The training waits for it when it publishes weights."""
 
 _MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".vocab")
 
 
 class Saving:
-    """A checkpoint to go on from, while it is written: others see it when `finish` has ended.
+    """A checkpoint to resume from, while it is written: others see it once `finish` has ended.
 
-    Its maker writes the trainer's own files into `actor`, in which `huggingface/` is there already,
-    and the value model's into `critic`.
+    Its user writes the trainer's own files into `actor`, which already has `huggingface`, and the
+    value model's into `critic`.
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class Saving:
         model_dir: str | Path,
         keep: int | None = None,
     ) -> None:
-        """`run_state` is where explorer, taskset and buffer stand: JSON values, and bytes, which
-        get files of their own. `keep` is how many checkpoints stay. Raises OSError naming the path
-        that cannot be written.
+        """`run_state` is the positions of explorer, taskset and buffer: JSON values, and bytes,
+        which get separate files. `keep` is the number of checkpoints that stay. Raises OSError
+        naming the path that cannot be written.
         """
         self._folder, self._step, self._keep = folder, step, keep
         self._run_state, self._published = run_state, _published(folder)
@@ -93,7 +92,7 @@ class Saving:
             self._held = held.pop_all()
 
     def finish(self) -> Path:
-        """Everything is written: the folder gets its name, which is returned."""
+        """Give the folder its name, once everything is written, and return it."""
         folder, step, target = self._folder, self._step, self._target
         with _removing() as aside, ExitStack() as lock:
             with self._held:
@@ -101,7 +100,7 @@ class Saving:
                     self.critic.rmdir()
                 write_manifest(self._temporary, step, self._run_state)
                 with naming(target):
-                    sync_all(self._temporary)  # here: with the lock only names change
+                    sync_all(self._temporary)  # here: only names change under the lock
                 lock.enter_context(_RENAMING)
                 if target.is_dir():
                     if not folder.is_full(step):
@@ -121,10 +120,12 @@ def save_weights(
     weights: Mapping[str, Tensor],
     extra_files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """The weights alone, for an explorer to load; returns their folder. Older such folders go.
-    Where the step's checkpoint is there they join it, if it has them only rounded, or not whole.
+    """Write only the weights, for an explorer to load; returns their folder. Older such folders are
+    removed. If the step's checkpoint exists and has them only rounded, or incomplete, they are
+    added to it.
 
-    `extra_files` lie beside `actor/`. Raises OSError naming the path that cannot be written.
+    `extra_files` are written next to `actor/`. Raises OSError naming the path that cannot be
+    written.
     """
     target = folder.step_dir(step)
     with _removing() as aside, _RENAMING:
@@ -147,16 +148,16 @@ def save_weights(
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """One safetensors file: CPU, contiguous, names sorted."""
+    """Write one safetensors file: CPU, contiguous, names sorted."""
     tensors = {name: weights[name].detach().cpu().contiguous() for name in sorted(weights)}
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # also what the disk says
+    except SafetensorError as error:  # disk errors too
         raise CannotWrite(f"cannot write {path}: {error}") from error
 
 
 def copy_model_files(model_dir: str | Path, target: Path) -> None:
-    """Configuration, tokenizer and templates, byte for byte; no weights."""
+    """Copy configuration, tokenizer and templates, byte for byte; no weights."""
     source = located(str(model_dir), "models")
     if source is None or not source.is_dir():
         raise ValueError(f"there is no model folder '{model_dir}' to copy the tokenizer from")
@@ -168,8 +169,8 @@ def copy_model_files(model_dir: str | Path, target: Path) -> None:
 
 
 def is_model_file(path: Path) -> bool:
-    """Return whether a model folder's file belongs to the model, but is no weights and no list of
-    them.
+    """Return whether a model folder's file belongs to the model, but is neither weights nor a list
+    of them.
     """
     listing = path.name.endswith(".index.json") or path.name.upper().startswith(
         ("README", "LICENSE")
@@ -178,12 +179,12 @@ def is_model_file(path: Path) -> bool:
 
 
 def write_pt(path: Path, value: Mapping[str, Any]) -> None:
-    """Plain tensors and values, which `torch.load(weights_only=True)` reads."""
+    """Write plain tensors and values, which `torch.load(weights_only=True)` reads."""
     with naming(path), path.open("wb") as file:
         try:
             torch.save(dict(value), file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # torch's writer hides what the disk said
+            if isinstance(error.__context__, OSError):  # torch's writer hides the disk's error
                 raise error.__context__ from error
             raise
 
@@ -203,8 +204,8 @@ def _keep_side_files(old: Path, new: Path) -> None:
 
 
 def _lacks_exact(actor: Path) -> bool:
-    """Return whether a checkpoint lacks weights for others to load that are exactly as trained:
-    several ranks write them in files of their own, and the export is rounded, or missing.
+    """Return whether a checkpoint lacks exactly trained weights for other programs: several ranks
+    write them in their own files, and the export is rounded, or missing.
     """
     own = actor / WEIGHTS
     files = [own] if own.exists() else weight_files(actor / "huggingface")
@@ -222,7 +223,7 @@ def _move_pointers(
         write_json(folder.explorer_meta, meta)
     write_json(folder.trainer_meta, {"latest_iteration": step})
     write_text(folder.latest_checkpoint, str(step))
-    if published == _published(folder):  # else newer weights are out meanwhile
+    if published == _published(folder):  # otherwise newer weights are out meanwhile
         write_text(folder.latest_weights, str(step))
 
 
@@ -241,7 +242,7 @@ def _removing() -> Iterator[list[Path]]:
 
 
 def _set_old_aside(folder: JobFolder, step: int, keep: int | None) -> Iterator[Path]:
-    """Checkpoints beyond `keep`, and weights alone that are older than this checkpoint's."""
+    """Rename checkpoints beyond `keep`, and weights older than this checkpoint's."""
     older = [s for s in folder.steps() if s < step]
     full = [s for s in older if folder.is_full(s)]
     light = [s for s in older if not folder.is_full(s)]

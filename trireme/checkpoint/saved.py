@@ -1,8 +1,8 @@
 """Saved: loads a trainer's checkpoint on any number of ranks, however many ranks wrote it.
 
-A tensor is split along its first dimension into runs of ceil(rows / ranks), as FSDP2 does; a file
-of one rank so holds one run of each. Where ranks hold several copies of the model, the first copy
-is read. Files are mapped, not read: each rank takes the rows that it holds.
+A tensor is split along its first dimension into runs of ceil(rows / ranks), as FSDP2 does; so each
+rank's file has one run of each. If ranks have several copies of the model, the first copy is read.
+Files are mapped, not read: each rank takes its own rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trireme.config.lookup import weight_files
 
 
 class SavedTensor(Protocol):
-    """A whole tensor on the disk, of which a rank reads the rows that it holds."""
+    """A whole tensor on disk, of which a rank reads its own rows."""
 
     @property
     def shape(self) -> torch.Size:
@@ -30,13 +30,13 @@ class SavedTensor(Protocol):
         ...
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of the whole."""
+        """Return rows `start` to `stop` of the whole."""
         ...
 
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """One tensor as the files of all ranks have it: its rows, end to end."""
+    """One tensor in the files of all ranks: their rows, concatenated."""
 
     parts: tuple[Tensor, ...]
 
@@ -73,12 +73,12 @@ class FileRows:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """All experts' weights [E, O, I] of files that hold matrices of one expert each."""
+    """All experts' weights [E, O, I] from files with separate matrices per expert."""
 
     files: Mapping[str, Path]
-    """Of each tensor the file that holds it."""
+    """The file of each tensor."""
     experts: Sequence[Sequence[str]]
-    """Of each expert the tensors that lie one below the other."""
+    """The tensors of each expert whose rows follow each other."""
 
     @property
     def shape(self) -> torch.Size:
@@ -89,7 +89,7 @@ class ExpertRows:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Read experts `start` to `stop` into one tensor."""
-        count = max(stop - start, 0)  # more ranks than experts
+        count = max(stop - start, 0)  # there may be more ranks than experts
         out = torch.empty(count, *self.shape[1:], dtype=self._part(self.experts[0][0]).dtype)
         for expert, names in zip(out, self.experts[start:stop], strict=True):
             begin = 0
@@ -104,7 +104,7 @@ class ExpertRows:
 
 
 def assign(target: Tensor, source: Tensor | SavedTensor) -> None:
-    """Fill `target`, or the rows of it that this rank holds, from the whole `source`."""
+    """Fill `target`, or this rank's rows of it, from the whole `source`."""
     if isinstance(target, DTensor):
         start, stop = own_rows(target)
         target.to_local().copy_(_rows(source, start, stop))
@@ -115,16 +115,16 @@ def assign(target: Tensor, source: Tensor | SavedTensor) -> None:
 
 
 def fill_from_file(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """Give tensors, or the rows of them that this rank holds, what a safetensors file has."""
+    """Fill tensors, or this rank's rows of them, from a safetensors file."""
     with safe_open(path, framework="pt") as file:
         for name, tensor in targets.items():
             assign(tensor, FileRows(file, name))
 
 
 def like(source: Tensor | SavedTensor, parameter: Tensor) -> Tensor:
-    """The whole `source` in memory, or this rank's rows of it, as `parameter` is sharded.
+    """Return the whole `source` in memory, or this rank's rows of it, as `parameter` is sharded.
 
-    What has another shape than the parameter (a count of steps) is the same on all ranks.
+    A tensor of another shape than the parameter (a count of steps) is the same on all ranks.
     """
     if source.shape != parameter.shape:
         assert isinstance(source, Tensor)
@@ -135,17 +135,17 @@ def like(source: Tensor | SavedTensor, parameter: Tensor) -> Tensor:
 
 
 def own_rows(tensor: DTensor) -> tuple[int, int]:
-    """First and last + 1 row of the whole that this rank holds."""
+    """Return the first and last + 1 row of the whole that this rank has."""
     mesh = tensor.device_mesh
-    along = mesh.ndim - 1  # along another dimension lie copies
+    along = mesh.ndim - 1  # another dimension has copies
     length = -(-tensor.shape[0] // mesh.size(along))
     start = min(mesh.get_local_rank(along) * length, tensor.shape[0])
     return start, start + len(tensor.to_local())
 
 
 def my_parts(shards: Iterable[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield what a rank writes of tensors: the name, the first of its rows, and the rows. A tensor
-    that every rank has whole is written by the first.
+    """Yield this rank's share of tensors to write: the name, the first of its rows, and the rows. A
+    tensor that every rank has whole is written by the first.
     """
     for name, tensor in shards:
         if isinstance(tensor, DTensor):
@@ -166,12 +166,12 @@ class Saved:
     weights: Mapping[str, Tensor | SavedTensor]
     """By Hugging Face names."""
     optimizer: dict[str, Any]
-    """As `Optimizer.state_dict` gives it; a SavedTensor stands for a tensor that was sharded."""
+    """In the form of `Optimizer.state_dict`; a SavedTensor stands for a tensor that was sharded."""
     extra: dict[str, Any]
-    """Schedule, random state and LoRA adapter of one rank."""
+    """The schedule, random state and LoRA adapter of one rank."""
 
     def refuse_other(self, *, lora: bool) -> None:
-        """Raise ValueError where these were saved with LoRA and we have none, or without it."""
+        """Raise ValueError if these were saved with LoRA and the run has none, or the reverse."""
         if ("adapter" in self.extra) != lora:
             was, now = ("without", "with") if lora else ("with", "without")
             raise ValueError(
@@ -180,9 +180,9 @@ class Saved:
             )
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Give the trained weights, or this rank's part of them, what was saved.
+        """Load the trained weights, or this rank's part of them.
 
-        Raises ValueError where the names are those of another model.
+        Raises ValueError if the names are those of another model.
         """
         odd = sorted(set(self.weights) ^ set(targets))
         if odd:
@@ -193,7 +193,7 @@ class Saved:
             assign(tensor, self.weights[name])
 
     def optimizer_for(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state, sharded as its parameters are."""
+        """Return the optimizer's state, sharded like its parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state = {
             index: {
@@ -208,7 +208,7 @@ class Saved:
 
 
 def read(actor: Path, rank: int = 0) -> Saved:
-    """The files in `actor`; `rank` is whose random state is wanted."""
+    """Read the files in `actor`; `rank` selects the random state."""
     world = world_of(actor)
     optimizers = [_load(actor / rank_file("optim", world, r)) for r in range(world)]
     file_rank = rank if rank < world else 0
@@ -237,7 +237,7 @@ def _weights(actor: Path, world: int) -> dict[str, Tensor | SavedTensor]:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Join what the files of all ranks hold under one name: sharded, or alike in all of them."""
+    """Join the values of all ranks' files under one name: sharded, or equal in all of them."""
     if isinstance(parts[0], DTensor):
         places = parts[0]._spec.mesh.mesh  # of ranks: [copies, shards], or [shards]
         first = places.reshape(-1, places.shape[-1])[0].tolist()
@@ -250,8 +250,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of the generators that training draws from, dropout's for one: the CPU's,
-    and the device's own if it has one.
+    """Return the states of the generators that training (dropout, for example) draws from: the
+    CPU's, and the device's own if it has one.
     """
     state = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
@@ -260,7 +260,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Back to where `state` was taken; on another kind of device, what it knows of it."""
+    """Restore the state; on another kind of device, as far as it applies."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,1 +1,1 @@
-"""The command line: one file a command, each a few lines over the parts."""
+"""The command line: one file per command, each a few lines over the parts."""

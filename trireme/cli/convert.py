@@ -1,4 +1,4 @@
-"""trireme convert: exports checkpoints for transformers, and says what became of each."""
+"""trireme convert: exports checkpoints for transformers, and reports the result of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def convert(
     dtype: str | None = None,
     max_shard_gb: float = 5.0,
 ) -> int:
-    """Convert, print one line a checkpoint and the totals; 0 where all of them are complete now."""
+    """Convert, print one line per checkpoint and the totals; 0 if all of them are complete now."""
     from trireme.checkpoint.convert import OUTPUT_DTYPES, Options, find_checkpoints
 
     try:
@@ -84,7 +84,7 @@ def _print(results: list[Converted]) -> None:
     console = Terminal()
     if console.is_terminal:
         console.print(table)
-    else:  # a log wants each checkpoint on a line of its own, uncut
+    else:  # a log should have each checkpoint on one uncut line
         for result in results:
             line = f"{result.status:9} {result.step_dir}: {result.text}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from trireme.text import say
 
 STARTER = Path(__file__).parents[1] / "demo" / "starter"
 NAMES = ("Ann", "Ben", "Cleo", "Dan")
-"""The first has the held-out rows."""
+"""The first name has the held-out rows."""
 LARGEST = 9
 MAX_LEN = 128
 INITIALIZER_RANGE = 0.04
@@ -21,7 +21,7 @@ def init(folder: Path) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         say(f"error: {folder} is there already: expected a new or empty folder", file=sys.stderr)
         return 2
-    from trireme.demo.tiny_model import make_tiny_model  # loads torch
+    from trireme.demo.tiny_model import make_tiny_model  # imports torch
 
     rows = [
         {"question": f"{name} counts to {number}. What comes next?", "answer": number + 1}

@@ -1,8 +1,9 @@
-"""`trireme algorithms`, `workflows` and `extensions`: what a YAML may name, plug-ins included.
+"""`trireme algorithms`, `workflows` and `extensions`: lists the names for a YAML, plug-ins
+included.
 
-Tables that a terminal or `grep` can read: each algorithm with its parts, and what each part may be,
-by formula; each workflow and reward with the first line of its docstring; each extension with what
-it needs, by its manifest.
+The tables suit a terminal and `grep`: each algorithm with its parts, and the choices for each part,
+by formula; each workflow and reward with the first line of its docstring; each extension with its
+requirements, by its manifest.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The table, and an empty line after it."""
+    """Print the table, and an empty line after it."""
     say(*in_columns([headings, *rows]), "", sep="\n")
 
 
 def first_line(thing: Any) -> str:
-    """The first line of its docstring, or nothing."""
+    """Return the first line of a thing's docstring, or nothing."""
     return (inspect.getdoc(thing) or "").partition("\n")[0]
 
 
@@ -72,7 +73,7 @@ def algorithms(plugin_dirs: Sequence[Path] = ()) -> int:
     for name in ALGORITHMS.names():
         recipe = ALGORITHMS.get(name)
         if not isinstance(recipe, Recipe):
-            continue  # a path that names something else: refused where it is used
+            continue  # a path that names something else: refused on use
         needs = [
             word
             for word, needed in (
@@ -132,7 +133,7 @@ def extensions() -> int:
 
 
 def _version(package: str) -> str:
-    """The installed version of a package; empty where there is none."""
+    """Return the installed version of a package; empty if there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

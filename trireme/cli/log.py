@@ -1,4 +1,4 @@
-"""`trireme log`: the log files of a run, merged by time and filtered."""
+"""`trireme log`: shows the log files of a run, merged by time and filtered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bol
 
 @dataclass(frozen=True, order=True)
 class LogLine:
-    """One log record: a line, and what follows it up to the next one (a traceback)."""
+    """A log record: a line, and the lines after it up to the next one (a traceback)."""
 
     time: str
     part: str
@@ -39,7 +39,7 @@ def log(
     pattern: str = "*",
     color: bool = True,
 ) -> int:
-    """Print the entries asked for; returns the exit code."""
+    """Print the requested entries; returns the exit code."""
     try:
         folders = _folders(log_dir, config)
         entries = select(folders, keyword=keyword, level=level, pattern=pattern)
@@ -55,7 +55,7 @@ def log(
 def select(
     folders: list[Path], *, keyword: str = "", level: str = "DEBUG", pattern: str = "*"
 ) -> list[LogLine]:
-    """Entries of the files that match, with the keyword, at or above the level, by time.
+    """Return the entries of the files that match, with the keyword, at or above the level, by time.
 
     Raises ValueError for an unknown level, a folder without logs, or a pattern that matches none.
     """
@@ -78,7 +78,7 @@ def select(
 
 
 def read_entries(file: Path) -> Iterator[LogLine]:
-    """The records of one file; lines without a time belong to the record before them."""
+    """Yield the records of one file; lines without a time belong to the record before them."""
     time, level, lines, number = "", "", [], 0
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         head = _HEAD.match(line)
@@ -92,12 +92,12 @@ def read_entries(file: Path) -> Iterator[LogLine]:
 
 
 def _rank(level: str) -> int:
-    """A level's rank; lines without a level are always shown."""
+    """Return a level's rank; lines without a level are always shown."""
     return LEVELS.index(level) if level in LEVELS else len(LEVELS)
 
 
 def _folders(log_dir: Path | None, config: Path | None) -> list[Path]:
-    """The log folders of a job (given, or by its YAML), those of its stages included."""
+    """Return the log folders of a job (given, or by its YAML), including those of its stages."""
     if (log_dir is None) == (config is None):
         raise ValueError("trireme log needs a job's folder or --config")
     if config is not None:

@@ -1,7 +1,9 @@
 """Command line: finds the commands by their names in manifests, and runs the one that is chosen.
 
 A command is a function with typer's annotations, or a typer app. Its module is imported to list it
-by the first sentence of its docstring, so what it runs is imported when it is called.
+by the first sentence of its docstring, so what it runs is imported when it is called. With
+cyclopts or tyro a command could be one dataclass, but the smallest one takes two or three times as
+long to start, and its errors and its help read otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Commands(TyperGroup):
         self.commands = cast(Any, dict.fromkeys(COMMANDS))  # the names, in their order
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command by this name; None where there is none."""
+        """Return the command by this name; None if there is none."""
         if cmd_name not in COMMANDS:
             if need := missing("command", cmd_name):
                 ctx.fail(f"The command {cmd_name} {need}.")
@@ -57,7 +59,7 @@ class Commands(TyperGroup):
 
 
 def _app_of(name: str) -> typer.Typer:
-    """The app of a command. That of an extension may be broken, and the others go on working."""
+    """Make the app of a command. If an extension's is broken, the others still work."""
     try:
         made = COMMANDS.get(name)
     except Exception as error:
@@ -80,7 +82,7 @@ def _plain_app() -> typer.Typer:
 
 
 def _help_of(name: str) -> str:
-    """The help of an app, or the docstring of its only command."""
+    """Return the help of an app, or the docstring of its only command."""
     made = _app_of(name)
     if isinstance(made.info.help, str):
         return made.info.help
@@ -117,14 +119,14 @@ def program(
 
 
 def main() -> None:
-    """Entry point of `trireme` and `trinity`."""
+    """Run the command line: the entry point of `trireme` and `trinity`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character must not end a run of hours
     # What a command imports are so many objects that looking at all of them, several times, would
     # take a sixth of the time of `check`.
     gc.set_threshold(*GC_THRESHOLDS)
-    if logging.lastResort is not None:  # what libraries log, and our files do not take
+    if logging.lastResort is not None:  # libraries' log lines that our files do not get
         logging.lastResort.setFormatter(Lines())
     try:
         app()
@@ -132,4 +134,4 @@ def main() -> None:
         say(traceback.format_exc(), end="", file=sys.stderr)
         sys.exit(1)
     finally:
-        gc.freeze()  # else the interpreter collects all of them once more as it ends
+        gc.freeze()  # otherwise the interpreter collects them all once more at exit

@@ -1,4 +1,4 @@
-"""`trireme run`: from a YAML to a trained model, and what happens when that fails.
+"""`trireme run`: runs a YAML's stages up to a trained model, and reports failures.
 
 Exit codes: 0 done, 1 the run failed, 2 the configuration cannot run (nothing was started), 128 and
 the number of the signal that ended it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
@@ -23,13 +23,13 @@ from trireme.usercode import fault_of
 if TYPE_CHECKING:
     from trireme.launch.check import Draft
 
-# Read when torch and tokenizers are loaded: they must be there before.
+# Read when torch and tokenizers are imported: they must be set before.
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one step would slow down the next one's
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-# What a run may fail of. Anything else is an error of ours, and Python prints its traceback.
+# The errors that a run may end with. Anything else is our bug, and Python prints its traceback.
 _EXPECTED = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
 
 
@@ -58,7 +58,7 @@ def run(
         except ValueError as error:
             complain(str(error))
             return 2
-        # `made` holds the rows that were read, which stages find again
+        # `made` holds the rows that were read, which stages reuse
         return stop.ended(run_plans(made.plans, stop, compare_sft=compare))
     except KeyboardInterrupt:
         say(f"stopped by {stop.name}: {stop.what_is_left()}", file=sys.stderr)
@@ -81,7 +81,7 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
         console.close()
         complain(str(error))
         return 2
-    except InUse as error:  # the log in that folder is the other run's
+    except InUse as error:  # the log in that folder belongs to the other run
         console.close()
         complain(str(error))
         return 1
@@ -106,7 +106,8 @@ def complain(text: str) -> None:
 
 
 def draft_of(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]) -> Draft:
-    """The plans of a YAML, with the parts that were made. Raises ValueError for what cannot run.
+    """Return the plans of a YAML, with the parts that were made. Raises ValueError if they cannot
+    run.
 
     The data that the first stage's trainer reads is encoded when that stage begins.
     """
@@ -115,14 +116,16 @@ def draft_of(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequenc
         from trireme.demo.prepare import demo_config
 
         config = demo_config(overrides)
-    loaded = load_config(config, overrides)  # what is wrong with it is said before torch is loaded
+    loaded = load_config(config, overrides)  # its problems are reported before torch is loaded
     from trireme.launch.check import checked
 
     return checked(loaded)
 
 
 def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
-    """Put folders before those of TRINITY_PLUGIN_DIRS, where everything looks for plug-ins."""
+    """Put folders before those of TRINITY_PLUGIN_DIRS, which are searched for plug-ins
+    everywhere.
+    """
     known = os.environ.get("TRINITY_PLUGIN_DIRS", "")
     places = [*(str(folder.resolve()) for folder in plugin_dirs), *filter(None, [known])]
     if places:

@@ -1,4 +1,4 @@
-"""Samples: shows experiences as text, with what of them is trained."""
+"""Samples: shows experiences as text, with the trained parts marked."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sample:
-    """One experience as text, with what of it is trained."""
+    """An experience as text, with the trained parts marked."""
 
     title: str
     parts: list[tuple[str, float, bool]] = field(default_factory=list)
-    """Text, its weight (0: not trained), and whether it is special tokens alone."""
+    """Text, its weight (0: not trained), and whether it consists of special tokens only."""
     tokens: int = 0
 
 
 def of_data(plan: Plan, count: int) -> Iterator[Sample]:
-    """Rows of the plan's data set, as they are trained on."""
+    """Yield rows of the plan's data set, as they are trained on."""
     from trireme.algorithms.recipes import row_of
     from trireme.data.kinds import FORMATS
     from trireme.data.rows import load_rows
@@ -51,7 +51,9 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
 
 
 def of_experience(title: str, e: Experience, tokenizer: Any) -> Iterator[Sample]:
-    """Split the tokens of an experience by what is trained; a pair gives two samples."""
+    """Split the tokens of an experience by trained and untrained parts; a pair gives two
+    samples.
+    """
     if e.chosen is not None and e.rejected is not None:
         for name, reply in (("chosen", e.chosen), ("rejected", e.rejected)):
             ids, weights = [*e.tokens.tolist(), *reply.tolist()], [0.0] * len(e.tokens)
@@ -75,7 +77,7 @@ def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer:
 
 
 def bracketed(sample: Sample) -> str:
-    """Write what is trained in double brackets, with its weight where that is not 1."""
+    """Write the trained parts in double brackets, with their weight if it is not 1."""
     out = []
     for text, weight, _ in sample.parts:
         weighted = f"(x{weight:g})" if weight not in (0, 1) else ""

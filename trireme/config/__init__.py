@@ -1,6 +1,7 @@
-"""Config: what the user wrote (Config), what follows from it (Plan), and what is wrong with it.
+"""Config: the user's configuration (Config), the decisions derived from it (Plan), and its
+problems.
 
-What reads a YAML is imported when it is used: single files of it serve where nothing does.
+The code that reads a YAML is imported on use: single files of this package also work without it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to put right: the key's full name, and a sentence that follows it."""
+    """A problem to fix: the key's full name, and a sentence that follows it."""
 
     key: str
     text: str
@@ -44,20 +45,20 @@ class Problem:
 class Findings:
     """The problems and notes that a check or a decision returns, in the order it found them.
 
-    Who decides something returns `(value, findings)`; who asks for it takes the value and adds the
-    findings to its own.
+    A function that decides something returns `(value, findings)`; its caller takes the value and
+    adds the findings to its own.
     """
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What was mapped onto this machine, and what has no effect on it."""
+    """Notes on settings that were mapped onto this machine, or that have no effect on it."""
 
     def problem(self, key: str, text: str) -> None:
         """Add a problem: the key's full name, and a sentence that follows it."""
         self.problems.append(Problem(key, text))
 
     def note(self, text: str) -> None:
-        """Add a line on something that does not keep the run from starting."""
+        """Add a line about something that does not keep the run from starting."""
         self.notes.append(text)
 
     def add(self, other: Findings) -> None:

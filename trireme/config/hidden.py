@@ -1,8 +1,8 @@
-"""Hidden: keys, tokens and passwords of a configuration or a command line, as stars.
+"""Hidden: replaces keys, tokens and passwords of a configuration or a command line by stars.
 
-A value is hidden by its name (`api_key`, `DB_PASS`, all that lies under `secrets`), or by its looks
-(`sk-...`, a password in a URL), wherever it stands: too much rather than too little. The schema's
-own keys that only sound so (`max_tokens`, `prompt_key`) are shown.
+A value is hidden by its name (`api_key`, `DB_PASS`, all that lies under `secrets`), or by its form
+(`sk-...`, a password in a URL), anywhere: rather too much than too little. The schema's own keys
+that only sound secret (`max_tokens`, `prompt_key`) are shown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECRET = re.compile(
     r"|credential|bearer|private|signature|session_?id|jwt|dsn$|connection_?string",
     re.IGNORECASE,
 )
-"""In names."""
+"""Names of secrets."""
 _SHOWN = re.compile(
     r"^(pad|eos|bos|unk|mask|sep|cls|image|video|audio|stop|end|start|special|thinking)_tokens?(_ids?)?$"
     r"|^(num|max|min|n|total|mean|new|avg)_\w*tokens$|^tokens$|tokeniz|keyword|keyboard|monkey"
@@ -36,7 +36,7 @@ _SHOWN = re.compile(
     r"|token_(level|count|budget|mean|limit)|^authors?$|compass",
     re.IGNORECASE,
 )
-"""Names that only sound so, of options that are none of the schema's."""
+"""Names that only sound secret, of options outside the schema."""
 _LOOKS = re.compile(
     r"\b(?:sk|pk|rk|hf|gh[oprsu]|github_pat|glpat|npm|pypi|xox[abeoprs]|wandb|nvapi|gsk|r8|tvly|lsv2"
     r"|dop_v1|shpat|local)[-_][A-Za-z0-9_-]{12,}"
@@ -45,7 +45,7 @@ _LOOKS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-"""What providers' keys look like."""
+"""The forms of providers' keys."""
 _HEADER = re.compile(
     r"\b((?:proxy-)?authorization|(?:set-)?cookie|x-[\w-]*(?:key|token|auth)[\w-]*)"
     r"([\"']?\s*[:=]\s*)[^\r\n]+",
@@ -53,7 +53,7 @@ _HEADER = re.compile(
 )
 _BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
 _USER = re.compile(r"(\w://)([^\s/@:]+)(?=@)")
-"""A user of a URL without a password: a token, as git writes it."""
+"""A user in a URL without a password: a token, in git's form."""
 _GIVEN = re.compile(
     r"(?<![\w.-])(-{0,2}[A-Za-z_][\w.-]*)(=|\s*[\"']\s*[:=]\s*|:\s*(?=[\"']))"
     r"(\"(?:\\.|[^\"])*\"|'(?:\\.|[^'])*'|[^\s&;,\"'}\])]+)"
@@ -63,7 +63,7 @@ _FLAG = re.compile(r"(?<!\S)(--?[A-Za-z][\w.-]*)(\s+)(?!-)(\"[^\"]*\"|'[^']*'|\S
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """`value` with stars in place of keys, tokens and passwords, by their names or their looks."""
+    """Return `value` with stars in place of keys, tokens and passwords, by their names or forms."""
     if key and is_secret(key):
         return _stars(value)
     if isinstance(value, Mapping):
@@ -76,7 +76,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
 
 
 def resolved(plan: Plan, model_path: str) -> dict[str, Any]:
-    """The configuration of one stage, so that it runs alone and into the same folder."""
+    """Return the configuration of one stage, so that it runs alone and into the same folder."""
     values: dict[str, Any] = plan.config.model_dump()
     del values["stages"]
     if plan.colocated:
@@ -88,7 +88,9 @@ def resolved(plan: Plan, model_path: str) -> dict[str, Any]:
 
 
 def hidden_words(words: Iterable[str]) -> list[str]:
-    """A command line without secrets: `--api-key X`, `--api-key=X`, `a.b.api_key=X`, URLs."""
+    """Return a command line without secrets: `--api-key X`, `--api-key=X`, `a.b.api_key=X`,
+    URLs.
+    """
     out: list[str] = []
     before = ""
     for word in words:
@@ -103,7 +105,7 @@ def hidden_words(words: Iterable[str]) -> list[str]:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a name, `a.b.OPENAI_KEY` say, belongs to a secret."""
+    """Return True if a name, such as `a.b.OPENAI_KEY`, belongs to a secret."""
     for part in re.split(r"[.\[\]]", name.lstrip("-")):
         plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", part).replace("-", "_").lower()
         if _SECRET.search(plain) and plain not in _own() and not _SHOWN.search(plain):
@@ -113,7 +115,7 @@ def is_secret(name: str) -> bool:
 
 @cache
 def _own() -> frozenset[str]:
-    """The schema's names, all but the one that is of a secret."""
+    """Return the schema's names, except for the secret one."""
     return frozenset(_names(Config, set())) - {"api_key"}
 
 
@@ -128,7 +130,7 @@ def _names(kind: Any, seen: set[Any]) -> Iterator[str]:
 
 
 def _stars(value: Any) -> Any:
-    """Stars in place of all texts and numbers; what is not given is none."""
+    """Replace all texts and numbers by stars; an unset value stays unset."""
     if isinstance(value, Mapping):
         return {name: _stars(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -137,7 +139,7 @@ def _stars(value: Any) -> Any:
 
 
 def _value(name: str, text: str) -> str:
-    """A value of a command line; one of several is read as the loader reads it."""
+    """Return a value of a command line; a list is parsed as the loader does it."""
     if name and is_secret(name):
         return _stars(text)
     if text.lstrip()[:1] in ("{", "["):

@@ -1,4 +1,4 @@
-"""Load: reads a YAML file and command-line overrides into a Config, or says all that is wrong."""
+"""Load: reads a YAML file and command-line overrides into a Config, or reports all problems."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from trireme.config.section import Section, section_in
 from trireme.config.stages import moved_keys
 
 _MOST_PLACES = 3
-"""Sections with a key of one name among which a nearest one can be told."""
+"""A nearest key can be suggested if at most this many sections have a key of the name."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the file `path` with `overrides` (`a.b.c=value`) laid over it.
+    """Read the configuration in the file `path`, with `overrides` (`a.b.c=value`) applied.
 
     `${oc.env:VAR,default}` and OmegaConf's other interpolations are resolved. Plug-ins, data and
-    models by a relative path are looked for beside the file, then in the working directory; those
-    of `overrides` the other way round. Modules beside the file can be imported from then on.
-    Raises ConfigError with every problem.
+    models with a relative path are looked up next to the file, then in the working directory; those
+    of `overrides` in the opposite order. Modules next to the file become importable. Raises
+    ConfigError with every problem.
     """
     config, problems = read_config(path, overrides)
     if problems:
@@ -44,9 +44,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
-    """As `load_config`, but with what is wrong beside what is right; wrong keys hold their default.
+    """Read as `load_config` does, but return the problems with the values; wrong keys have their
+    default.
 
-    Raises ConfigError only for what is no YAML at all.
+    Raises ConfigError only if the file is not YAML.
     """
     path = Path(path)
     try:
@@ -65,7 +66,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     notes = [note for dialect in dialects() for note in dialect.keys(plain)]
     values = _values_of(plain, folder, typed, problems)
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # `my_file:name` of a file beside the YAML
+        sys.path.append(str(folder))  # for `my_file:name` of a file next to the YAML
     config = Config.model_validate(values)
     config._notes = tuple(notes)
     return config, problems
@@ -74,17 +75,17 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
 def config_of(
     values: Mapping[str, Any], more: Mapping[str, Any], arguments: Sequence[str] = ()
 ) -> Config:
-    """The configuration of plain values, with `more` laid over them: sections, or keys `a.b.c`.
+    """Make the configuration of plain values, with `more` applied: sections, or keys `a.b.c`.
 
-    Relative paths start in the working directory. `arguments` are names that stand beside the keys
-    of `more`: a misspelt one may mean them. Raises ConfigError with every problem.
+    Relative paths start in the working directory. `arguments` are valid names besides the keys of
+    `more`, suggested for misspelt ones. Raises ConfigError with every problem.
     """
     problems: list[Problem] = []
     try:
         tree = OmegaConf.create(dict(values))
         for key, value in more.items():
             name = re.split(r"[.\[]", key, maxsplit=1)[0]
-            if name not in Config.model_fields:  # its value may be a function, which is no YAML
+            if name not in Config.model_fields:  # may be a function, which YAML lacks
                 near = get_close_matches(name, arguments, n=1, cutoff=0.8)
                 unknown = _Misfit((name,), name, None, Config, "", False)
                 text = f"did you mean '{near[0]}'?" if near else _meant(unknown)
@@ -100,7 +101,7 @@ def config_of(
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Plain values with `a.b.c=value` laid over them. Raises ConfigError for what is none."""
+    """Apply `a.b.c=value` to plain values. Raises ConfigError for an invalid override."""
     tree = OmegaConf.create(dict(values))
     problems: list[Problem] = []
     for override in overrides:
@@ -115,7 +116,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
 def _values_of(
     values: dict[str, Any], folder: Path, typed: Sequence[str], problems: list[Problem]
 ) -> dict[str, Any]:
-    """Plain values in the schema's types, paths found from `folder`."""
+    """Convert plain values to the schema's types, with paths resolved from `folder`."""
     _mend(values, problems)
     _move(values, problems)
     _locate(values, "", folder, typed, problems)
@@ -143,7 +144,9 @@ def _override(tree: DictConfig, override: str, problems: list[Problem]) -> str:
 
 
 def _resolved(node: Any, key: str, problems: list[Problem]) -> Any:
-    """Plain values of an OmegaConf tree; an interpolation that fails is noted and left out."""
+    """Return the plain values of an OmegaConf tree; an interpolation that fails is reported and
+    left out.
+    """
     if not isinstance(node, DictConfig | ListConfig):
         return node
     is_list = isinstance(node, ListConfig)
@@ -159,7 +162,7 @@ def _resolved(node: Any, key: str, problems: list[Problem]) -> Any:
 
 
 def _unresolved(reason: str) -> str:
-    """Why an interpolation has no value."""
+    """Explain why an interpolation has no value."""
     variable = re.search(r"Environment variable '(.+?)' not found", reason)
     if variable:
         return f"needs the environment variable {variable[1]}, which is not set"
@@ -172,7 +175,7 @@ _PATHS = ("path", "model_path", "critic_model_path", "chat_template_path", "cwd"
 def _locate(
     values: Any, key: str, folder: Path, typed: Sequence[str], problems: list[Problem]
 ) -> None:
-    """Put where they lie for the plug-ins, data and models that are named by a relative path.
+    """Replace relative paths of plug-ins, data and models by the paths where they are.
 
     `typed` are the keys that were set on the command line.
     """
@@ -190,14 +193,14 @@ def _locate(
             files = [place for place in (beside, here) if place.exists()]
             first = files[-1 if here_first else 0] if files else None
             if first is not None and (is_plugin or first is beside):
-                node[name] = os.path.abspath(first)  # a link stays one
+                node[name] = os.path.abspath(first)  # a link stays a link
             elif is_plugin and first is None:
                 expected = f"a file or folder, in {folder} or here"
                 problems.append(Problem("plugins", f"is {value!r}: expected {expected}"))
 
 
 def _move(values: dict[str, Any], problems: list[Problem]) -> None:
-    """Give the values of keys that are read as others to these."""
+    """Move the values of keys that are read as others to those keys."""
     for key, target, value, gives_way in list(moved_keys(Config.model_validate(values))):
         *path, name = (int(p) if p.isdigit() else p for p in re.findall(r"[^.\[\]]+", target))
         place: Any = values
@@ -214,31 +217,31 @@ def _move(values: dict[str, Any], problems: list[Problem]) -> None:
 
 
 class _Misfit(NamedTuple):
-    """One value that the schema does not take."""
+    """A value that the schema rejects."""
 
     path: tuple[Any, ...]
     key: str
     kind: Any
-    """The type that was expected; None: the key is unknown."""
+    """The expected type; None: the key is unknown."""
     section: type[Section]
-    """The innermost one that the value is in."""
+    """The innermost section around the value."""
     reason: str
-    """Pydantic's word for it."""
+    """Pydantic's name for the error."""
     is_key: bool
-    """The key is no text, whatever the value is."""
+    """Whether the key itself is wrong: it is no text."""
 
 
 def _mend(values: dict[str, Any], problems: list[Problem]) -> None:
-    """Make the values those of a Config: convert what is only written in another way, note and
-    take out what does not fit.
+    """Make the values fit a Config: convert values that are only written differently, report and
+    remove those that do not fit.
 
-    An empty section or list has its default: it is taken out, and nothing is noted.
+    An empty section or list has its default: it is removed without a report.
     """
     while misfits := list(_misfits(values)):
         keys_first = [misfit for misfit in misfits if misfit.is_key] or misfits
         if not any([_convert(values, misfit) for misfit in keys_first]):
             break
-    each = {misfit.path: misfit for misfit in misfits}  # a union's arms all have their say
+    each = {misfit.path: misfit for misfit in misfits}  # each arm of a union reports an error
     in_order = sorted(each.values(), key=lambda misfit: _order(values, misfit.path))
     for misfit in in_order:
         if text := _sentence(misfit, _at(values, misfit.path)):
@@ -273,7 +276,7 @@ def _misfits(values: dict[str, Any]) -> Iterator[_Misfit]:
 
 
 def _convert(values: dict[str, Any], misfit: _Misfit) -> bool:
-    """Put the value there as the schema has it, where that can be told."""
+    """Convert the value to the schema's type, if that is unambiguous."""
     place, name = _at(values, misfit.path[:-1]), misfit.path[-1]
     if misfit.is_key:
         named = {str(key): value for key, value in place.items()}
@@ -323,20 +326,20 @@ def _meant(misfit: _Misfit) -> str:
     near = get_close_matches(name, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.8)
     if near:
         candidates = [key for key in keys if key.rpartition(".")[2] == near[0]]
-        if len(candidates) <= _MOST_PLACES:  # `name` and its like say nothing
+        if len(candidates) <= _MOST_PLACES:  # common names such as `name` match too many sections
             best = max(candidates, key=lambda key: (_shared(key, misfit.key), -key.count(".")))
             return f"did you mean '{best}'?"
     return f"known here: {', '.join(siblings)}"
 
 
 def _shared(key: str, other: str) -> int:
-    """How many sections two keys have in common."""
+    """Count the sections that two keys have in common."""
     pairs = zip(key.split("."), other.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _full_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every key of the schema by its full name, lists of sections by their own."""
+    """Yield every key of the schema by its full name, including the keys in lists of sections."""
     for name, item in section.model_fields.items():
         yield f"{prefix}{name}"
         inner = section_in(item.annotation)

@@ -23,20 +23,20 @@ _RANGES = {"ge": operator.ge, "gt": operator.gt, "le": operator.le}
 
 
 def without_none(kind: Any) -> Any:
-    """`X` for `X | None`."""
+    """Return `X` for `X | None`."""
     rest = [part for part in get_args(kind) if part is not type(None)]
     return rest[0] if get_origin(kind) in _UNIONS and len(rest) == 1 else kind
 
 
 def kind_text(kind: Any) -> str:
-    """A type in words: what the user may write."""
+    """Describe a type: the values that the user may write."""
     kind = without_none(kind)
     origin = get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(get_args(kind))
     if origin is list:
         return "a list"
-    if origin is dict or hasattr(kind, "model_fields"):  # pydantic is not loaded to ask this
+    if origin is dict or hasattr(kind, "model_fields"):  # this test does not import pydantic
         return "a section with keys of its own"
     if origin in _UNIONS:
         return " or ".join(kind_text(p) for p in get_args(kind) if p is not type(None))
@@ -44,18 +44,18 @@ def kind_text(kind: Any) -> str:
 
 
 def range_text(metadata: Iterable[Any]) -> str:
-    """The range that annotations give a number, in words; empty where they give none."""
+    """Describe the range that annotations give a number; empty without one."""
     words = {"ge": "at least", "gt": "above", "le": "at most"}
     return " and ".join(f"{words[name]} {limit:g}" for name, limit in _limits(metadata).items())
 
 
 def _limits(metadata: Iterable[Any]) -> dict[str, float]:
-    """The limits that annotations give a number, by their names in `_RANGES`."""
+    """Return the limits that annotations give a number, by their names in `_RANGES`."""
     return {name: getattr(m, name) for m in metadata for name in _RANGES if hasattr(m, name)}
 
 
 def misfit_text(kind: Any, value: Any) -> str:
-    """The sentence, after its key, for a value that is not of this kind."""
+    """Return the sentence, after its key, for a value that is not of this kind."""
     kind = without_none(kind)
     expected = kind_text(kind)
     if get_origin(kind) is Literal and isinstance(value, str):
@@ -64,10 +64,12 @@ def misfit_text(kind: Any, value: Any) -> str:
 
 
 def converted(kind: Any, value: Any) -> Any:
-    """A value that is written in another way, as the type has it; None where it is no such value.
+    """Convert `value` to `kind` if it is only written differently; None if it cannot be converted.
 
-    Numbers and truth values may be text, since environment variables are, and choices in capitals.
+    Numbers and truth values may be text, as in environment variables, and choices in capitals.
     """
+    # Pydantic's lax mode has other rules: it takes 1, 0.0 and "on" for truth values, true for the
+    # number 1 and "nan" for a number, and refuses "1e6", a number for text, and GRPO for grpo.
     kind = without_none(kind)
     origin, parts = get_origin(kind), get_args(kind)
     if origin in _UNIONS:
@@ -101,11 +103,11 @@ def fitting_options(
     first: int = 0,
     given: Collection[str] = (),
 ) -> dict[str, Any]:
-    """`options` as the arguments of `function` take them; the `first` so many of these, and those
-    called as in `given`, are none.
+    """Convert `options` to arguments of `function`; its first `first` arguments, and those named in
+    `given`, are not options.
 
-    Raises ValueError, with `whose` (`reward 'math'`, say) in front, for one that is unknown, is
-    missing, or is of another kind.
+    Raises ValueError, with `whose` (such as `reward 'math'`) in front, for an option that is
+    unknown, missing, or of another kind.
     """
     arguments = list(parameters_of(function).values())[first:]
     remaining = [p for p in arguments if p.name not in given and p.kind not in _COLLECTING]
@@ -120,9 +122,11 @@ def fitting_options(
 def checked_options(
     whose: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`options` as the annotations of `function` have them; what they do not say is not looked at.
+    """Convert `options` by the annotations of `function`; options without annotation stay as they
+    are.
 
-    Raises ValueError for one that does not fit, or is out of its range (`Annotated[float, Ge(0)]`).
+    Raises ValueError for a value that does not fit, or is out of its range (`Annotated[float,
+    Ge(0)]`).
     """
     kinds = _hints(function)
     return {
@@ -132,7 +136,7 @@ def checked_options(
 
 
 def checked_value(whose: str, name: str, kind: Any, value: Any) -> Any:
-    """One value as `kind` has it. Raises ValueError, also for one out of the range of `kind`."""
+    """Convert one value to `kind`. Raises ValueError, also if it is out of the range of `kind`."""
     kind, marks = _split(kind)
     if not _is_plain(kind) or value == math.inf:
         return value
@@ -149,7 +153,7 @@ def checked_value(whose: str, name: str, kind: Any, value: Any) -> Any:
 
 
 def _split(kind: Any) -> tuple[Any, Sequence[Any]]:
-    """A type without its annotations, and these; they may stand at one arm of a union."""
+    """Split a type and its annotations, which may be on one arm of a union."""
     if get_origin(kind) is Annotated:
         return kind.__origin__, kind.__metadata__
     if get_origin(kind) in _UNIONS:
@@ -175,7 +179,7 @@ def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function, by name."""
+    """Return the parameters of a function, by name."""
     return signature_of(function).parameters
 
 
@@ -188,7 +192,7 @@ def _is_plain(kind: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Argument -> type; none where a user's annotations cannot be read."""
+    """Map each argument to its type; empty if a user's annotations cannot be read."""
     try:
         called = function.__init__ if inspect.isclass(function) else function
         return get_type_hints(called, include_extras=True)

@@ -1,8 +1,8 @@
-"""Placement: decides who starts the parts of a run, and on how many GPUs.
+"""Placement: decides how many GPUs each part of a run gets.
 
 A place is a GPU, or on machines without any a CPU process with one thread. Of the
 `node_num * gpu_per_node` places an engine takes as many as its tensor, pipeline and data parallel
-sizes make together, auxiliary models on GPUs take one, and the trainer has the rest.
+sizes multiply to, auxiliary models on GPUs take one, and the trainer has the rest.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from trireme.config.stages import StageFacts
 
 
 class Places(NamedTuple):
-    """The places of each part; counted in places."""
+    """The number of places of each part."""
 
     launcher: str
     nodes: int
     per_node: int
-    """0: the machine is not known, and nothing was asked for."""
+    """0: the machine is not known, and the file asks for no number."""
     num_engines: int
     engine_size: int
     trainer_ranks: int
     auxiliary: int = 0
-    """For the models that the explorer's process holds beside the engines: a GPU for all."""
+    """Places for the auxiliary models in the explorer's process: one GPU for all."""
     paired: bool = False
-    """Each place is a rank's and an engine's, which take turns."""
+    """Whether a rank and an engine share each place and take turns."""
 
     @property
     def spread(self) -> bool:
@@ -37,11 +37,11 @@ class Places(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All that are asked for."""
+        """Return the number of all requested places."""
         return self.nodes * self.per_node
 
     def split(self) -> str:
-        """`4 for engines (2 x 2), 4 for the trainer`."""
+        """Format `4 for engines (2 x 2), 4 for the trainer`."""
         parts = []
         if self.paired:
             return f"{self.total} for pairs of a trainer's rank and an engine"
@@ -74,7 +74,7 @@ def places_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
         for other in stage.config.explorer.auxiliary_models
         if other.engine_type not in ("remote", "external")
     ]
-    explores = generates and stage.config.mode != "serve"  # which has no explorer to hold them
+    explores = generates and stage.config.mode != "serve"  # serve has no explorer
     auxiliary = int(spread and present > 0 and explores and bool(loaded))
     nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node
     if not per_node and spread:
@@ -108,7 +108,7 @@ def _pairs_of(stage: StageFacts, launcher: str, present: int) -> tuple[Places, F
 
 
 def gpus_of(places: Places, present: int) -> dict[str, int]:
-    """The GPUs of each role; in one process they share one."""
+    """Return the GPUs of each role; in one process they share one."""
     if not places.spread:
         return {"explorer": min(present, 1), "trainer": min(present, 1)}
     engines = places.num_engines * places.engine_size + places.auxiliary
@@ -116,7 +116,7 @@ def gpus_of(places: Places, present: int) -> dict[str, int]:
 
 
 def note_places(stage: StageFacts, places: Places, present: int) -> Findings:
-    """Note where the cluster section asks for other machines than the run uses."""
+    """Note if the cluster section asks for other machines than the run uses."""
     findings = Findings()
     asked, nodes = places.total, places.nodes
     if stage.asks_api:
@@ -144,7 +144,7 @@ def note_places(stage: StageFacts, places: Places, present: int) -> Findings:
 
 
 def _check_split(stage: StageFacts, places: Places) -> Findings:
-    """Trinity's rules: each side has its places, and none is cut across machines."""
+    """Check the rules of places: each side has places, and none spans machines unevenly."""
     findings = Findings()
     model = stage.config.explorer.rollout_model
     taken = places.num_engines * places.engine_size + places.auxiliary
@@ -185,7 +185,7 @@ def _check_split(stage: StageFacts, places: Places) -> Findings:
 
 
 def _check_ranks(stage: StageFacts, ranks: int) -> Findings:
-    """Sizes that have to divide the ranks that train."""
+    """Check the sizes that must divide the number of training ranks."""
     findings = Findings()
     window = stage.config.trainer.ulysses_sequence_parallel_size
     if ranks % window:
@@ -201,7 +201,7 @@ def _check_ranks(stage: StageFacts, ranks: int) -> Findings:
 
 
 def _check_present(stage: StageFacts, places: Places, present: int) -> Findings:
-    """A machine with GPUs has to have those that are asked of each machine."""
+    """Check that a machine with GPUs has as many as each machine must have."""
     findings = Findings()
     if 0 < present < places.per_node:
         findings.problem(

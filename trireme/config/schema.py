@@ -125,7 +125,7 @@ class LoraConfig(Section):
     name: Annotated[str | None, NoEffect()] = None
     """Name of the adapter."""
     path: str | None = None
-    """A folder of peft's with an adapter to go on from, and its settings; not given: a new one."""
+    """A folder of peft's with an adapter to resume from, and its settings; not given: a new one."""
     base_model_name: Annotated[str | None, NoEffect()] = None
     """Name of the model it belongs to, written into its configuration."""
     lora_rank: Count = 32
@@ -135,7 +135,7 @@ class LoraConfig(Section):
     use_rslora: bool = False
     """Scale it by alpha / sqrt(rank) instead, which suits high ranks."""
     use_dora: bool = False
-    """Train the length of each output's weights beside their direction (DoRA)."""
+    """Also train the length of each output's weights, besides their direction (DoRA)."""
     lora_dtype: Annotated[str, NoEffect()] = "auto"
     """Number format of the adapter, which is trained in float32."""
     target_modules: str | list[str] = "all-linear"
@@ -179,7 +179,7 @@ class ModelConfig(Section):
     top_k: Annotated[int, Ge(-1)] = -1
     """Default of every taskset's `rollout_args.top_k`; -1 is off."""
     logprobs: Annotated[int, Ge(0), Le(64)] = 0
-    """How many likeliest alternatives are reported beside each sampled token."""
+    """How many likeliest alternatives are reported for each sampled token."""
     max_model_len: Annotated[int | None, Ge(2)] = None
     """Longest sequence, prompt and response together."""
     max_prompt_tokens: Annotated[int | None, Ge(1)] = None
@@ -238,7 +238,7 @@ class ClusterConfig(Section):
     engine_restarts: NonNegativeInt = 3
     """How often each engine that dies is started again; then the run ends."""
     stop_timeout: PositiveFloat = 25.0
-    """Seconds that a run told to stop (SIGTERM, SIGHUP, Ctrl-C) gets to save a checkpoint and end;
+    """Seconds that a run asked to stop (SIGTERM, SIGHUP, Ctrl-C) gets to save a checkpoint and end;
     Slurm and Kubernetes kill after 30 s."""
     start_timeout: PositiveFloat = 600.0
     """Seconds in which placement groups, actors and engines of a Ray run must be ready."""
@@ -301,10 +301,10 @@ class TrainerConfig(Section):
     """Train steps between checkpoints; 0 saves at the end only."""
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
     """Which checkpoints also hold the model in the Hugging Face layout, in the dtype of its
-    config.json; float32 in a file with stages, where the next one goes on from it."""
+    config.json; float32 in a file with stages, where the next stage starts from it."""
     save_behind: bool = False
-    """Write checkpoints while training goes on, from a copy in the CPU's memory: 12 bytes a weight
-    with Adam, 4 with LoRA, over the ranks. The last one is always written at once."""
+    """Write checkpoints while training continues, from a copy in the CPU's memory: 12 bytes a
+    weight with Adam, 4 with LoRA, over the ranks. The last one is always written at once."""
     max_checkpoints_to_keep: Annotated[int | None, Ge(0)] = None
     """Checkpoints that keep their weights, the newest ones; not given, or 0: all."""
     save_strategy: Annotated[
@@ -353,7 +353,7 @@ class TrainerConfig(Section):
     )
     """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
     park_optimizer: bool = False
-    """In mode colocate the optimizer's state lies in the CPU's memory while engines generate."""
+    """In mode colocate the optimizer's state moves to the CPU's memory while engines generate."""
     param_offload: Annotated[bool, Moved(to="trainer.offload")] = False
     """Keep weights in the CPU's memory."""
     optimizer_offload: Annotated[bool, Moved(to="trainer.offload")] = False
@@ -396,7 +396,7 @@ class MonitorConfig(Section):
     monitor_args: dict[str, Any] | None = None
     """Options of the tracker; of several, each one's under its name."""
     detailed_stats: Annotated[bool, NoEffect()] = False
-    """Log maximum, minimum and spread of evaluation metrics beside their mean."""
+    """Log maximum, minimum and spread of evaluation metrics in addition to their mean."""
     enable_ray_timeline: Annotated[bool, NoEffect()] = False
     """Write Ray's timeline."""
 
@@ -422,7 +422,7 @@ class DataJuicerConfig(Section):
 
 
 class ServiceConfig(Section):
-    """Services beside the run."""
+    """External services of the run."""
 
     data_juicer: Annotated[
         DataJuicerConfig,
@@ -435,7 +435,7 @@ class StageConfig(Section):
     """One stage: what it names is laid over the global sections, key by key."""
 
     stage_name: str = ""
-    """Name of the stage; its files lie in a folder of that name in the job's."""
+    """Name of the stage; its files are in a folder of that name in the job's."""
     mode: Mode | None = None
     """Not given: the global one."""
     algorithm: AlgorithmConfig | None = None
@@ -502,7 +502,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
     """Log files."""
     service: ServiceConfig = ServiceConfig()
-    """Services beside the run."""
+    """External services of the run."""
     _notes: tuple[str, ...] = PrivateAttr(())  # of the file as a whole: see load.py
     stages: list[StageConfig] = []
     """Stages that run one after the other; not given: the file itself is the only one."""

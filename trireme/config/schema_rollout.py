@@ -150,7 +150,7 @@ class RolloutModelConfig(Section):
     """The engine that generates."""
 
     name: Annotated[str | None, NoEffect()] = None
-    """Name of the engine; auxiliary models are told apart by their order."""
+    """Name of the engine; auxiliary models are identified by their order."""
     model_path: Annotated[str | None, _of_model("model_path")] = None
     """Only auxiliary models name their own; the rollout model is `model.model_path`."""
     engine_type: Annotated[
@@ -170,7 +170,8 @@ class RolloutModelConfig(Section):
     engine_python: str | None = None
     """Python of an environment that has vLLM; not given: this one, or TRIREME_VLLM_PYTHON's."""
     enable_lora: bool = True
-    """Whether vLLM holds a LoRA adapter beside its weights, so that it alone is pushed."""
+    """Whether vLLM loads a LoRA adapter in addition to its weights, so that only the adapter is
+    pushed."""
     engine_num: Count = 1
     """Engines, each a process of its own; an embedded one is one, and only runners multiply."""
     tensor_parallel_size: Annotated[

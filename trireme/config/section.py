@@ -1,7 +1,7 @@
 """Section: the base class of the YAML's sections, with marks for keys refused or without effect.
 
-A key stands once: its type, its range (`Ge`, `Gt`, `Le`), what this version does with it where it
-does not simply work (`Refused`, `Mapped`, `Moved`, `NoEffect`), its default, and under it its
+A key is declared once: its type, its range (`Ge`, `Gt`, `Le`), how this version treats it if it
+does not simply work (`Refused`, `Mapped`, `Moved`, `NoEffect`), its default, and below it its
 sentence.
 """
 
@@ -21,7 +21,7 @@ Count = Annotated[int, Ge(1)]
 
 
 class Section(BaseModel):
-    """Keys that belong together. Values have their types already: the loader converts text."""
+    """A group of keys. Values have their types already: the loader converts text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -31,41 +31,41 @@ class Fate:
     """The effect of a key whose value is not its default."""
 
     text: str = "is not supported yet"
-    """The sentence that says so, after the key."""
+    """The sentence that describes it, after the key."""
     on: Literal["", "spread", "engine", "auxiliary"] = ""
-    """Where the key works: where a launcher starts the parts, for engines that take it, for an
-    auxiliary model."""
+    """The condition under which the key works: a launcher starts the parts, the engine takes the
+    key, or the model is an auxiliary one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Refused(Fate):
-    """The run would not be what the user asked for, so it does not start."""
+    """A key without which the run would not be what the user wants, so it does not start."""
 
     values: Mapping[str, str] = field(default_factory=dict)
     """Single values that are refused, each with its sentence; the others work."""
 
 
 class Mapped(Fate):
-    """The run is the same on what this machine has; one line says how."""
+    """A key that this machine serves in another way with the same result; one line says how."""
 
 
 @dataclass(frozen=True, eq=False)
 class Moved(Mapped):
-    """The key is read as another one, where the file does not give that one itself."""
+    """A key that is read as another one, unless the file sets that one itself."""
 
     to: str = ""
-    """The other key: from the stage's root, or beside this one where it begins with a dot."""
+    """The other key: from the stage's root, or in the same section if it begins with a dot."""
     gives_way: bool = False
-    """Both may be given, with different values: the other key's counts."""
+    """Whether both may be set to different values: the other key's value wins."""
 
     def target(self, key: str, root: str = "") -> str:
-        """The other key's full name, for this one's; `root` is the stage's, `stages[0].`."""
+        """Return the other key's full name, for this one's; `root` is the stage's, `stages[0].`."""
         beside = self.to.startswith(".")
         return f"{key.rpartition('.')[0]}{self.to}" if beside else f"{root}{self.to}"
 
 
 class NoEffect(Fate):
-    """The key changes nothing; one line lists all such keys."""
+    """A key that changes nothing; one line lists all such keys."""
 
 
 def fate_of(item: FieldInfo) -> Fate | None:
@@ -74,7 +74,7 @@ def fate_of(item: FieldInfo) -> Fate | None:
 
 
 def section_in(kind: Any) -> type[Section] | None:
-    """The section that a type holds, itself or as list items or dictionary values."""
+    """Return the section that a type holds, itself or as list items or dictionary values."""
     kind = without_none(kind)
     if isinstance(kind, type) and issubclass(kind, Section):
         return kind

@@ -1,4 +1,4 @@
-"""Shape: the sizes of a decoder, by its config.json."""
+"""Shape: the sizes of a decoder, read from its config.json."""
 
 from __future__ import annotations
 
@@ -10,80 +10,81 @@ from typing import Any
 from trireme.config.lookup import located, model_config, model_shapes
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""How configurations call the experts of a layer."""
+"""The keys for a layer's number of experts."""
 _MIXTURES = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
-"""Kinds of mixtures of which every layer has experts and nothing beside them, and what their
-configurations call the width of an expert.
-"""
+"""The model types whose every layer has experts and nothing besides them, and their keys for the
+width of an expert."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's sizes."""
+    """The sizes of a decoder."""
 
     layers: int
     hidden: int
     intermediate: int
-    """Of a mixture an expert's."""
+    """The width of the MLP; in a mixture that of an expert."""
     query_width: int
     """Heads times their width."""
     key_width: int
     vocabulary: int
     tied: bool
     biased: bool
-    """Query, key and value have a bias."""
+    """Whether query, key and value have a bias."""
     normed: int = 0
-    """Width of the norms of queries and keys of a head."""
+    """The width of a head's query and key norms."""
     experts: int = 0
-    """Of a layer; 0: it is dense."""
+    """Experts of a layer; 0: it is dense."""
     chosen: int = 0
     """Experts that compute a token."""
 
     @property
     def linear(self) -> int:
-        """Weights of a layer that an adapter may be on: of a mixture those of attention."""
+        """Return the weights of a layer that an adapter may be on: in a mixture those of
+        attention.
+        """
         attention = 2 * self.query_width + 2 * self.key_width
         return self.hidden * (attention + 3 * self.intermediate * (not self.experts))
 
     @property
     def of_experts(self) -> int:
-        """Weights of a layer's experts."""
+        """Return the weights of a layer's experts."""
         return 3 * self.hidden * self.intermediate * self.experts
 
     @property
     def block(self) -> int:
-        """Weights of a layer."""
+        """Return the weights of a layer."""
         bias = (self.query_width + 2 * self.key_width) * self.biased
-        mixture = self.of_experts + self.hidden * self.experts  # and their router
+        mixture = self.of_experts + self.hidden * self.experts  # plus the router of the experts
         return self.linear + mixture + bias + 2 * self.hidden + 2 * self.normed
 
     @property
     def root(self) -> int:
-        """Weights outside of the layers: embedding, head, last norm."""
+        """Return the weights outside of the layers: embedding, head, last norm."""
         return self.vocabulary * self.hidden * (2 - self.tied) + self.hidden
 
     @property
     def weights(self) -> int:
-        """All of them."""
+        """Return the weights of the whole model."""
         return self.layers * self.block + self.root
 
     @property
     def kept(self) -> int:
-        """Numbers that a layer keeps of a token for its backward pass."""
+        """Return the numbers per token that a layer stores for its backward pass."""
         attention = 6 * self.hidden + 3 * self.query_width + 2 * self.key_width
         return attention + 4 * self.intermediate * (not self.experts) + self.kept_by_experts
 
     @property
     def kept_by_experts(self) -> int:
-        """The part of them that experts keep: also the inputs and outputs of each."""
+        """Return the experts' part of them, including the inputs and outputs of each."""
         return self.chosen * (2 * self.hidden + 4 * self.intermediate)
 
 
 def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape | None:
-    """Read the shape from config.json's facts; None if it is no decoder that this knows.
+    """Read the shape from config.json's facts; None if the type of decoder is unknown.
 
-    `folder`: where its weights lie, which say whether there is a head next to the embedding, where
-    the configuration does not.
+    `folder` has the weights, which show whether there is a separate head if the configuration does
+    not.
     """
     facts = {**facts, **(facts.get("text_config") or {})}
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
@@ -115,7 +116,7 @@ def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape
 
 
 def experts_of(facts: Mapping[str, Any]) -> int:
-    """How many experts a layer has by config.json; 0: it has none."""
+    """Return the number of experts in a layer by config.json; 0: none."""
     facts = {**facts, **(facts.get("text_config") or {})}
     return next((count for name in _EXPERTS if (count := facts.get(name))), 0)
 
@@ -126,11 +127,11 @@ def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
         return bool(said)
     try:
         names = model_shapes(folder) if folder else {}
-    except ValueError:  # `check_model` says what is wrong with it
+    except ValueError:  # `check_model` reports the error
         names = {}
     if names:
         return not any(name.endswith("lm_head.weight") for name in names)
-    return str(facts.get("model_type")).startswith("gemma")  # its family's default; others say so
+    return str(facts.get("model_type")).startswith("gemma")  # this family's default
 
 
 def shape_at(path: str | None) -> ModelShape | None:

@@ -30,10 +30,10 @@ _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One stage: its whole configuration, and what its light parts tell about it.
+    """One stage: its whole configuration, and the facts that its light parts give.
 
     `stages_of` reads the first six from the file; making an algorithm and opening data sets gives
-    the others, each with `replace`, in launch/check.py.
+    the others, each with `replace`, in launch/make.py.
     """
 
     config: Config
@@ -41,46 +41,48 @@ class StageFacts:
     model_from: int | None = None
     """The stage whose model it starts from; None: `model_path`."""
     colocated: bool = False
-    """`mode: colocate`: as both, where trainer and engine have one device."""
+    """Whether it is `mode: colocate`: as both, but trainer and engine share a device."""
     another_evaluates: bool = False
-    """Another stage has evaluation tasksets, of which the keys of the whole file may speak."""
+    """Whether another stage has evaluation tasksets, which global keys may refer to."""
     shares_save_interval: bool = False
-    """`trainer.save_interval` is of the whole file, of which another stage trains, too."""
+    """Whether `trainer.save_interval` is global and another stage trains too."""
     reads_file: bool = False
-    """The trainer reads a data set instead of what an explorer makes."""
+    """Whether the trainer reads a data set instead of the explorer's experiences."""
     whole_steps: bool = False
-    """A train step learns from one whole explore step, whatever that left."""
+    """Whether a train step learns from exactly one explore step, whatever its size."""
     expert_ratio: float | None = None
-    """Which share of a train batch an expert's data set gives; None: it gives none."""
+    """The share of a train batch that an expert's data set provides; None: it provides none."""
     has_reference: bool = False
     has_critic: bool = False
-    """Models that the trainer holds beside the trained one."""
+    """Whether the trainer also holds a reference model and a value model."""
     needs_teacher: bool = False
-    """The first auxiliary model scores what is sampled."""
+    """Whether the first auxiliary model scores the sampled tokens."""
     resamples: int | None = None
-    """Further explore steps that a train batch may take; None: any."""
+    """Further explore steps that a train batch may take; None: any number."""
     one_experience: bool = False
-    """Each rollout of training leaves exactly one experience."""
+    """Whether each training rollout leaves exactly one experience."""
     task_rows: int | None = None
     task_steps: int | None = None
-    """Rows and explore steps of the tasks of training; None: only the run knows."""
+    """Rows and explore steps of the training tasks; None: only the run knows."""
     train_rows: int | None = None
-    """Experiences in a trainer's data; None: only the run knows."""
+    """Experiences in the trainer's data; None: only the run knows."""
 
     @property
     def remote(self) -> bool:
-        """True if rollout servers generate; a stage that reads data evaluates in its process."""
+        """True if rollout servers generate; a stage that reads data evaluates in its own
+        process.
+        """
         servers = self.config.explorer.rollout_model.engine_type == "remote"
         return servers and not self.reads_file and not self.asks_api
 
     @property
     def asks_api(self) -> bool:
-        """True if a model behind an OpenAI API is measured, and no engine is started."""
+        """True if a model behind an OpenAI API is evaluated, and no engine is started."""
         return self.config.mode == "bench" and self.config.model.external_model.enable
 
     @property
     def evaluates(self) -> bool:
-        """True if evaluation tasksets are tried: not by a server, nor by a trainer that awaits
+        """True if evaluation tasksets are run: not by a server, nor by a trainer that awaits
         explorers.
         """
         alone = self.config.mode in ("train", "serve") and not self.reads_file
@@ -88,25 +90,25 @@ class StageFacts:
 
     @property
     def rollouts(self) -> int:
-        """Rollouts of an explore step."""
+        """Return the rollouts of an explore step."""
         return self.config.buffer.batch_size * self.config.algorithm.repeat_times
 
 
 class UsedTaskset(NamedTuple):
-    """One taskset with its key, and what it falls back to where it does not say."""
+    """A taskset with its key, and the defaults for keys that it does not set."""
 
     key: str
     config: TasksetConfig
     name: str
     number: int
-    """Among those of training, or among those of evaluation."""
+    """Its index among the training tasksets, or among the evaluation tasksets."""
     is_eval: bool
     workflow: str | None
     reward: str | list[Any] | None
 
 
 def used_tasksets(config: Config) -> list[UsedTaskset]:
-    """Training sets first, then evaluation sets, as far as the mode tries them."""
+    """Return the training sets, then the evaluation sets, as far as the mode runs them."""
     inputs, mode = config.buffer.explorer_input, config.mode
     training = [("taskset", inputs.taskset)] if inputs.taskset else []
     training += [(f"tasksets[{i}]", one) for i, one in enumerate(inputs.tasksets)]
@@ -132,7 +134,7 @@ def used_tasksets(config: Config) -> list[UsedTaskset]:
 
 
 def stages_of(config: Config) -> list[StageFacts]:
-    """The stages of a file, in order; a file without any is one stage without a name."""
+    """Return the stages of a file, in order; a file without any is one stage without a name."""
     out: list[StageFacts] = []
     for index, stage in enumerate(config.stages):
         values = config.model_dump(exclude_unset=True)
@@ -160,14 +162,16 @@ def stages_of(config: Config) -> list[StageFacts]:
 
 
 def _both_sides(config: Config) -> tuple[Config, bool]:
-    """The configuration whose mode says what runs, and not where; and whether on one device."""
+    """Replace a mode that also says where the sides run by the mode that says what runs; the flag
+    says whether on one device.
+    """
     if config.mode != "colocate":
         return config, False
     return config.model_copy(update={"mode": "both"}), True
 
 
 def _among(stage: StageFacts, others: Sequence[StageFacts]) -> StageFacts:
-    """The same stage, with what depends on the other stages of its file."""
+    """Return the same stage, with the facts that depend on the other stages of its file."""
     trains = any(other.config.mode in ("both", "train") for other in others)
     return replace(
         stage,
@@ -177,7 +181,7 @@ def _among(stage: StageFacts, others: Sequence[StageFacts]) -> StageFacts:
 
 
 def with_inputs(stage: StageFacts) -> tuple[StageFacts, Findings]:
-    """The stage whose only training taskset has the rows that operators on rows are to read."""
+    """Return the stage with the rows that operators on rows read as its only training taskset."""
     findings = Findings()
     config, key = stage.config, "data_processor.task_pipeline"
     if (tasks := config.data_processor.task_pipeline) is None:
@@ -204,9 +208,9 @@ def with_inputs(stage: StageFacts) -> tuple[StageFacts, Findings]:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`, key by key; lists are replaced.
+    """Apply `over` to `base`, key by key; lists are replaced.
 
-    What describes something that `over` replaces does not stay: the format of other data, the
+    Settings that describe something replaced by `over` are dropped: the format of other data, the
     parts of another algorithm, the options of another function.
     """
     out = {key: value for key, value in base.items() if key not in set(_outdated(base, over))}
@@ -217,7 +221,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outdated(base: dict[str, Any], over: dict[str, Any]) -> Iterator[str]:
-    """Keys of `base` that are void once `over` is laid over it."""
+    """Yield the keys of `base` that are void once `over` is applied."""
     new = {key for key in over if over[key] != base.get(key)}
     if "path" in new:
         yield from _OF_THE_DATA
@@ -232,7 +236,7 @@ def _outdated(base: dict[str, Any], over: dict[str, Any]) -> Iterator[str]:
 
 
 def given_keys(value: Section, prefix: str = "") -> Iterator[tuple[str, Fate | None, Any]]:
-    """Full name, fate and value of every key that differs from its default."""
+    """Yield full name, fate and value of every key that differs from its default."""
     plain = type(value)()
     for name, item in type(value).model_fields.items():
         held = getattr(value, name)
@@ -257,14 +261,14 @@ class MovedKey(NamedTuple):
 
     key: str
     target: str
-    """The other's full name."""
+    """The other key's full name."""
     value: Any
     gives_way: bool
-    """A different value of the other one is no problem: that one counts."""
+    """Whether a different value of the other key is no problem: it wins."""
 
 
 def moved_keys(config: Config) -> Iterator[MovedKey]:
-    """The keys that are read as others, in the whole file and in each stage."""
+    """Yield the keys that are read as others, in the whole file and in each stage."""
     for key, fate, value in given_keys(config):
         root, _, name = key.partition("].") if key.startswith("stages[") else ("", "", key)
         if isinstance(fate, Moved) and not name.startswith("explorer.auxiliary_models["):
@@ -275,10 +279,10 @@ def moved_keys(config: Config) -> Iterator[MovedKey]:
 def check_fates(
     stage: StageFacts, *, spread: bool = False, engine_keys: Collection[str] = ()
 ) -> Findings:
-    """Notes what is mapped or without effect, and as a problem what is refused.
+    """Note the keys that are mapped or without effect, and report refused ones as problems.
 
-    `engine_keys`: what the engine gets of the rollout model's keys. Sections that the mode does not
-    use are left aside.
+    `engine_keys`: the rollout model's keys that the engine receives. Sections that the mode does
+    not use are skipped.
     """
     findings = Findings()
     idle = _idle(stage)
@@ -324,7 +328,7 @@ def _idle(stage: StageFacts) -> tuple[str, ...]:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a section is empty, or says of itself that it is not used."""
+    """Return True if a section is empty, or marks itself as unused."""
     return isinstance(value, dict) and (not value or value.get("enable") is False)
 
 
@@ -345,11 +349,11 @@ class Lengths(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """How much there is to do; None: only the data or the workflow tells, or there is none."""
+    """The amount of work; None: only the data or the workflow determines it, or there is none."""
 
     train_batch_size: int
     own_batch: int
-    """Of it, what comes from the explorer."""
+    """The part of the train batch that the explorer provides."""
     explore_steps: int | None = None
     train_steps: int | None = None
     schedule_steps: int | None = None
@@ -357,7 +361,7 @@ class Steps(NamedTuple):
 
 
 def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
-    """Decide the lengths that the user did not give: prompt and response share `max_model_len`."""
+    """Decide the lengths that the user did not set: prompt and response share `max_model_len`."""
     findings = Findings()
     model = stage.config.model
     total, shortest = model.max_model_len, model.min_response_tokens
@@ -391,7 +395,7 @@ def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
 
 
 def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
-    """Decide batch sizes and numbers of steps, where they are known before the data is loaded."""
+    """Decide batch sizes and numbers of steps, if they are known before the data is loaded."""
     findings = Findings()
     config, buffer = stage.config, stage.config.buffer
     wanted = buffer.train_batch_size or stage.rollouts
@@ -432,7 +436,7 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
 
 
 def _epochs(stage: StageFacts, size: int, rows: int, path: str) -> tuple[int, Findings]:
-    """Train steps in all epochs of a data set; a problem where there is none."""
+    """Return the train steps in all epochs of a data set; a problem if there are none."""
     findings = Findings()
     epochs = stage.config.buffer.total_epochs
     if rows * epochs < size:

@@ -1,8 +1,8 @@
-"""Sync: decides when weights go to the engine, how they travel, and who takes turns on a device.
+"""Sync: decides when weights go to the engine, how they travel, and what takes turns on a device.
 
 In `mode: colocate` a trainer's rank and an engine share each device: in one process that is one
-device; on Ray as many as `cluster.gpu_per_node` says, each with a rank and an engine, which take
-turns.
+device; in several as many as `cluster.gpu_per_node` says, each with a rank and an engine, which
+take turns.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ _OLDER_METHODS = {"online": "nccl", "offline": "checkpoint"}
 
 
 def style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findings]:
-    """Decide the style, by its one name; a fixed beat that would stop for ever is a problem."""
+    """Decide the style, under its one name; a fixed interval that would wait forever is a
+    problem.
+    """
     findings = Findings()
     config, made = stage.config, stage.rollouts
     style = _STYLES[config.synchronizer.sync_style]
-    apart = config.mode == "explore" and not stage.reads_file  # else a starving trainer is seen
+    apart = config.mode == "explore" and not stage.reads_file  # else a starving trainer is noticed
     if style == "fixed" and apart and stage.one_experience and made < train_batch_size:
         findings.problem(
             "buffer.train_batch_size",
@@ -56,13 +58,13 @@ def style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findi
 
 
 def method_of(stage: StageFacts, spread: bool, hosts: int) -> tuple[SyncMethod, Findings]:
-    """Decide how weights travel here: inside the process where both sides live in it, else by
-    files; to engines in other processes as asked, or by HTTP.
+    """Decide how weights travel: in memory if both sides are in this process, else by files; to
+    engines in other processes as requested, or by HTTP.
     """
     findings = Findings()
     mode, method = stage.config.mode, stage.config.synchronizer.sync_method
     asked = _OLDER_METHODS.get(method, method)
-    asked_for = method != SynchronizerConfig().sync_method  # the default is no wish of the user's
+    asked_for = method != SynchronizerConfig().sync_method  # the default is not a request
     if stage.colocated and not stage.reads_file:
         if asked_for and asked != "memory":
             findings.note(
@@ -85,7 +87,7 @@ def method_of(stage: StageFacts, spread: bool, hosts: int) -> tuple[SyncMethod, 
 
 
 def takes_lock_step(stage: StageFacts, train_batch_size: int, method: SyncMethod) -> bool:
-    """Return whether explorer and trainer take turns, so that each sees exactly what the other has
+    """Return True if explorer and trainer take turns, so that each sees exactly what the other has
     done.
     """
     apart = _against_turns(stage, train_batch_size)
@@ -93,10 +95,10 @@ def takes_lock_step(stage: StageFacts, train_batch_size: int, method: SyncMethod
 
 
 def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
-    """List what is expected for explorer and trainer to take turns, and does not hold.
+    """List the conditions for taking turns that do not hold.
 
-    Time may not bring experiences back: a trainer that is always given more never ends its turn.
-    Nor may replay lie in a database, which cannot take back what it has dropped.
+    Experiences may not return after a time: a trainer that always gets more never ends its turn.
+    Replay may not be stored in a database, which cannot restore dropped rows.
     """
     sync, store = stage.config.synchronizer, stage.config.buffer.trainer_input.experience_buffer
     replay, mode = store.replay_buffer, stage.config.mode
@@ -135,8 +137,8 @@ def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
 def against_exactness(
     stage: StageFacts, train_batch_size: int, *, launcher: str, hosts: int
 ) -> list[str]:
-    """List what is expected for the seed alone to decide what is learned (no clock, and no other
-    program), and does not hold. `hosts`: engine processes of this machine.
+    """List the conditions that do not hold for the result to depend only on the seed (on no clock,
+    and no other program). `hosts`: engine processes of this machine.
     """
     explorer = stage.config.explorer
     external = [model.base_urls for model in explorer.auxiliary_models if model.base_urls]
@@ -158,7 +160,9 @@ def against_exactness(
 
 
 def _check_whole_steps(stage: StageFacts) -> Findings:
-    """A batch that is an explore step has no other size, and needs the queue of one process."""
+    """Check that a batch that is an explore step has no other size, and uses the queue of one
+    process.
+    """
     findings = Findings()
     config, key = stage.config, "algorithm.sample_strategy"
     if not stage.whole_steps:
@@ -178,8 +182,8 @@ def _check_whole_steps(stage: StageFacts) -> Findings:
 
 
 def check_beat(stage: StageFacts, steps: Steps, style: SyncStyle, inexact: list[str]) -> Findings:
-    """Over-rollout needs a beat that is not fixed, and determinism one that is; see also
-    `_check_whole_steps`. `inexact`: what determinism expects and the stage has not.
+    """Check that over-rollout has no fixed interval, and determinism has one; see also
+    `_check_whole_steps`. `inexact`: the conditions of determinism that the stage does not meet.
     """
     findings = Findings()
     findings.add(_check_whole_steps(stage))
@@ -198,8 +202,8 @@ def check_beat(stage: StageFacts, steps: Steps, style: SyncStyle, inexact: list[
 
 
 def _note_first_weights(stage: StageFacts, steps: Steps, style: SyncStyle) -> Findings:
-    """A line where the run ends before the explorer first meets the trainer: it is legal, and the
-    weights that it waits for then sample nothing that is trained.
+    """Note if the run ends before the first synchronization: it is legal, but the new weights then
+    sample nothing that is trained.
     """
     findings = Findings()
     config, sync = stage.config, stage.config.synchronizer
@@ -219,7 +223,7 @@ def _note_first_weights(stage: StageFacts, steps: Steps, style: SyncStyle) -> Fi
     keys = f"synchronizer.sync_interval ({sync.sync_interval})"
     if sync.sync_offset:
         keys += f", sync_offset ({sync.sync_offset})"
-    # a trainer in the fixed style pushes by itself, also while the explorer works ahead
+    # a trainer in the fixed style pushes by itself, even while the explorer works ahead
     trains = min(train, explore / per_train if one_each and not replays else math.inf)
     by_first = style == "explorer_driven" or trains <= sync.sync_interval
     how = "are sampled by the first weights" if by_first else "wait for no new weights"
@@ -230,8 +234,8 @@ def _note_first_weights(stage: StageFacts, steps: Steps, style: SyncStyle) -> Fi
 def check_colocated(
     stage: StageFacts, places: Places, gpus: int, *, hosts: int, lock_step: bool
 ) -> tuple[bool, Findings]:
-    """Decide whether engine processes take turns with the trainer, and check what cannot work.
-    `hosts`: engine processes of one machine, where the run is not on Ray.
+    """Decide whether engine processes take turns with the trainer, and report what cannot work.
+    `hosts`: engine processes of one machine in a run without a launcher.
     """
     findings = Findings()
     takes_turns = stage.colocated and (hosts > 0 or (places.paired and places.num_engines > 0))

@@ -1,1 +1,1 @@
-"""Data: rows, and how they become tasks and experiences."""
+"""Data: rows, and their conversion to tasks and experiences."""

@@ -1,7 +1,7 @@
-"""Files: finds the files and rows that a split of a data set has, and reads those with tables.
+"""Files: finds the files and rows of a data set's split, and reads tables.
 
 A folder is in the Hugging Face layout: its README lists the files of each split, or their names
-tell it. Tables are Parquet, CSV and Arrow files.
+show it. Tables are Parquet, CSV and Arrow files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trireme.registry import did_you_mean
 SPLIT = re.compile(r"^(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
 """A split, with or without a slice of it: `train`, `train[:100]`, `train[10%:]`."""
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-"""Suffix of a file with a table -> the builder of `datasets` that reads it."""
+"""Maps a table file's suffix to the builder of `datasets` that reads it."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -33,7 +33,9 @@ _NOT_DATA = ("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "st
 
 
 def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
-    """The files of `split`, sorted. Raises ValueError naming the splits or subsets there are."""
+    """Return the files of `split`, sorted. Raises ValueError naming the available splits or
+    subsets.
+    """
     splits = _from_header(folder, subset)
     if splits is None:
         splits = _by_name(folder, subset)
@@ -45,7 +47,7 @@ def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
 
 
 def chosen_rows(split: re.Match[str], rows: int) -> range:
-    """The rows of so many that a match of SPLIT names: its bounds are numbers or shares."""
+    """Return the rows of `rows` that a match of SPLIT names: its bounds are numbers or shares."""
 
     def bound(text: str | None) -> int | None:
         if not text:
@@ -61,7 +63,7 @@ def _choice(name: str, known: Iterable[str]) -> str:
 
 
 def _from_header(folder: Path, subset: str | None) -> dict[str, list[Path]] | None:
-    """The splits that the `configs:` header of the folder's README lists, if it has one."""
+    """Return the splits that the `configs:` header of the folder's README lists, if it has one."""
     configs = _header_configs(folder)
     if not configs:
         return None
@@ -99,7 +101,9 @@ def _header_configs(folder: Path) -> list[dict[str, Any]]:
 
 
 def _by_name(folder: Path, subset: str | None) -> dict[str, list[Path]]:
-    """Splits by the words in file and folder names; files without such a word are `train`."""
+    """Group files into splits by the words in file and folder names; files without such a word are
+    `train`.
+    """
     root = folder / subset if subset and (folder / subset).is_dir() else folder
     out: dict[str, list[Path]] = {}
     plain: list[Path] = []
@@ -114,7 +118,7 @@ def _by_name(folder: Path, subset: str | None) -> dict[str, list[Path]]:
 
 
 def _split_of(relative: Path) -> str | None:
-    """The split that a path names, by the file's name first and then by its folders'."""
+    """Return the split that a path names, by the file's name first and then by its folders'."""
     for part in (relative.stem, *reversed(relative.parts[:-1])):
         words = re.split(r"[^a-z]+", part.lower())
         for split, known in _SPLIT_WORDS.items():
@@ -126,7 +130,7 @@ def _split_of(relative: Path) -> str | None:
 
 
 class FilePlaces(Sequence[str]):
-    """The file of each row and its number there, from 0. Files are counted when first asked."""
+    """The file of each row and its number there, from 0. Files are counted on first use."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = list(files)
@@ -147,9 +151,9 @@ class FilePlaces(Sequence[str]):
 
 
 def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:
-    """The rows of files of one kind, in their order. Errors continue the sentence `dataset 'x' …`.
+    """Load the rows of files of one kind, in order. Errors continue the sentence `dataset 'x' …`.
 
-    Raises ValueError naming the file that is broken, or whose columns are others.
+    Raises ValueError naming the file that is broken, or has other columns.
     """
     datasets = quiet_datasets(progress)
     try:
@@ -175,7 +179,7 @@ def quiet_datasets(progress: bool) -> Any:
     """The `datasets` library, imported when first needed, without its bars and notes."""
     import datasets
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs it also raises
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it also raises what it logs
     (datasets.enable_progress_bars if progress else datasets.disable_progress_bars)()
     return datasets
 

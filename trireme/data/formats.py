@@ -1,11 +1,10 @@
 """Formats: turn a row of a data set into an experience for SFT.
 
-Which columns a row is read from: those that `format` names; else the first of `messages`,
-`message`, `prompt` + `response`, `prompt` + `completion`, `question` + `answer` that the data set
-has; a `tokens` column holds experiences that were recorded. Prompt and response are text or lists
-of messages, which may be JSON text; every reply of the response is trained, and none of the prompt.
-A row that is too long for the model is cut at
-`max_model_len`; where no token to be trained is left of it, it is left out. Both are counted.
+The columns of a row: those that `format` names; else the first of `messages`, `message`, `prompt` +
+`response`, `prompt` + `completion`, `question` + `answer` that the data set has; a `tokens` column
+contains recorded experiences. Prompt and response are text or lists of messages, which may be JSON
+text; every reply of the response is trained, and none of the prompt. A row that is too long for the
+model is cut at `max_model_len`; if no trained token remains, it is left out. Both are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trireme.text import has_half
 _MESSAGES = ("messages", "message")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-"""By one of these a conversation as JSON text is known."""
+"""The roles by which a conversation in JSON text is recognized."""
 _RECORDED = (
     *("prompt_length", "action_mask", "mask", "logprobs", "versions", "advantages", "returns"),
     *("reward", "temperature", "prompt_text", "response_text"),
@@ -41,9 +40,9 @@ class Columns:
     prompt: str | None = None
     response: str | None = None
     recorded: bool = False
-    """Rows are experiences with their token ids."""
+    """Whether rows are experiences with their token ids."""
     replies: tuple[str, str] = ("", "")
-    """Of pairs: the better and the worse one."""
+    """The columns of the better and the worse reply, for pairs."""
 
 
 def sft_columns(rows: Rows, format_args: Mapping[str, Any]) -> Columns:
@@ -77,10 +76,10 @@ def sft_columns(rows: Rows, format_args: Mapping[str, Any]) -> Columns:
 
 
 class SftFormat:
-    """Rows as experiences whose replies are trained."""
+    """Converts rows to experiences whose replies are trained."""
 
     one_each: ClassVar[bool] = True
-    """Each row is an experience, unless it is left out."""
+    """Whether each row is one experience, unless it is left out."""
 
     @classmethod
     def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
@@ -103,8 +102,8 @@ class SftFormat:
     ) -> None:
         """`end_ids` are the ids at which the model's generation stops; not given: the tokenizer's.
 
-        `chat_template` and `enable_thinking` are the model's; those of the format go before them.
-        Raises ValueError for a row that is not what its columns promise, before any training; with
+        `chat_template` and `enable_thinking` are the model's; those of the format override them.
+        Raises ValueError for a row that does not fit its columns, before any training; with
         `on_error` skip it is left out, and counted as `malformed`.
         """
         self.counts: Counter[str] = Counter()
@@ -123,11 +122,11 @@ class SftFormat:
         self.counts["malformed"] = self.rows.skipped
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.rows)
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Row `index`; None where it is too long to leave anything to train."""
+        """Return row `index`; None if it is too long to leave anything to train."""
         row = self.rows[index]
         if self._columns.recorded:
             recorded = {name: row[name] for name in _RECORDED if row.get(name) is not None}
@@ -181,7 +180,9 @@ class SftFormat:
         return render_plain(self._tokenizer, prompt, response, eos=eos)
 
     def _messages(self, row: Mapping[str, Any], columns: Columns) -> list[dict[str, Any]]:
-        """The row's conversation, a system prompt of the format before it where it has none."""
+        """Return the row's conversation, with the format's system prompt in front if it has
+        none.
+        """
         if columns.messages:
             messages = parsed(row[columns.messages])
         else:
@@ -198,7 +199,7 @@ class SftFormat:
         return row.get(key) if key else self._format.get("system_prompt")
 
     def _check(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming the column, where a row is not what its columns promise."""
+        """Raise ValueError, naming the column, if a row does not fit its columns."""
         columns = self._columns
         if columns.recorded:
             if not isinstance(row.get("tokens"), list) or not row["tokens"]:
@@ -229,7 +230,7 @@ class SftFormat:
 
 
 def check_messages(column: str, value: Any, *, replies: bool = True) -> None:
-    """Raise ValueError unless `value` is a list of messages, that ends in a reply where asked."""
+    """Raise ValueError unless `value` is a list of messages, ending in a reply if required."""
     messages = _parsed_of(column, value)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"column '{column}' must hold a list of messages, not {value!r:.60}")
@@ -272,7 +273,7 @@ def _parsed_of(column: str, value: Any) -> Any:
 
 
 def messages_in(value: Any) -> list[Any] | None:
-    """A list of messages, also one that is JSON text; None for other text, JSON or not."""
+    """Return a list of messages, also from JSON text; None for other text, JSON or not."""
     if isinstance(value, list):
         return value
     if not isinstance(value, str) or not value.lstrip().startswith("["):
@@ -280,8 +281,8 @@ def messages_in(value: Any) -> list[Any] | None:
     try:
         found = json.loads(value)
     except ValueError:
-        return None  # a text that begins with a bracket
-    # a reply may be a JSON list itself: of numbers, of function calls, of people with their roles
+        return None  # text that begins with a bracket
+    # a reply may itself be a JSON list: of numbers, of function calls, of people with their roles
     chat = any(isinstance(each, Mapping) and each.get("role") in _ROLES for each in found)
     return found if chat else None
 
@@ -292,18 +293,18 @@ def _as_messages(role: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _trained(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose loss counts, unless it says otherwise itself."""
+    """Mark a message as trained, unless it says otherwise itself."""
     return message if message_weight(message) is not None else message | {"weight": 1}
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A column of `datasets` gives every message the keys of all: None where it has none."""
+    """Remove keys that are None: a column of `datasets` gives every message the keys of all."""
     kept = {key: value for key, value in message.items() if value is not None}
     return {"content": ""} | with_objects(kept)
 
 
 def parsed(value: Any) -> Any:
-    """Messages and tools may be given as JSON text."""
+    """Parse messages and tools if they are JSON text."""
     if not isinstance(value, str) or not value.strip():
         return value
     if has_half(made := json.loads(value)):

@@ -1,17 +1,17 @@
-"""Kinds: formats of rows beside solved examples: pairs for DPO, labels for KTO, plain text.
+"""Kinds: formats of rows other than solved examples: pairs for DPO, labels for KTO, plain text.
 
 Pairs: the columns that `format` names; else `prompt` + `chosen` + `rejected`, or `messages` for the
 prompt. A prompt is text or a list of messages, which may be JSON text. A reply is text, a message,
 or a list of the reply alone or of the prompt's messages and the reply. With `chosen_key: messages`
-the last message is the better reply, and those before it are the prompt. Where there is no prompt,
-`chosen` and `rejected` are whole conversations that differ in their last reply alone.
+the last message is the better reply, and those before it are the prompt. Without a prompt, `chosen`
+and `rejected` are whole conversations that differ only in their last reply.
 
 Labels: the columns of a solved example (formats.py), and `format.label_key`: whether the reply is
 desirable, true or false (or 1 or 0).
 
-Text: the column `format.prompt_key`, else `text`, else `prompt`. Texts are laid end to end, an end
-of sequence behind each, and cut into pieces of `max_model_len`: a piece may hold several texts, and
-a text lie in several pieces. Every token of a piece is trained but its first.
+Text: the column `format.prompt_key`, else `text`, else `prompt`. Texts are concatenated, each
+followed by an end of sequence, and cut into pieces of `max_model_len`: a piece may contain several
+texts, and a text may span several pieces. Every token of a piece is trained except its first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _DIALOGUE = "a whole conversation"
 
 
 class DpoFormat(SftFormat):
-    """Rows as experiences whose tokens are the prompt, with `chosen` and `rejected` replies."""
+    """Converts rows to experiences whose tokens are the prompt, with `chosen` and `rejected`
+    replies.
+    """
 
     @classmethod
     def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
-        """Choose the columns, as the module says. Raises ValueError listing those there are."""
+        """Choose the columns, as described above. Raises ValueError listing the available ones."""
         chosen = format_args.get("chosen_key") or "chosen"
         rejected = format_args.get("rejected_key") or "rejected"
         rows.require(chosen, "format.chosen_key")
@@ -50,7 +52,7 @@ class DpoFormat(SftFormat):
         return Columns(prompt=prompt, replies=(chosen, rejected))
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Row `index`; None where it is too long to leave anything of both replies."""
+        """Return row `index`; None if it is too long to leave anything of both replies."""
         row = self.rows[index]
         self.counts["rows"] += 1
         with self._naming(index):
@@ -78,11 +80,15 @@ class DpoFormat(SftFormat):
 
     @property
     def _prompt(self) -> str | None:
-        """The prompt's column; None where it is what both conversations begin with."""
+        """Return the prompt's column; None if the prompt is the common start of both
+        conversations.
+        """
         return self._columns.messages or self._columns.prompt
 
     def _prompt_of(self, row: Mapping[str, Any]) -> Any:
-        """The prompt. Raises ValueError, naming the column, where two conversations have none."""
+        """Return the prompt. Raises ValueError, naming the column, if two conversations have none
+        in common.
+        """
         if self._prompt is not None and self._prompt == self._columns.replies[0]:
             return self._conversation(row, self._prompt)[:-1]
         if self._prompt is not None:
@@ -121,7 +127,9 @@ class DpoFormat(SftFormat):
         return self._render({**row, _DIALOGUE: whole}, Columns(messages=_DIALOGUE))
 
     def _reply_of(self, row: Mapping[str, Any], column: str) -> str:
-        """The reply's text. Raises ValueError where there is none, or other turns before it."""
+        """Return the reply's text. Raises ValueError if there is none, or if other turns precede
+        it.
+        """
         value = reply = row.get(column)
         messages = messages_in(value)
         if messages is not None:
@@ -162,11 +170,13 @@ class DpoFormat(SftFormat):
 
 
 class KtoFormat(SftFormat):
-    """Rows as experiences whose replies are trained; `info["desirable"]` is the row's label."""
+    """Converts rows to experiences whose replies are trained; `info["desirable"]` is the row's
+    label.
+    """
 
     @classmethod
     def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
-        """Choose the columns, as the module says. Raises ValueError listing those there are."""
+        """Choose the columns, as described above. Raises ValueError listing the available ones."""
         rows.require(format_args.get("label_key") or "label", "format.label_key")
         return super().columns_of(rows, format_args)
 
@@ -178,7 +188,7 @@ class KtoFormat(SftFormat):
         format_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Read the rows. Raises ValueError where all rows have one label."""
+        """Read the rows. Raises ValueError if all rows have the same label."""
         self._label = (format_args or {}).get("label_key") or "label"
         self._seen: set[bool] = set()
         super().__init__(rows, tokenizer, format_args=format_args, **options)
@@ -191,7 +201,7 @@ class KtoFormat(SftFormat):
             )
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Row `index` with its label; None where it is too long to leave anything to train."""
+        """Return row `index` with its label; None if it is too long to leave anything to train."""
         experience = super().__call__(index, eid=eid)
         if experience is not None:
             desirable = bool(self.rows[index][self._label])
@@ -215,20 +225,20 @@ def _asked(prompt: Any) -> list[Any]:
 
 
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The fields by which two messages are compared: tables add keys without values."""
+    """Return the fields by which two messages are compared: tables add keys without values."""
     content = message.get("content") or ""
     said = content.strip() if isinstance(content, str) else content
     return message["role"], said, message.get("tool_calls") or None
 
 
 class CptFormat(SftFormat):
-    """Pieces of text to be learnt; an index is that of a piece."""
+    """Pieces of text to learn; an index is that of a piece."""
 
     one_each: ClassVar[bool] = False
 
     @classmethod
     def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
-        """Choose the columns, as the module says. Raises ValueError listing those there are."""
+        """Choose the columns, as described above. Raises ValueError listing the available ones."""
         column = format_args.get("prompt_key", "prompt")
         if column == "prompt" and "text" in rows.columns:
             column = "text"
@@ -246,11 +256,11 @@ class CptFormat(SftFormat):
         self.counts["rows"] = len(self.rows)
 
     def __len__(self) -> int:
-        """Number of pieces; the last may be shorter."""
+        """Return the number of pieces; the last may be shorter."""
         return -(-len(self._ids) // self._max_len)
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Piece `index`; None where it leaves nothing to predict."""
+        """Return piece `index`; None if it leaves nothing to predict."""
         ids = self._ids[index * self._max_len : (index + 1) * self._max_len]
         if len(ids) < 2:
             return None
@@ -268,4 +278,4 @@ FORMATS: dict[str, type[SftFormat]] = {
     "kto": KtoFormat,
     "cpt": CptFormat,
 }
-"""The format of the rows that each algorithm on a data set reads."""
+"""The row format of each algorithm that learns from a data set."""

@@ -1,14 +1,15 @@
-"""Reply mask: a conversation as token ids, and which of them a model is trained to write.
+"""Reply mask: renders a conversation as token ids, and marks those that a model is trained to
+write.
 
-What a reply is comes from comparing the chat template rendered up to the reply (with its
-generation prompt) and with it; templates with `{% generation %}` blocks say it themselves. The
-text is cut at those borders and encoded piece by piece, as it is when a model continues a prompt.
+Replies are found by comparing the chat template rendered up to the reply (with its generation
+prompt) and with it; templates with `{% generation %}` blocks mark them. The text is cut at those
+borders and encoded piece by piece, as when a model continues a prompt.
 
-- A reply's own `weight` or `loss_scale` (or `loss`: true, false) goes before what is trained by
-  default; 0 is not trained. Templates never see it.
-- The token that ends a reply is trained once; what a template puts behind it is not.
-- A template may rewrite earlier turns (drop their thinking, say): such a turn is not trained,
-  because what stands in the final text is not what the model is to write. `Rendered.rewritten`
+- A reply's own `weight` or `loss_scale` (or `loss`: true, false) overrides the default; 0 is not
+  trained. Templates never see it.
+- The token that ends a reply is trained once; text that a template adds after it is not.
+- A template may rewrite earlier turns (drop their thinking, for example): such a turn is not
+  trained, because the final text differs from what the model should write. `Rendered.rewritten`
   counts them.
 """
 
@@ -37,7 +38,7 @@ class Rendered:
     mask: list[bool]
     rewritten: int = 0
     weights: list[float] = field(default_factory=list)
-    """What each token's loss counts; 0 where it is not trained."""
+    """The loss weight of each token; 0 if it is not trained."""
 
     def add(self, ids: Sequence[int], trained: int, weight: float = 1.0) -> None:
         """Append ids, the first `trained` of them to be trained."""
@@ -56,11 +57,12 @@ def render_conversation(
     template: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Rendered:
-    """The last assistant turn trained, or with `all_turns` each of them, unless they say otherwise.
+    """Render with the last assistant turn trained, or with `all_turns` each of them, unless a turn
+    overrides it.
 
-    `end_ids` are the ids at which generation stops; `options` go to the template. What follows the
+    `end_ids` are the ids at which generation stops; `options` go to the template. Text after the
     last trained turn is left out; without any, nothing is rendered. Raises ValueError for a weight
-    that is no number of at least 0, and where the template refuses the messages.
+    that is not a number of at least 0, and if the template refuses the messages.
     """
     wanted = _wanted(messages, all_turns)
     if not wanted:
@@ -81,7 +83,7 @@ def render_conversation(
 
 
 def _wanted(messages: Sequence[Mapping[str, Any]], all_turns: bool) -> dict[int, float]:
-    """The places of the replies that are trained, each with its weight."""
+    """Return the indices of the trained replies, each with its weight."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weights = {}
     for index in replies:
@@ -93,7 +95,7 @@ def _wanted(messages: Sequence[Mapping[str, Any]], all_turns: bool) -> dict[int,
 
 
 def message_weight(message: Mapping[str, Any]) -> float | None:
-    """The weight that a message gives itself; None where it says nothing. Raises ValueError."""
+    """Return the weight that a message sets itself; None if it sets none. Raises ValueError."""
     for key in _OWN_KEYS:
         value = message.get(key)
         if value is None:
@@ -111,7 +113,9 @@ def _by_comparing(
     wanted: Mapping[int, float],
     end_ids: Collection[int],
 ) -> Rendered:
-    """Each reply is what its turn adds to the text that ends in the generation prompt."""
+    """Find each reply as the text that its turn adds to the text that ends in the generation
+    prompt.
+    """
     full = _text(tokenizer, messages, settings)
     out = Rendered([], [])
     done = 0
@@ -136,7 +140,7 @@ def _text(
     *,
     prompt: bool = False,
 ) -> str:
-    """A conversation as the template writes it; with `prompt` up to where a reply begins."""
+    """Render a conversation with the template; with `prompt` up to the start of a reply."""
     return tokenizer.apply_chat_template(
         list(messages), tokenize=False, add_generation_prompt=prompt, **settings
     )
@@ -158,7 +162,7 @@ def render_plain(tokenizer: Any, prompt: str, response: str, *, eos: int | None)
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many characters, or ids, both begin with."""
+    """Count the characters, or ids, of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
@@ -170,11 +174,11 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _reply(
     tokenizer: Any, text: str, end_ids: Collection[int], *, last: bool
 ) -> tuple[list[int], int]:
-    """A reply's ids, and how many of them are trained: up to the token that ends it.
+    """Return a reply's ids, and the number of trained ones: up to the token that ends it.
 
-    A template may close a turn with a special token at which this model does not stop, or with
-    none at all: then the last reply ends in the model's own end token too, or it would never
-    learn to stop.
+    A template may close a turn with a special token at which this model does not stop, or with none
+    at all: then the model's own end token is added to the last reply, or it would never learn to
+    stop.
     """
     ids = _encode(tokenizer, text)
     trained = len(ids)
@@ -184,9 +188,9 @@ def _reply(
         and ids[trained - 1] not in special
         and not tokenizer.decode(ids[trained - 1 : trained]).strip()
     ):
-        trained -= 1  # the white space behind the end of the turn
+        trained -= 1  # white space after the end of the turn
     if not trained or ids[trained - 1] not in special:
-        trained = len(ids)  # no end token: the white space is the reply's own
+        trained = len(ids)  # no end token: the white space is part of the reply
     if not last:
         return ids, trained
     ids = ids[:trained]
@@ -202,7 +206,7 @@ def _by_blocks(
     wanted: Mapping[int, float],
     end_ids: Collection[int],
 ) -> Rendered:
-    """Render with the template's own marks of what the model writes."""
+    """Render with the template's own marks of replies."""
     ids, mask = _marked(tokenizer, messages, settings)
     if not any(mask):
         return Rendered([], [])
@@ -212,7 +216,7 @@ def _by_blocks(
     weights = [0.0] * len(ids)
     rewritten = begun = 0
     for number, following in zip(replies, [*replies[1:], len(messages)], strict=True):
-        # up to the next reply: what the template drops from this one is gone there too
+        # up to the next reply: text that the template drops from this one is missing there too
         last = following == len(messages)
         upto = len(places) if last else sum(_marked(tokenizer, messages[:following], settings)[1])
         if not last and not full.startswith(_text(tokenizer, messages[: number + 1], settings)):
@@ -239,7 +243,7 @@ def _by_blocks(
 def _marked(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation, and which of them lie in the template's blocks."""
+    """Return the ids of a conversation, and which of them are in the template's blocks."""
     encoded = tokenizer.apply_chat_template(
         list(messages),
         tokenize=True,

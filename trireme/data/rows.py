@@ -1,8 +1,8 @@
-"""Rows: what a data set's split holds, wherever and in whatever form it lies.
+"""Rows: reads the rows of a data set's split, wherever and in whatever form it is stored.
 
-`trireme check` and a run read a data set here, and a process reads it once: rows that are still in
-use are not read again while their files are the same. JSON is read directly: a broken line is
-named, and a small data set costs no import of `datasets`.
+`trireme check` and a run read data sets here, and a process reads each once: rows that are still in
+use are not read again while their files are unchanged. JSON is read directly: a broken line is
+named, and a small data set does not need to import `datasets`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from trireme.text import as_json, has_half, storable
 
 logger = get_logger("data")
 SAVED = "state.json"
-"""In a folder of `save_to_disk`."""
+"""A file in a folder written by `save_to_disk`."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""As JSON has it; whether another half follows is seen when it is read."""
+"""Half a surrogate pair in JSON; whether the other half follows is seen in parsing."""
 OnError = Literal["fail", "skip"]
-"""What becomes of a malformed row: it ends the run before it begins, or is left out and counted."""
+"""The treatment of a malformed row: it ends the run before it begins, or is left out and
+counted."""
 
 
 class Rows:
@@ -51,8 +52,8 @@ class Rows:
         places: Sequence[str] = (),
         skipped: int = 0,
     ) -> None:
-        """`source` is the data set's name in messages; `data[i]` is row i, of the file and line
-        `places[i]` where that is known. `skipped` malformed ones were left out before.
+        """`source` is the data set's name in messages; `data[i]` is row i, from the file and line
+        `places[i]` if known. `skipped` malformed ones were left out before.
         """
         self.source = source
         self.columns = tuple(columns)
@@ -70,7 +71,7 @@ class Rows:
         return (self[index] for index in range(len(self)))
 
     def require(self, column: str, key: str, *, entries: bool = False) -> None:
-        """Raise ValueError, naming the columns there are, unless `column` (of `key`) is one; with
+        """Raise ValueError, naming the available columns, unless `column` (of `key`) is one; with
         `entries`, `a.b` may be the entry `b` of the dictionaries in the column `a`.
         """
         if column in self.columns:
@@ -86,8 +87,8 @@ class Rows:
         )
 
     def _require_entry(self, column: str, entry: str, key: str) -> None:
-        """Raise ValueError unless a row's dictionary in `column` has `entry`; the first has it as a
-        rule, so that few rows are read.
+        """Raise ValueError unless a row's dictionary in `column` has `entry`; usually the first one
+        does, so that few rows are read.
         """
         others: dict[str, None] = {}
         for row in self:
@@ -105,26 +106,26 @@ class Rows:
         )
 
     def require_values(self, column: str, key: str) -> None:
-        """Raise ValueError naming the first row that holds nothing in `column` (of `key`)."""
+        """Raise ValueError naming the first row without a value in `column` (of `key`)."""
         for number in self.without(column)[:1]:
             how = "empty" if column in self[number] else "missing"
             raise ValueError(f"{self.where(number)}: the column '{column}' ({key}) is {how}")
 
     def without(self, column: str) -> list[int]:
-        """The numbers of the rows that hold nothing in `column`."""
-        table = getattr(self._data, "data", None)  # a whole column is looked at in the table
+        """Return the numbers of the rows without a value in `column`."""
+        table = getattr(self._data, "data", None)  # a whole column is checked in the table
         whole = getattr(self._data, "_indices", None) is None
         if table is not None and whole and table.column(column).null_count == 0:
             return []
         return [number for number, row in enumerate(self) if row.get(column) is None]
 
     def where(self, index: int) -> str:
-        """A row in messages, with its file and line where they are known."""
+        """Describe a row in messages, with its file and line if known."""
         where = f" ({self._places[index]})" if len(self._places) else ""
         return f"{self.source}, row {index}{where}"
 
     def part(self, chosen: Sequence[int], *, skipped: int = 0) -> Rows:
-        """The rows of these numbers; `skipped` more were left out."""
+        """Return the rows of these numbers; `skipped` more were left out."""
         return Rows(
             self.source,
             [self._data[index] for index in chosen],
@@ -134,10 +135,10 @@ class Rows:
         )
 
     def checked(self, check: Callable[[dict[str, Any]], None], on_error: OnError) -> Rows:
-        """The rows for which `check` raises no ValueError.
+        """Return the rows for which `check` raises no ValueError.
 
-        `on_error` fail: the first one that does is raised, with the row's place; skip: they are
-        left out, counted and the first is named in the log.
+        `on_error` fail: the first error is raised, with the row's place; skip: such rows are left
+        out and counted, and the first is named in the log.
         """
         kept: list[int] = []
         first = ""
@@ -172,24 +173,24 @@ class NoRows(ValueError):
 
 
 _IN_USE: WeakValueDictionary[tuple[Any, ...], Rows] = WeakValueDictionary()
-"""Rows by what was asked for and by the state of the files that they were read from."""
+"""Rows by the request and by the state of the files that they were read from."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A split of a data set, as a YAML names it."""
+    """A split of a data set, in a YAML's terms."""
 
     path: str
     subset: str | None = None
     split: str = "train"
-    """With a slice, `train[:100]`, where there is one."""
+    """With a slice, `train[:100]`, if there is one."""
     on_error: OnError = "fail"
     otherwise: str | None = None
-    """The subset where none is named, if there is one of that name."""
+    """The default subset, if there is one of that name."""
 
     @property
     def split_name(self) -> str:
-        """The split without its slice. Raises NoRows where it cannot be one."""
+        """Return the split without its slice. Raises NoRows if it is invalid."""
         try:
             return _matched(self.split)["name"]
         except ValueError as error:
@@ -197,32 +198,32 @@ class DataSet:
 
 
 class RowSource(Protocol):
-    """A place that rows come from other than data files, such as a database. Its class stands in
-    SOURCES and is called without arguments.
+    """A place of rows other than data files, such as a database. Its class is listed in SOURCES and
+    is called without arguments.
     """
 
     reproducible: bool
-    """Whether the path alone decides what the rows are, so that a job keeps no hash of them."""
+    """Whether the path alone determines the rows, so that a job stores no hash of them."""
 
     def takes(self, data: DataSet) -> bool:
         """Return whether the rows of this data set come from here. Raises nothing."""
         ...
 
     def files(self, data: DataSet) -> list[Path]:
-        """The files that the rows are read from, anew when one has changed; none: they are not in
-        files, and read each time.
+        """Return the files that the rows are read from, which are read again when one has changed;
+        empty: the rows are not in files, and are read each time.
         """
         ...
 
     def read(self, data: DataSet) -> Rows:
-        """The rows of the whole split. Raises NoRows where there are none, and ValueError or
-        ImportError where they cannot be made.
+        """Read the rows of the whole split. Raises NoRows if there are none, and ValueError or
+        ImportError if they cannot be made.
         """
         ...
 
 
 def source_of(data: DataSet) -> RowSource | None:
-    """The source of a data set; None: it is of data files, here or on the hub."""
+    """Return the source of a data set; None: it consists of data files, here or on the hub."""
     sources: Iterator[RowSource] = (SOURCES.get(name)() for name in SOURCES)
     return next((source for source in sources if source.takes(data)), None)
 
@@ -236,13 +237,13 @@ def load_rows(
     on_error: OnError = "fail",
     otherwise: str | None = None,
 ) -> Rows:
-    """The rows of a split: `path` is a file, a folder, one of `save_to_disk`, an id on the hub, or
-    what a RowSource takes, as a database is, whose table `subset_name` names, or `otherwise` where
-    there is one of that name.
+    """Read the rows of a split: `path` is a file, a folder, one of `save_to_disk`, an id on the
+    hub, or a path for a RowSource, such as a database. Its table is `subset_name`, or `otherwise`
+    if there is one of that name.
 
     `split` may end in a slice, `train[:100]` or `train[10%:]`. `progress` shows the library's bars.
-    With `on_error` skip a line that is no row is left out and counted.
-    Raises NoRows: nothing there, no such subset or split, a broken row, no rows at all.
+    With `on_error` skip a line that is not a row is left out and counted. Raises NoRows: nothing
+    there, no such subset or split, a broken row, no rows at all.
     """
     data = DataSet(str(path), subset_name, split, on_error, otherwise)
     source = source_of(data)
@@ -261,7 +262,7 @@ def load_rows(
 
 
 def _in_use(data: DataSet, files: Sequence[Path] | None, read: Callable[[], Rows]) -> Rows:
-    """The rows that are in use already if their files are still the same; else what is read."""
+    """Return rows that are already in use if their files are unchanged; else read them."""
     states = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files or ()]
     key = (data.path, data.subset, data.split, data.on_error, *states)
     rows = _IN_USE.get(key)
@@ -271,7 +272,7 @@ def _in_use(data: DataSet, files: Sequence[Path] | None, read: Callable[[], Rows
 
 
 def _chosen(data: DataSet, read: Callable[[], Rows]) -> Rows:
-    """The rows that are read, or the slice of them that the split names."""
+    """Return the rows, or the slice of them that the split names."""
     rows, matched = read(), _matched(data.split)
     if matched["first"] or matched["last"]:
         rows = rows.part(chosen_rows(matched, len(rows)))
@@ -289,9 +290,9 @@ def is_remote(data: DataSet) -> bool:
 
 
 def split_files(data: DataSet) -> list[Path] | None:
-    """The files that hold a split; None where the data set is on the hub and not here.
+    """Return the files of a split; None if the data set is on the hub and not here.
 
-    Raises ValueError, continuing the sentence `dataset 'x' …`, where there are none.
+    Raises ValueError, continuing the sentence `dataset 'x' …`, if there are none.
     """
     matched = _matched(data.split)
     location = located(data.path, "datasets")
@@ -319,7 +320,7 @@ def _read(data: DataSet, files: Sequence[Path] | None, progress: bool) -> Rows:
 
 
 def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError) -> Rows:
-    """Rows of files on this machine. Errors continue the sentence `dataset 'x' …`."""
+    """Read rows from files on this machine. Errors continue the sentence `dataset 'x' …`."""
     if files[0].name == SAVED:
         folder = files[0].parent
         data = quiet_datasets(progress).load_from_disk(str(folder))
@@ -358,9 +359,9 @@ def _saved_files(folder: Path) -> list[str]:
 def _read_json(
     path: Path, broken: list[str], on_error: OnError
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place and row of a JSON Lines file, or of a JSON file that holds one list of objects.
+    """Yield place and row of a JSON Lines file, or of a JSON file with one list of objects.
 
-    What is no row is raised, or with `on_error` skip noted in `broken`.
+    Invalid rows are raised, or with `on_error` skip appended to `broken`.
     """
     if path.suffix not in (".jsonl", ".json"):
         known = ", ".join((".jsonl", ".json", *BUILDERS))
@@ -389,7 +390,9 @@ def _read_json(
 
 
 def _why_no_json(error: Exception) -> str:
-    """The parser's reason; for a text that is too deep, Python's words are about its own stack."""
+    """Return the parser's reason; for too deep a text, Python's message would be about its own
+    stack.
+    """
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
@@ -406,8 +409,8 @@ def _object(entry: str, where: str) -> dict[str, Any]:
 
 
 def refuse_halves(row: dict[str, Any], where: str) -> None:
-    """Raise ValueError for half a character, naming its column and `where` the row is: no
-    tokenizer, file or database takes it, and what was meant is not known.
+    """Raise ValueError for half a character, naming its column and the row's place `where`: no
+    tokenizer, file or database accepts it, and the intended one is not known.
     """
     for column, value in row.items():
         if has_half({column: value}):
@@ -422,7 +425,7 @@ def _from_hub(source: str, path: str, subset: str | None, split: str, progress: 
     try:
         data = datasets.load_dataset(path, name=subset, split=split)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        # the hub's own sentence names the subsets and splits there are
+        # the hub's own sentence names the available subsets and splits
         reason = str(error).strip().replace("\n", " ")
         raise ValueError(
             f"is neither a file or folder here nor a data set that the hub gives us: {reason}"

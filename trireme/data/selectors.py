@@ -1,10 +1,10 @@
-"""Selectors: decide the order in which a taskset hands out its rows.
+"""Selectors: decide the order of a taskset's rows.
 
-Three forms. A function `(rows, epoch, seed, *, options)` gives the order of one epoch, so that a
-position is all the state that a resume needs. A class `(rows, seed, *, options)` with the methods
-of Selection learns from feedback, and keeps a state of its own. Where either names `features`, it
-gets the columns of `feature_keys`, a list of numbers a row. A BaseSelector is the class form that
-Trinity-RFT's plug-ins have.
+There are three forms. A function `(rows, epoch, seed, *, options)` returns the order of one epoch,
+so that a resume needs only a position. A class `(rows, seed, *, options)` with the methods of
+Selection learns from feedback, and has a state. If either declares `features`, it receives the
+columns of `feature_keys`, a list of numbers per row. A BaseSelector is a third form, a
+class that keeps its own place.
 """
 
 from __future__ import annotations
@@ -27,57 +27,57 @@ Selector = Callable[..., Sequence[int]]
 
 _GIVEN = ("rows", "epoch", "seed", "features")
 _MISJUDGED = 0.25
-"""Mean error of the interpolation from which on `adaptive_rho` trusts it half as much."""
+"""Mean error of the interpolation at which `adaptive_rho` halves its weight."""
 
 
 class Selection(Protocol):
-    """Hands out rows."""
+    """Selects rows."""
 
     def select(self, count: int) -> list[int]:
-        """The next rows."""
+        """Return the next rows."""
         ...
 
     def feedback(self, pass_rates: Mapping[int, float]) -> None:
-        """How often each of these rows was solved."""
+        """Update the selection with each row's pass rate."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """All that `select` depends on, as JSON takes it."""
+        """Return all that `select` depends on, in a form that JSON accepts."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Back to where `state` was taken."""
+        """Restore what `state` returned."""
         ...
 
 
 def sequential(rows: int, epoch: int, seed: int) -> Sequence[int]:
-    """Row after row, the same in each epoch."""
+    """Return row after row, the same in each epoch."""
     return range(rows)
 
 
 def shuffle(rows: int, epoch: int, seed: int) -> Sequence[int]:
-    """Each row once an epoch, in an order of its own for each epoch."""
+    """Return each row once per epoch, in a different order in each."""
     order = list(range(rows))
     random.Random(f"shuffle/{seed}/{epoch}").shuffle(order)
     return order
 
 
 def uniform(rows: int, epoch: int, seed: int) -> Sequence[int]:
-    """Rows drawn with replacement: some come twice in an epoch, some not at all."""
+    """Return rows drawn with replacement: some occur twice in an epoch, some not at all."""
     return random.Random(f"random/{seed}/{epoch}").choices(range(rows), k=rows)
 
 
 def offline_easy2hard(
     rows: int, epoch: int, seed: int, *, features: Sequence[Sequence[float]]
 ) -> Sequence[int]:
-    """The highest features (pass rates, say) first, the first column before the second; of equal
-    rows the later one first.
+    """Return the highest features (pass rates, for example) first, the first column before the
+    second; of equal rows the later one first.
     """
     return sorted(range(rows), key=lambda row: (*features[row], row), reverse=True)
 
 
 class RowOrder:
-    """The endless sequence of row indices that a function makes, epoch after epoch."""
+    """The endless sequence of row indices from a function, epoch after epoch."""
 
     def __init__(
         self, rows: int, *, selector: str | Selector = "sequential", seed: int = 42
@@ -91,7 +91,7 @@ class RowOrder:
         self._position = 0
 
     def __getitem__(self, position: int) -> int:
-        """The row at a position counted from the start of the run."""
+        """Return the row at a position counted from the start of the run."""
         epoch, index = divmod(position, self._rows)
         if epoch != self._epoch:
             order = self._select(self._rows, epoch, self._seed)
@@ -108,10 +108,10 @@ class RowOrder:
         return [self[position] for position in range(first, self._position)]
 
     def feedback(self, pass_rates: Mapping[int, float]) -> None:
-        """The order does not depend on it."""
+        """Do nothing: the order does not depend on it."""
 
     def state(self) -> dict[str, Any]:
-        """The rows handed out so far."""
+        """Return the number of rows selected so far."""
         return {"current_index": self._position}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ class RowOrder:
 
 
 class BaseSelector(ABC):
-    """The class form of Trinity-RFT's plug-ins. `data_source` has the data set of Hugging Face,
+    """A selector that gets its whole section. `data_source` has the Hugging Face data set,
     `dataset`, and `dataset_size`; `config` is the section `data_selector`.
     """
 
@@ -130,23 +130,23 @@ class BaseSelector(ABC):
 
     @abstractmethod
     def get_indices(self, batch_size: int, return_extra_info: bool = False) -> Any:
-        """The next rows."""
+        """Return the next rows."""
 
     @abstractmethod
     def feedback(self, indices: list[int], values: list[float]) -> None:
-        """How often each of these rows was solved."""
+        """Update the selection with each row's pass rate."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that `get_indices` depends on, as JSON takes it."""
+        """Return all that `get_indices` depends on, in a form that JSON accepts."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Back to where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
 
 
 class _Selected:
-    """A Selection by a BaseSelector."""
+    """A Selection made from a BaseSelector."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Selected:
         data: Iterable[Mapping[str, Any]],
         config: DataSelectorConfig,
     ) -> None:
-        """Raises ValueError where no checkpoint could hold its state."""
+        """Raises ValueError if no checkpoint could store its state."""
         from datasets import Dataset
 
         self._rows, self._name = rows, f"data_selector '{config.selector_type}'"
@@ -170,8 +170,8 @@ class _Selected:
             raise ValueError(f"{self._name}: state_dict cannot be kept as JSON: {error}") from error
 
     def select(self, count: int) -> list[int]:
-        """Return the user's choice. Raises ValueError for another number of rows, or one that is
-        not there.
+        """Return the user's choice. Raises ValueError for another number of rows, or for a row that
+        does not exist.
         """
         chosen = [int(row) for row in self._selector.get_indices(count)]
         if len(chosen) != count or any(not 0 <= row < self._rows for row in chosen):
@@ -202,10 +202,10 @@ def selection(
     options: Mapping[str, Any] | None = None,
     data: Iterable[Mapping[str, Any]] = (),
 ) -> Selection:
-    """The selector of a name or path, ready to be asked. `data` are the rows themselves, for a
-    BaseSelector.
+    """Make the selector of a name or path. `data` are the rows themselves, for a BaseSelector.
 
-    Raises ValueError for an unknown one, for an option that it has not, and for missing features.
+    Raises ValueError for an unknown one, for an option that it does not have, and for missing
+    features.
     """
     selector: Any = SELECTORS.get(name)
     if inspect.isclass(selector) and issubclass(selector, BaseSelector):
@@ -235,8 +235,8 @@ class DifficultyBased:
     """Draws rows by softmax(-|target_reward - expected pass rate| / tau); tau 0: the best ones.
 
     Each row has a Beta(a, b) belief about its pass rate. Two columns of the data set hold pass
-    rates of two reference models, a weak and a strong one; how far the model stands between the two
-    on the rows just tried says what to expect of all others (BOTS, arXiv:2510.26374).
+    rates of two reference models, a weak and a strong one; the model's position between the two on
+    the rows just tried predicts its rate on all others (BOTS, arXiv:2510.26374).
 
     After a step, with p the pass rates of the rows tried (p~ elsewhere: interpolated),
 
@@ -262,9 +262,9 @@ class DifficultyBased:
         do_sample: bool = False,
         cap_coef_update_discount: float = 0.9,
     ) -> None:
-        """`m` is the weight of one step's pass rate in rollouts, `lamb` how fast old ones are
-        forgotten, `rho` how much the interpolation counts. `do_sample` draws each expected rate
-        from its belief. Raises ValueError for features that are not two pass rates.
+        """`m` is the weight of one step's pass rate in rollouts, `lamb` the rate of forgetting old
+        ones, `rho` the weight of the interpolation. `do_sample` draws each expected rate from its
+        belief. Raises ValueError for features that are not two pass rates.
         """
         import numpy as np
 
@@ -292,7 +292,7 @@ class DifficultyBased:
         self._draws = 0
 
     def select(self, count: int) -> list[int]:
-        """Choose rows by difficulty. No row comes twice unless more are wanted than there are."""
+        """Choose rows by difficulty. No row occurs twice unless more are requested than exist."""
         import numpy as np
 
         generator = np.random.default_rng([self._seed, self._draws])
@@ -300,7 +300,7 @@ class DifficultyBased:
         means = self._alphas / (self._alphas + self._betas)
         rates = generator.beta(self._alphas, self._betas) if self._do_sample else means
         scores = -np.abs(self._target - rates)
-        if self._tau > 0:  # the largest of scores with Gumbel noise are drawn by their softmax
+        if self._tau > 0:  # the largest scores with Gumbel noise are samples of their softmax
             scores = scores / self._tau + generator.gumbel(size=len(scores))
         best = np.argsort(-scores, kind="stable")
         return [int(row) for row in np.resize(best, count)]
@@ -326,7 +326,7 @@ class DifficultyBased:
         self._betas = (1 - self._lamb) * self._betas + self._lamb + weight * (1 - expected)
 
     def _stand(self, rate: float, weak: float, strong: float) -> None:
-        """Update the model's rating. Rows that both references solve alike do not change it."""
+        """Update the model's rating. Rows that both references solve equally do not change it."""
         if abs(strong - weak) < 1e-6:
             return
         standing = float((rate - weak) / (strong - weak))

@@ -1,10 +1,10 @@
 """Taskset: chooses the tasks of the next explore step.
 
 Invariants:
-- Rows run on over the borders of epochs; the last rows that fill no batch of training are left out,
-  those of an evaluation are kept.
-- `state` holds the rows handed out and the selector's own state: a resume goes on with exactly the
-  next ones.
+- Batches span the borders of epochs; the last rows that fill no training batch are left out, those
+  of an evaluation are used.
+- `state` holds the number of rows used and the selector's own state: a resume continues with
+  exactly the next ones.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from trireme.task import Task
 from trireme.usercode import UserCode
 
 PassRates = Mapping[int, Mapping[int, float]]
-"""Taskset -> row -> how often it was solved, 0 to 1."""
+"""Maps taskset -> row -> pass rate, 0 to 1."""
 
 _OWN = ("workflow_key", "reward_fn_key")
 
 
 class Exhausted(Exception):
-    """A taskset has handed out all it was asked for: the end of exploring, not a failure."""
+    """A taskset has no more tasks: the end of exploring, not a failure."""
 
 
 _ANSWERS = ("response", "solution")
-"""Columns of answers by default, here and of ms-swift's flags: no user has chosen them."""
+"""The default columns of answers: no user has chosen them."""
 
 
 class Taskset:
-    """Makes rows into tasks, a batch at a time."""
+    """Turns rows into tasks, a batch at a time."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Taskset:
         reads_prompt: bool = True,
     ) -> None:
         """`reads_prompt`: the workflow reads the columns that `format_args` name, so that a row
-        without the answer, or without the `prompt` that is meant where none is named, is refused.
-        `total_steps` goes before `total_epochs`; an evaluation has one epoch.
+        without the answer, or without the default column `prompt` if none is named, is refused.
+        `total_steps` overrides `total_epochs`; an evaluation has one epoch.
 
         `format_args` are the fields of the YAML's `format`; `feature_keys` name the columns of
-        numbers that a selector orders rows by. Raises ValueError where a column is missing or where
-        there is not a single step.
+        numbers that a selector orders rows by. Raises ValueError if a column is missing or if there
+        is not a single step.
         """
         self.name = name
         self.rows = rows
@@ -97,16 +97,16 @@ class Taskset:
         self.total_steps = self._count_steps(total_epochs, total_steps)
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.rows)
 
     @property
     def steps_per_epoch(self) -> float:
-        """Explore steps that one pass over the rows takes; seldom a whole number."""
+        """The number of explore steps in one pass over the rows; seldom a whole number."""
         return len(self.rows) / self.batch_size
 
     def next(self) -> list[Task]:
-        """The tasks of the next explore step. Raises Exhausted after the last."""
+        """Return the tasks of the next explore step. Raises Exhausted after the last."""
         step = math.ceil(self._position / self.batch_size)
         if step >= self.total_steps:
             raise Exhausted(f"taskset '{self.name}' has no more than {self.total_steps} steps")
@@ -116,17 +116,17 @@ class Taskset:
         return [self.task(step + 1, index, row) for index, row in enumerate(self.draw(size))]
 
     def draw(self, count: int) -> list[int]:
-        """The next rows, as the selector has them."""
+        """Return the next rows in the selector's order."""
         self._position += count
         with UserCode(f"the data selector of taskset '{self.name}'", self._selection):
             return self._selection.select(count)
 
     def all(self) -> list[Task]:
-        """Every row once, in their own order; moves nothing on. For evaluation."""
+        """Return every row once, in file order, without advancing. For evaluation."""
         return [self.task(0, row, row) for row in range(len(self.rows))]
 
     def kinds(self) -> list[Task]:
-        """One task of each pair of a workflow and a reward that the rows have."""
+        """Return one task of each pair of a workflow and a reward in the rows."""
         if not any(self._format.get(key) for key in _OWN):
             return [self.task(0, 0, 0)]
         first: dict[str, int] = {}
@@ -136,16 +136,16 @@ class Taskset:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Its id and number of rows."""
+        """Return its id and number of rows."""
         return {self.taskset_id: len(self.rows)}
 
     @property
     def learns(self) -> bool:
-        """True if the rows that it hands out depend on `feedback`."""
+        """True if the selected rows depend on `feedback`."""
         return not isinstance(self._selection, RowOrder)
 
     def feedback(self, rates: PassRates) -> None:
-        """How often its rows were solved; other tasksets' are left aside."""
+        """Update the selector with its rows' pass rates; other tasksets' are ignored."""
         with UserCode(f"the data selector of taskset '{self.name}'", self._selection):
             self._selection.feedback(rates.get(self.taskset_id, {}))
 
@@ -155,7 +155,7 @@ class Taskset:
         return {**state, "selector": self._selection.state()} if self.learns else state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Back to where `state` was taken."""
+        """Restore what `state` returned."""
         self._position = int(state["current_index"])
         if self.learns and "selector" not in state:
             raise ValueError(
@@ -165,9 +165,9 @@ class Taskset:
         self._selection.load_state(state.get("selector", state))
 
     def task(self, step: int, task_id: int, row_index: int) -> Task:
-        """One row as a task of an explore step."""
+        """Make a row into a task of an explore step."""
         row = self.rows[row_index]
-        # each task gets dictionaries of its own: a workflow may write into them
+        # each task has separate dictionaries: a workflow may write into them
         fields = copy.deepcopy(self._fields)
         return Task(
             raw_task=row,
@@ -183,7 +183,9 @@ class Taskset:
         )
 
     def _own(self, row: dict[str, Any], key: str, default: Any) -> Any:
-        """The row's own workflow or reward where the format names a column and it holds one."""
+        """Return the row's own workflow or reward if the format names a column and it has a
+        value.
+        """
         column = self._format.get(key)
         return (row.get(column) if column else None) or default
 
@@ -192,7 +194,7 @@ class Taskset:
             column = self._format.get(key, "prompt" if key == "prompt_key" else None)
             if key == "prompt_key" and not self._reads_prompt and column not in self.rows.columns:
                 column = None if column == "prompt" else column
-            # a data set need not hold answers: only a column that the user chose must be there
+            # a data set need not have answers: only a column that the user chose must exist
             of_answer = key == "response_key"
             optional = of_answer and (column in _ANSWERS or not self._reads_prompt)
             if column and not optional:
@@ -201,7 +203,7 @@ class Taskset:
                 self.rows.require_values(column, f"format.{key}")
 
     def answers_note(self) -> str | None:
-        """How many rows lack the answer that others have, and where; None where none does."""
+        """Describe how many rows lack the answer that others have, and where; None if none does."""
         column = str(self._format.get("response_key"))
         mixed = any(self._format.get(key) for key in _OWN)  # rows of some kinds may need none
         if not self._reads_prompt or mixed or column not in self.rows.columns:
@@ -225,7 +227,9 @@ class Taskset:
 def count_steps(
     source: str, rows: int, batch_size: int, total_epochs: int, total_steps: int | None
 ) -> int:
-    """Explore steps of training. Raises ValueError, beginning with `source`, where it is none."""
+    """Return the explore steps of training. Raises ValueError, beginning with `source`, if there
+    are none.
+    """
     if total_steps is not None:
         return total_steps
     steps = rows * total_epochs // batch_size
@@ -239,7 +243,7 @@ def count_steps(
 
 
 def check_task(row: Mapping[str, Any], prompt_key: str, feature_keys: Sequence[str]) -> None:
-    """Raise ValueError where a row has no prompt, or lacks a number that a selector reads."""
+    """Raise ValueError if a row has no prompt, or lacks a number that a selector needs."""
     if row.get(prompt_key) is None:
         raise ValueError(f"the column '{prompt_key}' (format.prompt_key) is empty")
     for key in feature_keys:
@@ -257,7 +261,9 @@ def _number(row: Mapping[str, Any], key: str) -> float:
 
 
 def _features(rows: Rows, keys: Sequence[str]) -> list[tuple[float, ...]]:
-    """The numbers of each row; none without keys. Raises ValueError naming a row that has none."""
+    """Return the numbers of each row; none without keys. Raises ValueError naming a row without
+    one.
+    """
     for key in keys:
         rows.require(key, "data_selector.feature_keys")
     features: list[tuple[float, ...]] = []
@@ -267,7 +273,7 @@ def _features(rows: Rows, keys: Sequence[str]) -> list[tuple[float, ...]]:
 
 
 class Mixture:
-    """Tasksets, a mixed batch at a time. Named and asked like a Taskset."""
+    """Several tasksets as one, a mixed batch at a time. It has the methods of a Taskset."""
 
     def __init__(
         self,
@@ -277,7 +283,7 @@ class Mixture:
         total_epochs: int = 1,
         total_steps: int | None = None,
     ) -> None:
-        """Raises ValueError where all rows together give not a single step."""
+        """Raises ValueError if all rows together are fewer than one step."""
         self.tasksets = list(tasksets)
         self.name = "+".join(taskset.name for taskset in tasksets)
         self.batch_size = batch_size
@@ -289,11 +295,11 @@ class Mixture:
         self._order: list[int] = []
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self._size
 
     def next(self) -> list[Task]:
-        """The tasks of the next explore step. Raises Exhausted after the last."""
+        """Return the tasks of the next explore step. Raises Exhausted after the last."""
         if self._step >= self.total_steps:
             raise Exhausted(f"tasksets '{self.name}' have no more than {self.total_steps} steps")
         first = self._step * self.batch_size
@@ -306,7 +312,7 @@ class Mixture:
         ]
 
     def all(self) -> list[Task]:
-        """Every row of each taskset once; moves nothing on."""
+        """Return every row of each taskset once, without advancing."""
         return [task for taskset in self.tasksets for task in taskset.all()]
 
     def kinds(self) -> list[Task]:
@@ -315,16 +321,16 @@ class Mixture:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Number of rows of each taskset, by its id."""
+        """Return the number of rows of each taskset, by its id."""
         return {taskset.taskset_id: len(taskset) for taskset in self.tasksets}
 
     @property
     def learns(self) -> bool:
-        """True if the rows that one of them hands out depend on `feedback`."""
+        """True if the selected rows of one taskset depend on `feedback`."""
         return any(taskset.learns for taskset in self.tasksets)
 
     def feedback(self, rates: PassRates) -> None:
-        """How often rows were solved, to the tasksets that they are of."""
+        """Pass the pass rates on to their tasksets."""
         for taskset in self.tasksets:
             taskset.feedback(rates)
 
@@ -333,7 +339,7 @@ class Mixture:
         return {"step": self._step, "tasksets": [taskset.state() for taskset in self.tasksets]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Back to where `state` was taken. Raises ValueError for another number of tasksets."""
+        """Restore what `state` returned. Raises ValueError for another number of tasksets."""
         states = state.get("tasksets", [state])
         if len(states) != len(self.tasksets):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Prepare: makes what the demo needs on the spot: problems, solutions, a model, its tokenizer."""
+"""Prepare: makes the demo's problems, solutions, model and tokenizer on the spot."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ INITIALIZER_RANGE = 0.04
 
 
 def prepare(folder: Path, seed: int) -> Path:
-    """Write train, test and solved problems and the model into `folder`; done before: nothing.
+    """Write train, test and solved problems and the model into `folder`, unless that was done
+    before.
 
-    Raises ValueError where the generator cannot make as many problems as are asked for.
+    Raises ValueError if the generator cannot make as many problems as requested.
     """
     from trireme.demo.problems import make_problems, with_slips
     from trireme.demo.tiny_model import make_tiny_model
@@ -58,7 +59,9 @@ def assets_folder(seed: int) -> Path:
 
 
 def demo_config(overrides: Sequence[str]) -> Path:
-    """The demo's YAML, its model and data made first, from the seed of the overrides if any."""
+    """Return the path of the demo's YAML, after making its model and data, from the seed of the
+    overrides if any.
+    """
     seeds = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
     if seeds and not seeds[-1].isdigit():
         raise ValueError(f"seed is '{seeds[-1]}': expected a whole number, 0 or more")

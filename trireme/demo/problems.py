@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from operator import add, floordiv, mul, sub
 
 SURE_UP_TO = 8
-"""Results that the pupil never gets wrong."""
+"""Results up to this one are never wrong."""
 SLIP_RATE = 0.6
-"""How often a larger one comes out one short."""
+"""The probability that a larger result is one too small."""
 
 _EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = \d+")
 _OPERATORS = {"+": add, "-": sub, "*": mul, "/": floordiv}
@@ -108,9 +108,9 @@ TEMPLATES = (
 def make_problems(
     count: int, *, seed: int, number: int = 9, factor: int = 3, largest: int = 20
 ) -> list[dict[str, str]]:
-    """`count` different problems in random order, the templates in turn.
+    """Make `count` different problems in random order, the templates in turn.
 
-    `number` is the largest that a story names, `factor` the largest that multiplies or divides.
+    `number` is the largest number in a story, `factor` the largest that multiplies or divides.
     """
     stories = [list(_numberings(template, number, factor, largest)) for template in TEMPLATES]
     possible = sum(map(len, stories))
@@ -129,7 +129,9 @@ def make_problems(
 
 
 def _numberings(template: Template, number: int, factor: int, largest: int) -> Iterator[dict]:
-    """Every choice of numbers for which each step gives a whole number from 1 to `largest`."""
+    """Yield every choice of numbers for which each step gives a whole number from 1 to
+    `largest`.
+    """
     letters = [letter for letter in "abcd" if f"{{{letter}}}" in template.story]
     ranges = [
         range(2, factor + 1)
@@ -146,7 +148,7 @@ def _numberings(template: Template, number: int, factor: int, largest: int) -> I
 
 
 def _solve(template: Template, values: dict[str, int], largest: int) -> dict[str, int] | None:
-    """The numbers with the results x, y, z of the steps; None where one is out of bounds."""
+    """Return the numbers with the results x, y, z of the steps; None if one is out of bounds."""
     values = {**values, "2": 2}
     for result, (_, left, operator, right) in zip("xyz", template.steps, strict=False):
         p, q = values[left], values[right]
@@ -175,10 +177,10 @@ def _tell(template: Template, values: dict[str, int], source: random.Random) -> 
 
 
 def with_slips(solution: str, source: random.Random) -> str:
-    """A worked solution as a pupil writes it, line by line, the last result after `####`.
+    """Write a worked solution with a pupil's slips, line by line, the last result after `####`.
 
-    The pupil often counts one short where a result is large, and goes on with it. More of such
-    solutions teach the same mistakes; the reward of the right result does not.
+    The pupil often counts one short at a large result, and continues with it. More of such
+    solutions teach the same mistakes; the reward for the right result does not.
     """
     results: list[int] = []
 
@@ -187,7 +189,7 @@ def with_slips(solution: str, source: random.Random) -> str:
         result: int = _OPERATORS[equation[2]](left, int(equation[3]))
         if result > SURE_UP_TO and source.random() < SLIP_RATE:
             result -= 1
-        results.append(max(result, 1))  # a slip before may leave less than there is to take
+        results.append(max(result, 1))  # an earlier slip may leave less than must be subtracted
         return f"{left} {equation[2]} {equation[3]} = {results[-1]}"
 
     *lines, _ = solution.split("\n")

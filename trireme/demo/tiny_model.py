@@ -1,8 +1,8 @@
 """Tiny model: makes the demo's model and tokenizer on the spot, without a network.
 
-- The vocabulary is what the problems are written with: a word or a number with the space before
-  it is one token, so that decoding is joining, and text that the demo writes comes back exactly.
-- The weights are random and come from the seed: everything the model knows it learns in the run.
+- The vocabulary covers the problems' text: a word or a number with the space before it is one
+  token, so that decoding is joining, and the demo's text is restored exactly.
+- The weights are random, from the seed: the model learns everything in the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: Iterable[str], largest: int = 99) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows every piece of `texts` and the numbers from 0 to `largest`."""
+    """Make a tokenizer that knows every piece of `texts` and the numbers from 0 to `largest`."""
     pieces = {piece for text in texts for piece in re.findall(PIECE, text)}
     numbers = [f" {number}" for number in range(largest + 1)]
     pieces = {piece for piece in pieces if not piece.lstrip().isdigit() or piece[0] != " "}
@@ -88,7 +88,7 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     assert model.generation_config is not None
-    disable_progress_bar()  # nothing of that size needs one, least of all as a run's first line
+    disable_progress_bar()  # unneeded at that size, least of all as a run's first line
     model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

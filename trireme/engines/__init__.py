@@ -1,1 +1,1 @@
-"""Engines: what generates tokens; the embedded one, and those to come, keep one contract."""
+"""Engines: generate tokens. The embedded one and all others implement one contract."""

@@ -1,15 +1,16 @@
-"""Device: the one thread for all work on the accelerator (or the cores), and whose work comes next.
+"""Device: the one thread for all work on the accelerator (or the cores), and the order of that
+work.
 
-An engine step and a train step so exclude each other, and torch keeps one pool of threads. Two
-objects decide whose work comes next:
+So an engine step and a train step exclude each other, and torch needs one pool of threads. Two
+objects decide the order:
 
-- ColocationLock: a trainer and an engine process share one accelerator, and one works at a time;
-  or all ranks of a trainer and as many engines, a pair a device. Before the trainer's work the
-  engines pause, which frees their memory where vLLM can sleep. They go on before the next call of
-  them, or at once where requests wait in them; calls during the trainer's work wait.
+- ColocationLock: a trainer and an engine process share one accelerator, and one works at a time; or
+  all ranks of a trainer and as many engines, one pair per device. Before the trainer's work the
+  engines pause, which frees their memory if they can sleep. They resume before their next call, or
+  at once if they have waiting requests; calls during the trainer's work wait.
 - RolloutBarrier, in deterministic mode only: the engine's next step waits until every live rollout
-  waits on it, since a batch's make-up changes floating-point sums, and byte-equal runs need every
-  step to see the same requests. The explorer counts rollouts in and out; the engine asks `open`.
+  waits on it, since the composition of a batch changes floating-point sums, and byte-equal runs
+  need every step to see the same requests. The explorer registers rollouts; the engine asks `open`.
   The time that a rollout waits for the others does not count as its own: `held` returns it, so that
   only a rollout that hangs itself runs into its time-out.
 """
@@ -31,30 +32,28 @@ if TYPE_CHECKING:
 
 
 class ColocationLock:
-    """Gives the accelerators to the trainer, of which this process is the first rank, or to the
-    engines.
-    """
+    """Gives the accelerators to the trainer (this process is its first rank) or to the engines."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._resting = False
         self._taken = asyncio.Lock()
         self.make_room: Callable[[], Awaitable[object]] | None = None
-        """Has the trainer free what it does not need while the engines work."""
+        """Makes the trainer free what it does not need while the engines work."""
 
     @asynccontextmanager
     async def for_trainer(self) -> AsyncIterator[None]:
-        """The engine rests inside."""
+        """Pause the engine inside the block."""
         async with self._taken:
             if not self._resting:
-                self._resting = True  # now: a caller that comes while the engine pauses waits too
+                self._resting = True  # first: a caller that comes during the pause waits too
                 await self._engine.pause()
             yield
         if self._engine.health().waiting:
             await self.for_engine()
 
     async def for_engine(self) -> None:
-        """The engine works when this returns."""
+        """Wait until the engine may work."""
         if self._resting:
             async with self._taken:
                 if self._resting:
@@ -82,8 +81,8 @@ def set_allocator_options(options: str) -> None:
 
 def expand_segments(expand: bool) -> None:
     """Let GPU memory segments grow, or not, unless the user has set it: micro-batches differ in
-    size, and the gaps that they leave would be lost. An earlier stage of this process may have set
-    the opposite.
+    size, and the gaps between them would be lost. An earlier stage of this process may have set the
+    opposite.
     """
     if not allocator_options():
         set_allocator_options(EXPANDS if expand else FIXED)
@@ -91,14 +90,14 @@ def expand_segments(expand: bool) -> None:
 
 @contextmanager
 def sums_in_order(device: torch.device) -> Iterator[None]:
-    """Use GPU kernels that add in a fixed order, where torch has them; a CPU's all do."""
+    """Use GPU kernels that add in a fixed order, if torch has them; a CPU's all do."""
     if device.type != "cuda":
         yield
         return
     was = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     filling: Any = torch.utils.deterministic
-    filling.fill_uninitialized_memory = False  # nothing reads it, and it costs
+    filling.fill_uninitialized_memory = False  # nothing reads it, and it takes time
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -113,16 +112,16 @@ class RolloutBarrier:
         self.live: set[tuple[Any, ...]] = set()
         self._listeners: list[Any] = []
         self._held: dict[tuple[Any, ...], float] = {}
-        """Seconds of live rollouts, without those since `_since`."""
+        """Seconds that live rollouts have waited, without those since `_since`."""
         self._since: dict[tuple[Any, ...], float] = {}
 
     def on_change(self, wake: Any) -> None:
-        """`wake()` is called whenever a rollout ends, since the barrier may open by it."""
+        """Call `wake()` whenever a rollout ends, since the barrier may open then."""
         self._listeners.append(wake)
 
     @contextmanager
     def rollout(self, key: tuple[Any, ...]) -> Iterator[None]:
-        """`key` (batch, task, run) is live inside."""
+        """Register `key` (batch, task, run) as live inside the block."""
         self.live.add(key)
         try:
             yield
@@ -145,7 +144,7 @@ class RolloutBarrier:
         return is_open
 
     def held(self, key: tuple[Any, ...]) -> float:
-        """Seconds that a live rollout has waited here for the others."""
+        """Return the seconds that a live rollout has waited here for the others."""
         since = self._since.get(key)
         now = 0.0 if since is None else time.monotonic() - since
         return self._held.get(key, 0.0) + now
@@ -158,7 +157,7 @@ class Device:
     """Runs functions one after the other in a worker thread."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """`threads` is how many cores torch uses; None leaves torch's own choice."""
+        """`threads` is the number of cores that torch uses; None leaves torch's own choice."""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         if threads is not None:
             torch.set_num_threads(threads)
@@ -168,13 +167,15 @@ class Device:
         """Seconds of all work so far."""
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)` in the device's thread, after what was asked for before."""
+        """Run `function(*args)` in the device's thread, after the work requested before."""
         async with self.turn():
             return await self.amid_turn(function, *args)
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """The trainer's, of several calls: an engine that shares the device rests inside."""
+        """Reserve the device for several calls of the trainer: an engine that shares it pauses
+        inside.
+        """
         if self.colocation is None:
             yield
             return
@@ -182,10 +183,10 @@ class Device:
             try:
                 yield
             finally:
-                torch.cuda.empty_cache()  # what torch keeps for later the engine needs now
+                torch.cuda.empty_cache()  # the engine needs the memory that torch has cached
 
     async def amid_turn(self, function: Callable[..., T], *args: Any) -> T:
-        """The same, whoever has the device."""
+        """Run a function without waiting for the device's turn."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._work, function, *args)
 
@@ -197,5 +198,5 @@ class Device:
             self.busy += time.monotonic() - began
 
     def close(self) -> None:
-        """End the thread after what runs now."""
+        """End the thread after the running work."""
         self._pool.shutdown(wait=True, cancel_futures=True)

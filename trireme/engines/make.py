@@ -1,6 +1,6 @@
 """Make: makes one engine from its specification, for a run, a judge, a server or a chat.
 
-The engine behind a kind is loaded when one is made: a specification can be written without it.
+A kind's engine is imported when one is made: a specification can be written without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine, and how its server talks where it has one."""
+    """The specification of an engine, and of its server if it has one."""
 
     model: str
     max_model_len: int
@@ -28,7 +28,7 @@ class EngineSpec:
     """Its name in ENGINES."""
     dtype: str = "float32"
     device: str = "cpu"
-    """The embedded engine's; others find their own."""
+    """The embedded engine's device; others find their own."""
     seed: int = 42
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that the engine's kind adds (`EngineKind.options`)."""
@@ -53,7 +53,7 @@ async def make_engine(
     barrier: RolloutBarrier | None = None,
     share_with: Any = None,
 ) -> Engine:
-    """The engine of the specification's kind, with its model loaded; see EngineKind."""
+    """Make the engine of the specification's kind, with its model loaded; see EngineKind."""
     kind = kind_named(spec.kind)
     return await kind.make(spec, tokenizer, device, barrier=barrier, share_with=share_with)
 
@@ -66,8 +66,10 @@ def make_torch_engine(
     barrier: RolloutBarrier | None = None,
     share_with: Any = None,
 ) -> TorchEngine:
-    """The engine of this process; `share_with` is the trainer's module whose tensors it reads."""
-    from trireme.engines.torch.engine import TorchEngine  # 2 s that `check` does without
+    """Make the engine of this process; `share_with` is the trainer's module whose tensors
+    it reads.
+    """
+    from trireme.engines.torch.engine import TorchEngine  # takes 2 s, and `check` does not need it
 
     return TorchEngine(
         spec.model,

@@ -1,4 +1,6 @@
-"""Request: follows one sample from its prompt to its end: stop strings, end tokens, lengths."""
+"""Request: the state of one sample from its prompt to its end: stop strings, end tokens,
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from trireme.engines.engine import COLDEST, HOTTEST, Completion, Sampling, StopReason
 from trireme.engines.sampling import stream_of
 
-_TAIL = 8  # tokens decoded beyond the longest stop string's length, at most one a character
+_TAIL = 8  # tokens decoded in addition to the longest stop string's length, at one character each
 
 
 @dataclass(eq=False)
 class Request:
-    """A row's life. `ids` are the prompt and what was sampled so far."""
+    """One sample. `ids` are the prompt and the tokens sampled so far."""
 
     prompt: list[int]
     sampling: Sampling
@@ -33,20 +35,20 @@ class Request:
     versions: list[int] = field(default_factory=list)
     alternatives: list[dict[int, float]] = field(default_factory=list)
     on_token: Callable[[int, float, dict[int, float]], object] | None = None
-    """Told each token, in the device's thread."""
+    """Called per token, in the device's thread."""
     cached: int = 0
     """Tokens whose keys and values are computed."""
     shared: int = 0
-    """How many of them, from the first, lie in a slot that other requests read too."""
+    """How many of them, from the first, are in a slot that other requests read too."""
     slot: int = 0
     stop_reason: StopReason | None = None
     error: BaseException | None = None
-    """Why the engine cannot go on with this request; the others do not notice."""
+    """The error that ends this request alone."""
     stop: str | int | None = None
 
     @property
     def ids(self) -> list[int]:
-        """All tokens so far."""
+        """Return all tokens so far."""
         return self.prompt + self.out
 
     @property
@@ -62,7 +64,7 @@ class Request:
         version: int,
         tokenizer: PreTrainedTokenizerBase,
     ) -> bool:
-        """Append a token; whether the request has ended by it."""
+        """Append a token; returns True if it ends the request."""
         self.out.append(token)
         self.logprobs.append(logprob)
         self.sampler_logprobs.append(sampler_logprob)
@@ -118,10 +120,11 @@ def make_requests(
     vocabulary: int,
     ends: Iterable[int],
 ) -> list[Request]:
-    """One request a sample, each with a random stream of its own.
+    """Make one request per sample, each with its own random stream.
 
-    `room`: tokens that memory holds; `ends`: the model's end-of-sequence ids. Raises ValueError for
-    a prompt that leaves no room, and for ids that are not among the `vocabulary` ids of the model.
+    `room`: tokens that memory has room for; `ends`: the model's end-of-sequence ids. Raises
+    ValueError for a prompt that leaves no room, and for ids that are not among the `vocabulary` ids
+    of the model.
     """
     room = min(room, max_model_len) - len(ids)
     if not ids or room < 1:
@@ -149,7 +152,7 @@ def make_requests(
 
 
 def checked_ids(ids: Sequence[int], vocabulary: int, what: str) -> list[int]:
-    """Token ids as a list of their own. Raises ValueError for one that the model does not have."""
+    """Copy token ids into a list. Raises ValueError for an id that the model does not have."""
     try:
         tokens = list(map(operator.index, ids))
     except TypeError as error:
@@ -166,7 +169,7 @@ def checked_ids(ids: Sequence[int], vocabulary: int, what: str) -> list[int]:
 def checked_rows(
     rows: Sequence[Sequence[int]], temperature: float, *, vocabulary: int, max_model_len: int
 ) -> list[list[int]]:
-    """Rows that are to be scored. Raises ValueError for one that the model cannot score."""
+    """Check rows to be scored. Raises ValueError for one that the model cannot score."""
     if not 0 <= temperature <= HOTTEST or 0 < temperature < COLDEST:
         raise ValueError(
             f"temperature is {temperature}: expected 0, or a number from {COLDEST:g} to {HOTTEST}"

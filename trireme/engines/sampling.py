@@ -2,7 +2,7 @@
 
 A token's random number is a hash of its request's stream and of its position in the reply, and the
 token is the point where the distribution's running sum passes that number. So a row's tokens do not
-depend on who else is in the batch, on the engine, or on how often the request was interrupted.
+depend on the other rows of the batch, on the engine, or on how often the request was interrupted.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from trireme.engines.engine import Sampling
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _BLOCK = 512
-"""Tokens whose probabilities are summed at once."""
+"""Tokens whose probabilities are summed together."""
 _DRAWN_AT_ONCE = 2**24
 """Probabilities in float64: 128 MiB."""
 
 
 @dataclass
 class Drawn:
-    """One token a row."""
+    """One drawn token per row."""
 
     tokens: Tensor
     """[B]"""
     logprobs: Tensor
-    """[B] log-softmax(logits / temperature), nothing cut."""
+    """[B] log-softmax(logits / temperature), without truncation."""
     sampler_logprobs: Tensor
-    """[B] of the distribution really drawn from."""
+    """[B] of the distribution that was sampled."""
     full: Tensor
     """[B, V] all log-probabilities at the temperature, for alternatives."""
 
 
 def stream_of(seed: int, key: tuple[Any, ...], sample: int) -> int:
-    """The random stream of one request, 64 bits as a signed number."""
+    """Return the random stream of one request, 64 bits as a signed number."""
     digest = hashlib.sha256(repr((seed, key, sample)).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64, one for each stream [B] and position [B], both int64.
+    """Return numbers in [0, 1), float64, for each stream [B] and position [B], both int64.
 
     SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) by its counter. Products and sums of int64 wrap
     around on every device, so that all of them compute the same numbers.
@@ -59,7 +59,7 @@ def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """Shifted right as if without a sign."""
+    """Shift right without sign extension."""
     return (bits >> by) & (2 ** (64 - by) - 1)
 
 
@@ -80,7 +80,7 @@ class RowParameters:
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], device: torch.device) -> RowParameters:
-        """The parameters of these requests, in their order."""
+        """Stack the parameters of these requests, in their order."""
 
         def column(values: list[float], off: Any) -> Tensor | None:
             if all(off(value) for value in values):
@@ -103,7 +103,7 @@ class RowParameters:
 
     @property
     def plain(self) -> bool:
-        """No row cuts or bends the distribution."""
+        """Return True if no row truncates or changes the distribution."""
         return self.top_k is self.top_p is self.min_p is self.penalty is None
 
 
@@ -116,10 +116,10 @@ def draw(
     forbidden: Tensor | None = None,
     sample: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Drawn:
-    """One token a row from logits [B, V].
+    """Draw one token per row from logits [B, V].
 
-    `uniform` [B] are numbers in [0, 1); `seen` [B, V] marks tokens that a repetition penalty
-    concerns; `forbidden` [B, V] those that may not be drawn now (an end before `min_tokens`).
+    `uniform` [B] are numbers in [0, 1); `seen` [B, V] marks tokens that the repetition penalty
+    applies to; `forbidden` [B, V] those that may not be drawn now (an end before `min_tokens`).
     `sample` does what `inverse_cdf` does.
     """
     logits = logits.float()
@@ -147,12 +147,14 @@ def draw(
 
 
 def penalised(logits: Tensor, penalty: Tensor) -> Tensor:
-    """Positive logits divided, negative ones multiplied by the penalty (CTRL, arXiv:1909.05858)."""
+    """Divide positive logits and multiply negative ones by the penalty (CTRL, arXiv:1909.05858)."""
     return torch.where(logits > 0, logits / penalty, logits * penalty)
 
 
 def truncated(logprobs: Tensor, rows: RowParameters) -> Tensor:
-    """log p [B, V] after top-k, top-p and min-p, normalised again; -inf for what was cut."""
+    """Return log p [B, V] after top-k, top-p and min-p, normalised again; -inf for truncated
+    tokens.
+    """
     if rows.top_k is rows.top_p is rows.min_p is None:
         return logprobs
     ordered, order = torch.sort(logprobs, dim=-1, descending=True, stable=True)
@@ -171,9 +173,9 @@ def truncated(logprobs: Tensor, rows: RowParameters) -> Tensor:
 
 
 def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the running sum of p [B, V] passes `uniform` [B].
+    """Return the token at which the running sum of p [B, V] passes `uniform` [B].
 
-    In float64, a few rows at a time, and without waiting for the device.
+    Computed in float64, a few rows at a time, and without waiting for the device.
     """
     size = max(_DRAWN_AT_ONCE // logprobs.shape[1], 1)
     parts = zip(logprobs.split(size), uniform.split(size), strict=True)
@@ -195,10 +197,10 @@ def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _passed(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, 1] where running sums [B, N] first pass `target` [B, 1], and how far it lies beyond the
-    sum before. A target that rounding has put at the last sum, or past it, is put just below: what
-    comes where the sums have ended has no probability. Sums that are NaN, which nothing passes,
-    give the last place: the token's log-probability is NaN too, and those who read it say so.
+    """Return [B, 1] where running sums [B, N] first pass `target` [B, 1], and its distance from the
+    sum before. A target that rounding has moved to the last sum, or past it, is set just below:
+    entries after the end of the sums have no probability. Sums that are NaN, which nothing passes,
+    give the last place: the token's log-probability is NaN too, and its readers report it.
     """
     last = sums[:, -1:]
     target = target.minimum(last.nextafter(torch.zeros_like(last)))

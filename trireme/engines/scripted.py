@@ -1,7 +1,7 @@
 """ScriptedEngine: an engine with scripted replies; for tests of workflows and rewards.
 
-It keeps the Engine contract without a model: ids from a tokenizer, one constant log-probability,
-the current weight version on every token.
+It implements the Engine contract without a model: ids from a tokenizer, one constant
+log-probability, the current weight version on every token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sa
 from trireme.text import joined
 
 LOGPROB = math.log(0.5)
-"""Reported for every token."""
+"""The log-probability of every token."""
 
 
 class ScriptedEngine:
@@ -33,7 +33,7 @@ class ScriptedEngine:
         tokenizer: PreTrainedTokenizerBase,
         max_model_len: int = 4096,
     ) -> None:
-        """A function gets the prompt's text and gives the reply's."""
+        """A function receives the prompt's text and returns the reply's."""
         self._say = replies if callable(replies) else None
         self._replies = iter(()) if callable(replies) else iter(replies)
         self._tokenizer = tokenizer

@@ -1,1 +1,1 @@
-"""Environments: the contract of what agents act in; engines and models know none."""
+"""Environments: the contract of the worlds that agents act in; engines and models know none."""

@@ -1,7 +1,7 @@
-"""Env: what a workflow needs of an environment, and how the usual forms of `step` are read.
+"""Env: the contract of an environment for a workflow, and readers of the usual forms of `step`.
 
-Here too: modules that an environment needs and that a laptop install does not bring, and how an
-environment's tasks are written as data sets.
+It also imports optional modules that an environment needs, and writes an environment's tasks as
+data sets.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from trireme.log import get_logger
 
 class Env(Protocol):
     """An environment with text to read and text to act by. Both may be coroutines; a method
-    `blocking` then gives the same environment for a thread.
+    `blocking` then returns the same environment for a thread.
     """
 
     def reset(self) -> Any:
-        """The first observation, or `(observation, info)`."""
+        """Return the first observation, or `(observation, info)`."""
         ...
 
     def step(self, action: str) -> Any:
-        """`(observation, reward, done, info)`, or gymnasium's five with `truncated`."""
+        """Return `(observation, reward, done, info)`, or gymnasium's five with `truncated`."""
         ...
 
 
@@ -45,17 +45,17 @@ class Seen:
 
 
 class OpenEnv:
-    """An environment while an episode lasts. Its plain methods run in a thread of its own, which
-    also closes it: what hangs there is left there, and holds up no other episode.
+    """An environment during an episode. Its plain methods run in a separate thread, which also
+    closes it: a hanging call stays in that thread, and blocks no other episode.
     """
 
     def __init__(self, name: str, *, thread: bool = True) -> None:
-        """`thread`: plain methods run in a thread of their own; else on the event loop."""
+        """`thread`: plain methods run in a separate thread; otherwise on the event loop."""
         self.env: Any = None
         self._thread = OwnThread(name) if thread else None
 
     async def make(self, make: Callable[..., Any], *args: Any) -> None:
-        """`make(*args)` is the environment, or a coroutine that gives it."""
+        """Make the environment with `make(*args)`, which may be a coroutine."""
 
         def made() -> Any:  # stays in its own thread, which closes it
             self.env = make(*args)
@@ -68,12 +68,12 @@ class OpenEnv:
                 self.env = await self.env
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A method of it, or another of the user's that may take time."""
+        """Call a method of the environment, or another of the user's that may take time."""
         return await call_user(function, *args, away=self._thread and self._thread.run)
 
     async def close(self) -> None:
-        """Close it; in the thread that is not waited for. What a plain `close` fails of there is
-        logged: the episode was lived through.
+        """Close it; in the thread, without waiting. Errors of a plain `close` there are logged: the
+        episode is complete.
         """
         close = getattr(self.env, "close", None)
         in_loop = self._thread is None or is_async(close)
@@ -83,7 +83,7 @@ class OpenEnv:
             await call_user(close)
 
     def _close(self) -> None:
-        """Close the environment in its thread, where it may have been made only meanwhile."""
+        """Close the environment in its thread, where it may have been made only in the meantime."""
         try:
             getattr(self.env, "close", lambda: None)()
         except Exception:
@@ -93,8 +93,8 @@ class OpenEnv:
 
 
 def for_thread(env: Any) -> Any:
-    """The environment for code that does not await: what its `blocking` gives where `reset` is a
-    coroutine and there is one, else itself.
+    """Return the environment for code that does not await: the result of its `blocking` if `reset`
+    is a coroutine and there is one, else itself.
     """
     blocking = getattr(env, "blocking", None) if is_async(getattr(env, "reset", None)) else None
     return env if blocking is None else blocking()
@@ -126,17 +126,19 @@ def after_step(returned: Any) -> Seen:
 
 
 def extra(module: str, environment: str, group: str = "envs") -> Any:
-    """The module. Raises ModuleNotFoundError saying how to install what the environment needs:
-    the `group` of extras that brings it.
+    """Import a module. Raises ModuleNotFoundError with the command that installs it: the `group` of
+    extras that contains it.
     """
     try:
         return import_module(module)
-    except ImportError as error:  # of a module that it needs in another version, too
+    except ImportError as error:  # also of a module that it needs in another version
         raise _not_installed(environment, group, str(error)) from error
 
 
 def refuse_missing(needs: Mapping[str, str]) -> None:
-    """Raise the same where one of the modules -> environments is not there; nothing is imported."""
+    """Raise the same error if one of the modules -> environments is missing; nothing is
+    imported.
+    """
     for module, environment in needs.items():
         if find_spec(module) is None:
             raise _not_installed(environment, "envs", f"No module named '{module}'")

@@ -1,1 +1,1 @@
-"""The explorer: tries tasks, and turns what happens into experiences."""
+"""The explorer: runs tasks and turns their rollouts into experiences."""

@@ -1,12 +1,12 @@
-"""Explorer: tries batch after batch of tasks and puts what came of it into the buffer.
+"""Explorer: tries batch after batch of tasks and puts the resulting experiences into the buffer.
 
 Invariants:
-- A step's experiences are put once, whole groups, with their advantages, or the step is done again
-  after a resume under the same ids; `state` names the first step that is not in the buffer yet.
+- A step's experiences are put once, whole groups, with their advantages, or the step is run again
+  after a resume, under the same ids; `state` names the first step that is not in the buffer yet.
 - Evaluation uses the weights of its step's window and puts nothing into the buffer.
 - A step in which every rollout failed stops the run with the first cause.
-- Steps are put in their order, each as soon as it has ended, while later ones are under way.
-- A resume begins with the meeting at the synchronizer that its last step may not have had.
+- Steps are put in order, each as soon as it has finished, while later ones are still running.
+- A resume begins with the synchronization that its last step may have missed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ Evaluation = dict[str, dict[str, float]]
 
 
 class RolloutsFailed(RuntimeError):
-    """Too many rollouts failed for the run to make sense."""
+    """Too many rollouts failed for the run to continue."""
 
     def __init__(self, sentence: str, trace: str = "") -> None:
-        """`trace` is that of the first that failed, for the log alone."""
+        """`trace` is the traceback of the first failure, for the log alone."""
         super().__init__(sentence, trace)
         self.trace = trace
 
@@ -62,7 +62,7 @@ class RolloutsFailed(RuntimeError):
 
 
 class NothingToTrain(RuntimeError):
-    """Operators or the algorithm left out every experience of a run."""
+    """Operators or the algorithm dropped every experience of a run."""
 
 
 class Explorer:
@@ -86,16 +86,17 @@ class Explorer:
         folder: JobFolder | None = None,
         max_pending: int = 1 << 30,
     ) -> None:
-        """`emit` is told of each step, of a rollout of it, of what failed, and of evaluations as
-        the part that `eval_prefix` names.
+        """`emit` receives an event for each step, a sample rollout, failures and evaluations, the
+        last under the name `eval_prefix`.
 
-        Explorers without taskset and buffer only evaluate. One that runs without a trainer beside
-        it keeps its state in `folder` itself, after every step.
+        Explorers without taskset and buffer only evaluate. An explorer that runs without a trainer
+        saves its own state in `folder` after every step.
 
-        Several explorers of one store have a `name` each: it is in the ids of what they make.
+        Several explorers that share a store have a `name` each, which is part of the ids of their
+        experiences.
 
         `max_failures` is the share of a step's rollouts that may fail before the run stops, and
-        `max_pending` how many steps may be under way at once.
+        `max_pending` how many steps may run at once.
         """
         self.taskset = taskset
         self.eval_tasksets = list(eval_tasksets)
@@ -115,7 +116,7 @@ class Explorer:
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
         self.first_example: dict[str, Any] | None = None
-        """How the first task of the first evaluation taskset went; the same one each time."""
+        """The first task of the first evaluation taskset and its rollout; always the same task."""
         self.last_example: dict[str, Any] | None = None
         self.seconds = {"explore": 0.0, "evaluate": 0.0}
         self.feedback = Feedback()
@@ -125,15 +126,15 @@ class Explorer:
         self._started: dict[int, float] = {}
         self._evaluation_started: dict[int, float] = {}
         self._fresh = True
-        """Nothing was put into the buffer, neither by this process nor before it."""
+        """Whether nothing has been put into the buffer yet, by this process or an earlier one."""
         self._unkept: list[dict[str, float]] = []
-        """The pipeline's metrics of the steps that left nothing to be put."""
+        """The pipeline's metrics of the steps that left no experience to put."""
         self._last_end = 0.0
         self._submitted = asyncio.Event()
         self._collected = asyncio.Event()
 
     async def explore(self) -> None:
-        """Until the taskset is exhausted or the trainer has had enough."""
+        """Explore until the taskset is exhausted or the trainer stops asking."""
         assert self.taskset is not None and self.buffer is not None
         self.scheduler.start()
         self._load_own_state()
@@ -154,11 +155,11 @@ class Explorer:
                 raise NothingToTrain(left_out_by(self._unkept))
         except Closed:
             logger.info("the trainer has had enough: exploring ends at step %d", self.step)
-            # No train step takes what is still under way: it must not delay the last evaluation.
+            # No train step takes the running steps: they must not delay the last evaluation.
             await self.scheduler.close()
         except Exception as error:
-            # Nothing is awaited from here on: the trainer hears of it by the buffer, and must not
-            # be the first to end.
+            # No await from here on: the trainer learns of the end through the buffer and must not
+            # end first.
             await self.buffer.fail(error)
             raise
         finally:
@@ -168,7 +169,7 @@ class Explorer:
         await self.buffer.close()
 
     async def evaluate(self, step: int) -> Evaluation:
-        """All evaluation tasksets with the weights as they are; metrics by taskset name."""
+        """Run all evaluation tasksets with the current weights; returns metrics by taskset name."""
         self.scheduler.start()
         started = time.monotonic()
         await self._submit_evaluation(step)
@@ -177,31 +178,32 @@ class Explorer:
         return evaluation
 
     async def evaluate_last(self, step: int) -> None:
-        """The evaluation at the end, with the final weights."""
+        """Run the final evaluation, with the final weights."""
         if self.eval_tasksets:
             await self.evaluate(step)
 
     async def close(self) -> None:
-        """End the runners, and let go of the operators."""
+        """End the runners and release the operators."""
         await self.scheduler.close()
         await self.pipeline.close()
 
     def state(self, *, putting: bool = False) -> dict[str, Any]:
-        """Where to go on: before the first step whose experiences are not in the buffer.
+        """Return the state to resume from: the first step whose experiences are not in the buffer
+        yet.
 
-        `putting`: as it will be once the step that is being put is there.
+        `putting`: the state as it will be once the step that is being put is there.
         """
         assert self.taskset is not None
         pending = self._pending[putting:]
         state = dict(self._before[pending[0]]) if pending else self._state_now()
         if self.pipeline.resampling is not None:
             state["resampling"] = self.pipeline.resampling.state(putting=putting)
-        if pending and "feedback" in state:  # what was known then, and what has come since
+        if pending and "feedback" in state:  # the feedback known then, and what has arrived since
             state["feedback"] = self.feedback.state() | {"upto": state["feedback"]["upto"]}
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Back to where `state` was taken."""
+        """Restore what `state` returned."""
         assert self.taskset is not None
         self.step = state["step"]
         self._fresh = not self.step
@@ -239,7 +241,7 @@ class Explorer:
         return self.eval_interval > 0 and step % self.eval_interval == 0
 
     async def _collect(self) -> None:
-        """Finish every step, in order, and its evaluation where there is one; for ever."""
+        """Finish every step and its evaluation, in order; never returns."""
         while True:
             while self._pending:
                 step = self._pending[0]
@@ -254,7 +256,7 @@ class Explorer:
             await self._submitted.wait()
 
     async def _ended(self, collector: asyncio.Task[None], most: int = 0) -> None:
-        """Until at most `most` steps are under way. Raises what the collector has raised."""
+        """Wait until at most `most` steps are running. Raises what the collector has raised."""
         while len(self._pending) > most and not collector.done():
             self._collected.clear()
             one_more = asyncio.ensure_future(self._collected.wait())
@@ -299,7 +301,7 @@ class Explorer:
             self._unkept.append(more)
 
     def _look_at_failures(self, when: str, outcomes: Sequence[Outcome], limit: float) -> None:
-        """Say once of each cause how many rollouts failed of it. Raise where they are too many."""
+        """Report once per cause how many rollouts failed of it. Raise if there are too many."""
         failures = [failed for outcome in outcomes for failed in outcome.failures]
         if failures:
             lines = [failure_line(one, o.task) for o in outcomes for one in o.failures]
@@ -316,7 +318,7 @@ class Explorer:
         for cause, failed in causes.items():
             if cause not in self._lost.causes:
                 line = failed[0].fault.place
-                text = told(failed, wanted, when)  # each its own: repeats of one are not shown
+                text = told(failed, wanted, when)  # text differs: repeats of one are not shown
                 logger.warning(f"{text} ({line})" if line else text)
         self._lost.add(wanted, causes)
 
@@ -348,15 +350,15 @@ class Explorer:
         return evaluation
 
     def _load_own_state(self) -> None:
-        """Go on where an explorer without a trainer beside it left off."""
+        """Resume from the state of an explorer that runs without a trainer."""
         if self.folder is not None and os.path.lexists(self.folder.state_of(self.name)):
             state = explorer_state(self.folder.state_of(self.name))
             self.step = state["step"]
-            if state["taskset"]:  # none: a server was the explorer so far
+            if state["taskset"]:  # if empty, a server was the explorer so far
                 self.load_state(state)
 
     def _keep_own_state(self) -> None:
-        """Written after the step's experiences are safe in the store of another process."""
+        """Save the state, after the step's experiences are safe in another process's store."""
         if self.folder is not None:
             state = self.state()
             meta = {"latest_iteration": state.pop("step"), "taskset_states": [state.pop("taskset")]}
@@ -364,7 +366,7 @@ class Explorer:
 
 
 def explorer_state(path: Path) -> dict[str, Any]:
-    """Where the file of an explorer without a trainer beside it says that it stands."""
+    """Read the state that an explorer without a trainer saved to `path`."""
     meta = read_json(path, dict, MOST_BYTES)
     step, states = meta.get("latest_iteration"), meta.get("taskset_states")
     if not isinstance(step, int) or not isinstance(states, list):
@@ -374,7 +376,7 @@ def explorer_state(path: Path) -> dict[str, Any]:
 
 
 def _example(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """What was asked, replied and earned in the first rollout of the first task."""
+    """Return prompt, reply and reward of the first rollout of the first task."""
     if not outcomes or not outcomes[0].experiences:
         return None
     task, shown = outcomes[0].task, outcomes[0].experiences[-1]
@@ -388,7 +390,7 @@ def _example(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
 
 
 def failure_line(failed: Failed, task: Task) -> dict[str, Any]:
-    """A failed rollout, as people look at it."""
+    """Describe a failed rollout for the table that people read."""
     return {
         "eid": f"{failed.key}/0",
         "step": int(str(task.batch_id).partition("/")[0]),
@@ -408,7 +410,7 @@ def failure_line(failed: Failed, task: Task) -> dict[str, Any]:
 
 
 def _to_show(outcomes: Sequence[Outcome]) -> Experience | None:
-    """How a rollout ended, with the truth that it was held to."""
+    """Return the last experience of a rollout, with the task's truth."""
     outcome = next((one for one in outcomes if one.experiences), None)
     if outcome is None:
         return None

@@ -1,8 +1,8 @@
 """Metrics: computes a batch's rollout and evaluation metrics, failures by cause, and pass rates.
 
-Invariant of the pass rates: a step is drawn with those of the steps up to the last synchronisation,
-never with those that happened to be there: in a run whose styles keep a beat, and in one that goes
-on from a checkpoint, the same tasks are asked for.
+Invariant of the pass rates: a step's tasks are drawn with the pass rates of the steps up to the
+last synchronization, never with those that happened to be there. So runs with a fixed
+synchronization interval, and runs resumed from a checkpoint, draw the same tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trireme.explorer.scheduler import Scheduler
 
 
 def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Of a step's runs and experiences, and what failed."""
+    """Compute the metrics of a step's runs, experiences and failures."""
     metrics = run_metrics([e for outcome in outcomes for e in outcome.rollouts])
     failures = [failed for outcome in outcomes for failed in outcome.failures]
     for kind in ("error", "timeout", "empty"):
@@ -37,7 +37,7 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
         metrics["time/task/mean"] = statistics.fmean(seconds)
         metrics["time/task/max"] = max(seconds)
     attempts = [attempt for outcome in outcomes for attempt in outcome.attempts]
-    if attempts:  # what a rollout spends on the model, and on all else that its workflow does
+    if attempts:  # time in the model, and in everything else that the workflow does
         metrics["time/model/mean"] = statistics.fmean(model for _, model in attempts)
         metrics["time/environment/mean"] = statistics.fmean(
             all_ - in_model for all_, in_model in attempts
@@ -46,8 +46,9 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def run_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Mean, max and min over runs of reward, lengths and workflows' own metrics; the standard
-    deviation of the rewards; the shares of runs whose prompt was too long, and that train nothing.
+    """Compute mean, max and min over runs of the reward, lengths and the workflow's own metrics;
+    also the standard deviation of the rewards, and the shares of runs whose prompt was too long or
+    that train nothing.
     """
     values: dict[str, list[float]] = {}
     runs = runs_of(experiences)
@@ -73,8 +74,8 @@ def run_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def runs_of(experiences: Iterable[Experience]) -> list[dict[str, float]]:
-    """One dictionary a run: the last step's reward, sampled tokens of all steps where they are
-    known, own metrics' means.
+    """Return one dictionary per run: the last step's reward, the number of sampled tokens of all
+    steps where known, and the means of the workflow's own metrics.
     """
     rows = []
     for steps in group_by(experiences, "run").values():
@@ -91,7 +92,9 @@ def runs_of(experiences: Iterable[Experience]) -> list[dict[str, float]]:
 
 
 def _std(rewards: Sequence[float]) -> float:
-    """Population; NaN where one is no finite number, or too large to be squared."""
+    """Return the population standard deviation; NaN if a value is not finite or too large to
+    square.
+    """
     try:
         return statistics.pstdev(rewards)
     except (OverflowError, ValueError, AttributeError):
@@ -99,10 +102,10 @@ def _std(rewards: Sequence[float]) -> float:
 
 
 def pass_metrics(per_task: Sequence[Sequence[float]], *, seed: int = 42) -> dict[str, float]:
-    """mean@n, std@n (population) and bootstrapped best@k, worst@k for k = 2, 4, 8 .. n.
+    """Compute mean@n, std@n (population) and bootstrapped best@k, worst@k for k = 2, 4, 8 .. n.
 
-    `per_task`: one value a run, for each task. best@k is the expected maximum of k runs drawn with
-    replacement (1,000 draws a task), averaged over tasks.
+    `per_task`: for each task one value per run. best@k is the expected maximum of k runs drawn with
+    replacement (1,000 draws per task), averaged over tasks.
     """
     per_task = [values for values in per_task if values]
     if not per_task:
@@ -125,7 +128,7 @@ def pass_metrics(per_task: Sequence[Sequence[float]], *, seed: int = 42) -> dict
 
 
 def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dict[str, float]:
-    """`<metric>/mean@n` and so on of an evaluation, and how many rollouts failed.
+    """Compute `<metric>/mean@n` and so on of an evaluation, and how many rollouts failed.
 
     An evaluation must not look better because rollouts failed: their reward and accuracy are 0.
     """
@@ -147,26 +150,26 @@ def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dic
 
 
 Cause = tuple[str, ...]
-"""Whose code, the kind of error, and the line. The message may hold what differs each time."""
+"""Whose code, the kind of error, and its line. The message is left out: it may differ each time."""
 
 
 @dataclass
 class Lost:
-    """The failed rollouts of a run so far."""
+    """The failed rollouts of a run so far, by cause."""
 
     wanted: int = 0
     causes: Counter[Cause] = field(default_factory=Counter)
     _first: dict[Cause, Failed] = field(default_factory=dict)
 
     def add(self, wanted: int, causes: Mapping[Cause, Sequence[Failed]]) -> None:
-        """Those of `wanted` rollouts more."""
+        """Add the failures among `wanted` more rollouts."""
         self.wanted += wanted
         for cause, failures in causes.items():
             self.causes[cause] += len(failures)
             self._first.setdefault(cause, failures[0])
 
     def __str__(self) -> str:
-        """How many of how many, and why."""
+        """Return how many of how many rollouts failed, and why."""
         whys = [
             f"{count} x {self._first[cause].fault.what}: {self._first[cause].fault.text}"
             for cause, count in self.causes.most_common(3)
@@ -177,7 +180,7 @@ class Lost:
 
 
 def by_cause(failures: Sequence[Failed]) -> dict[Cause, list[Failed]]:
-    """Failures of one cause together, in the order in which each first appears."""
+    """Group failures by cause, in the order in which each cause first appears."""
     causes: dict[Cause, list[Failed]] = {}
     for failed in failures:
         fault = failed.fault
@@ -187,33 +190,35 @@ def by_cause(failures: Sequence[Failed]) -> dict[Cause, list[Failed]]:
 
 
 def told(failures: Sequence[Failed], wanted: int, when: str, more: str = "") -> str:
-    """The sentence for failures of one cause, among `wanted` rollouts."""
+    """Return the sentence for failures of one cause, among `wanted` rollouts."""
     fault, count = failures[0].fault, len(failures)
     size = f"all {wanted}" if count == wanted else f"{count} of {wanted}"
     return f"{fault.what} failed in {size} rollouts of {when}{more}: {fault.text}"
 
 
 class Feedback:
-    """Keeps what steps came to until the taskset may hear of it."""
+    """Holds back the pass rates of finished steps until the taskset may use them."""
 
     def __init__(self) -> None:
         self._rates: dict[int, PassRates] = {}
         self._upto = 0
 
     def add(self, step: int, rates: PassRates) -> None:
-        """What a finished step came to."""
+        """Add the pass rates of a finished step."""
         self._rates[step] = rates
 
     def release(self, step: int) -> None:
-        """What is drawn from now on may know all steps up to this one."""
+        """Allow draws from now on to use the rates of all steps up to this one."""
         self._upto = step
 
     def take(self) -> list[PassRates]:
-        """What has been released and not yet taken, step after step."""
+        """Remove and return the rates that are released and not yet taken, in the order of their
+        steps.
+        """
         return [self._rates.pop(step) for step in sorted(self._rates) if step <= self._upto]
 
     def state(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the state in a form that JSON accepts."""
         rates = [
             [step, taskset, row, rate]
             for step, tasksets in self._rates.items()
@@ -223,7 +228,7 @@ class Feedback:
         return {"upto": self._upto, "rates": rates}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Back to where `state` was taken."""
+        """Restore what `state` returned."""
         self._upto = state["upto"]
         self._rates = {}
         for step, taskset, row, rate in state["rates"]:
@@ -232,25 +237,25 @@ class Feedback:
 
 
 MEASURES = ("accuracy", "reward")
-"""What a rollout is worth: the first of these that rollouts have."""
+"""The measures of a rollout's worth: the first of these that the rollouts have counts."""
 
 
 @dataclass
 class Evaluated:
-    """What one model did on one taskset."""
+    """The values and failures of one model on one taskset."""
 
     taskset: str
     measure: str
     values: list[list[float]] = field(default_factory=list)
-    """Of each task, one a rollout; a rollout that failed has 0."""
+    """One list per task, one value per rollout; a failed rollout has 0."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Why, and how often."""
+    """The number of failures by cause."""
 
 
 async def try_tasksets(
     scheduler: Scheduler, tasksets: Sequence[Taskset], rollouts: int | None, max_failures: float
 ) -> list[Evaluated]:
-    """What rollouts of all their tasks are worth; `rollouts` goes before the tasks' own number."""
+    """Run all tasks of each taskset; `rollouts` overrides the tasks' own number of rollouts."""
     names = [f"0/{taskset.name}" for taskset in tasksets]
     for name, taskset in zip(names, tasksets, strict=True):
         tasks = taskset.all()
@@ -264,8 +269,8 @@ async def try_tasksets(
 
 
 def _evaluated(name: str, outcomes: list[Outcome], limit: float) -> Evaluated:
-    """The values of a taskset's rollouts. Raises RuntimeError where every one has failed, or more
-    than the share `limit`.
+    """Return the values of a taskset's rollouts. Raises RuntimeError if every rollout failed, or
+    more than the share `limit`.
     """
     rows = [runs_of(outcome.rollouts) for outcome in outcomes]
     failures = Counter(str(one.fault) for outcome in outcomes for one in outcome.failures)

@@ -2,12 +2,12 @@
 
 Invariants:
 - n rollouts of a task are n run ids, whatever the workflow does; the Runner stamps them.
-- Whatever a user's code raises ends here, once, as a `Failed` with its traceback; it is counted,
-  never a reward.
+- Whatever user code raises ends here, once, as a `Failed` with its traceback; it is counted, never
+  turned into a reward.
 - Each attempt has `max_timeout` seconds; after that its Model is revoked, its requests are aborted
-  and what a late thread still returns is dropped.
-- A retry draws its own random numbers: it does not say again what has just failed. An error of the
-  code itself (a TypeError, say: see usercode.py) is not tried again.
+  and the result of a late thread is dropped.
+- A retry draws new random numbers, so that it does not repeat the reply that failed. An error of
+  the code itself (a TypeError, say: see usercode.py) is not retried.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from trireme.workflows.workflow import NoExperience, WorkflowSpec
 logger = get_logger("explorer")
 
 Key = tuple[Any, ...]
-"""(batch, task, run), and which attempt where it is not the first."""
+"""(batch, task, run), and the number of the attempt if it is not the first."""
 ModelFactory = Callable[[Task, Key], Model]
 
 
 @dataclass
 class Failed:
-    """A rollout that gave no experience: why, and where."""
+    """A rollout that gave no experience, with cause and place."""
 
     key: str
     kind: str
@@ -51,7 +51,7 @@ class Failed:
 
     @property
     def message(self) -> str:
-        """What was raised, in a line."""
+        """Return the error in one line."""
         return self.fault.text
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Failed:
 
 @dataclass
 class Outcome:
-    """What the rollouts of one task (or of a part of them) came to."""
+    """The result of the rollouts of one task, or of a part of them."""
 
     task: Task
     experiences: list[Experience] = field(default_factory=list)
@@ -68,11 +68,11 @@ class Outcome:
     retries: int = 0
     seconds: float = 0.0
     attempts: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of each workflow's call, and those of them in which it waited for the model."""
+    """Per workflow call: its seconds, and how many of them it waited for the model."""
 
     @property
     def rollouts(self) -> list[Experience]:
-        """The task's own: a repeatable workflow may have made groups of others beside them."""
+        """The task's own experiences; a repeatable workflow may have made other groups as well."""
         return [e for e in self.experiences if not is_apart(e, self.task)]
 
     def join(self, other: Outcome) -> None:
@@ -85,25 +85,25 @@ class Outcome:
 
 
 class TimeLimit:
-    """How long an attempt may take: `most` seconds, or less once it is known how long tasks take.
+    """How long an attempt may take: `most` seconds, or less once task durations are known.
 
-    With `ratio` it is that many times the mean of the training tasks that ended, from the time on
-    when `warmup` of them have.
+    With `ratio` the limit is that many times the mean duration of finished training tasks, once
+    `warmup` of them have finished.
     """
 
     def __init__(self, most: float, *, ratio: float | None = None, warmup: int = 1) -> None:
         self.most, self._ratio, self._warmup = most, ratio, warmup
         self._total, self._count = 0.0, 0
         self.told = False
-        """Whether the console has heard of a time-out; the explorer counts them after each step."""
+        """Whether the console has reported a time-out; the explorer counts them after each step."""
 
     def add(self, seconds: float) -> None:
-        """A training task ended after `seconds`."""
+        """Record that a training task took `seconds`."""
         self._total, self._count = self._total + seconds, self._count + 1
 
     @property
     def seconds(self) -> float:
-        """The limit for an attempt that begins now."""
+        """Return the limit for an attempt that begins now."""
         if self._ratio is None or self._count < max(self._warmup, 1):
             return self.most
         return min(self.most, self._ratio * self._total / self._count)
@@ -125,12 +125,12 @@ class Runner:
         explorer: str = "",
         teacher: bool = False,
     ) -> None:
-        """`overlap`: repeats of workflows that block, or start processes, run side by side, as
-        those of others always do.
+        """`overlap`: repeats of workflows that block, or start processes, run concurrently, as
+        those of other workflows always do.
 
-        `teacher`: a model's first auxiliary one scores what the rollouts of training sampled.
+        `teacher`: the first auxiliary model scores the tokens that training rollouts sampled.
 
-        `explorer`: which of several; each samples its own replies to the same tasks.
+        `explorer`: the explorer's name if there are several; each samples its own replies.
         """
         self.make_model = make_model
         self.engine = engine
@@ -143,7 +143,7 @@ class Runner:
         self.log = get_logger(f"explorer_runner_{index}")
 
     async def run(self, task: Task, spec: WorkflowSpec, runs: Sequence[int]) -> Outcome:
-        """All rollouts `runs` of a task. Never raises for what a workflow does."""
+        """Run the rollouts `runs` of a task. Never raises for what a workflow does."""
         started = time.monotonic()
         if spec.can_repeat:
             parts = [await self._rollout(task, spec, list(runs))]
@@ -160,7 +160,7 @@ class Runner:
         return outcome
 
     async def _rollout(self, task: Task, spec: WorkflowSpec, runs: list[int]) -> Outcome:
-        """One call of the workflow (for one run, or for all of a repeatable one), with retries."""
+        """Call the workflow (for one run, or for all of a repeatable one), with retries."""
         outcome = Outcome(task)
         key = ((*batch_order(task), *self.explorer), task.task_id, runs[0])
         with self.barrier.rollout(key) if self.barrier else nullcontext():
@@ -172,8 +172,8 @@ class Runner:
                     outcome.experiences = result
                     self.log.info("%s", _told(rollout_name(task, runs[0]), result))
                     return outcome
-                # the explorer says on the console how many of a step failed of which cause; where
-                # rollouts hang that takes long, and the first time-out is said at once
+                # the explorer reports failures by cause only after the step; where rollouts hang
+                # that takes long, so the first time-out is reported at once
                 first = result.kind == "timeout" and not self.limit.told
                 self.limit.told |= first
                 shown = {"place": result.fault.place} if first else FILE_ONLY
@@ -192,7 +192,9 @@ class Runner:
         key: Key,
         attempts: list[tuple[float, float]],
     ) -> list[Experience] | Failed:
-        """One try: experiences with their ids, or why there are none. `attempts` gets its times."""
+        """Make one attempt: experiences with their ids, or why there are none. Appends to
+        `attempts`.
+        """
         model = self.make_model(task, key)
         name = rollout_name(task, runs[0])
         call = asyncio.create_task(self._call(task, spec, model, runs))
@@ -208,11 +210,11 @@ class Runner:
                 took = "it took" if alone else "it was not done when the rollout had taken"
                 late = f"{took} longer than explorer.{whose} ({seconds:g} s)"
                 return Failed(name, "timeout", Fault(what, late, place, lasting=False))
-            if call.cancelled():  # by its own code: this runner has not cancelled it yet
+            if call.cancelled():  # cancelled by its own code: this runner has not cancelled it yet
                 itself = Fault(spec.label, "it cancelled itself", "", lasting=False)
                 return Failed(name, "error", itself)
             return stamp(call.result(), task, runs, spec)
-        except Exception as error:  # foreign code: the one place where anything may come
+        except Exception as error:  # foreign code: the one place where any exception may occur
             self.engine.health()  # raises: a failed engine is not the workflow's fault
             kind = "empty" if isinstance(error, NoExperience) else "error"
             fault = fault_of(error, spec.label, spec.code)
@@ -226,7 +228,9 @@ class Runner:
             await self.engine.abort(key)
 
     async def _wait(self, call: asyncio.Future[Any], key: Key, seconds: float) -> None:
-        """Until the call is done or has had its `seconds`, those at the barrier not counted."""
+        """Wait until the call is done or has used its `seconds`, not counting time at the
+        barrier.
+        """
         unheld = -self.barrier.held(key) if self.barrier else 0.0
         begun = time.monotonic()
         left = seconds
@@ -238,7 +242,7 @@ class Runner:
     async def _call(
         self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
     ) -> list[Experience]:
-        """The workflow's own code, in its own daemon thread where it blocks, and the teacher."""
+        """Run the workflow's code, in its own daemon thread if it blocks, and the teacher."""
         with UserCode(spec.label, spec.code) as _:
             if spec.blocking:
                 blocking = model.blocking(asyncio.get_running_loop())
@@ -251,13 +255,13 @@ class Runner:
         if self.teacher and not task.is_eval:
             teacher = model.auxiliary[0]
             whose = f"the teacher (explorer.auxiliary_models[0], {teacher.model_path})"
-            with UserCode(whose) as _:  # not the workflow's fault
+            with UserCode(whose) as _:  # a failing teacher is not the workflow's fault
                 await scored(experiences, teacher, model, task.raw_task.get(TEACHER_PROMPT))
         return experiences
 
 
 TEACHER_PROMPT = "teacher_prompt"
-"""The column of a row with what the teacher alone reads, in place of the prompt."""
+"""The column with the prompt that only the teacher reads, in place of the task's prompt."""
 
 
 async def scored(
@@ -266,7 +270,7 @@ async def scored(
     """Give each experience that has none the teacher's log-probabilities of its tokens.
 
     With a `prompt` the teacher reads it in place of the last message that the user of `model` sent
-    before the first reply (OPSD, arXiv:2601.18734); the tokens behind are the same.
+    before the first reply (OPSD, arXiv:2601.18734); the tokens after it are the same.
     """
     for e in experiences:
         if e.teacher_logprobs is not None:
@@ -284,7 +288,7 @@ async def scored(
 
 
 def _told_more(model: Model, tokens: list[int], prompt: Any) -> tuple[list[int], int]:
-    """The ids of a teacher's prompt, and how many of `tokens` they stand for."""
+    """Return the token ids of a teacher's prompt, and how many of `tokens` they replace."""
     if not isinstance(prompt, str):
         raise ValueError(f"the row's {TEACHER_PROMPT} is {prompt!r:.60}: expected text")
     roots = [call for call in model.recorder if call.parent is None and call.messages]
@@ -315,7 +319,7 @@ def _told(name: str, experiences: Sequence[Experience]) -> str:
 async def judge(
     outcome: Outcome, spec: WorkflowSpec, seconds: float, models: Sequence[Any] = ()
 ) -> None:
-    """Have the rollouts of a task judged together; where that fails, all of them have failed."""
+    """Have the rollouts of a task judged together; if that fails, all of them have failed."""
     if spec.judge is None or not outcome.experiences:
         return
     rewards, whose = spec.judge, f"the rewards of {spec.label}"
@@ -350,22 +354,25 @@ def batch_order(task: Task) -> tuple[int, int, str]:
 
 
 def rollout_name(task: Task, run: int) -> str:
-    """A rollout in messages: batch/task/run."""
+    """Name a rollout in messages: batch/task/run."""
     return f"{task.batch_id}/{task.task_id}/{run}"
 
 
 def is_apart(experience: Experience, task: Task) -> bool:
-    """Whether it is of a group that a repeatable workflow made beside the task's own."""
+    """Return True if the experience is in a group that a repeatable workflow made besides the
+    task's.
+    """
     return str(experience.eid.task).startswith(f"{task.task_id}-")
 
 
 def stamp(
     experiences: list[Experience], task: Task, runs: list[int], spec: WorkflowSpec
 ) -> list[Experience]:
-    """Give each experience its id: batch and task here, the run ours (a repeatable workflow's own),
-    the steps its own where they differ, else their places.
+    """Set each experience's id: batch and task from the task; run from the runner, or from the
+    workflow if it repeats itself; step from the workflow if its steps differ, else by position.
 
-    A repeatable workflow that names `eid.task` `<task_id>-<word>` makes a group of its own of that.
+    A repeatable workflow that sets `eid.task` to `<task_id>-<word>` makes a separate group of
+    those.
     """
     by_run: dict[tuple[int | str, int], list[Experience]] = {}
     for e in experiences:

@@ -1,4 +1,4 @@
-"""Scheduler: decides which task runs next, on which runner, and gathers what a batch came to.
+"""Scheduler: decides which task runs next, on which runner, and gathers the outcomes of a batch.
 
 Invariants:
 - Order is (explore step, training before evaluation, place in the batch): nothing overtakes.
@@ -26,7 +26,7 @@ from trireme.workflows.workflow import WorkflowSpec, resolve
 
 logger = get_logger("explorer")
 LEAST_BLOCKED_S = 3.0
-"""A busy machine may hold up the event loop for that long."""
+"""A busy machine may block the event loop for this long."""
 
 
 @dataclass(order=True)
@@ -43,7 +43,7 @@ class _Share:
     dropped: bool = field(default=False, compare=False)
 
     def drop(self) -> None:
-        """Its result is no longer awaited."""
+        """Drop the share: its result is no longer awaited."""
         self.dropped = True
         if self.running is not None:
             self.running.cancel()
@@ -51,14 +51,14 @@ class _Share:
 
 @dataclass(frozen=True)
 class OverRollout:
-    """How a batch goes on without its slowest tasks."""
+    """How a batch ends without waiting for its slowest tasks."""
 
     ratio: float
     """Share of the tasks that need not be waited for."""
     wait_after_min: float
-    """Seconds that they still get when all others have ended."""
+    """Seconds that the remaining tasks get once all others have ended."""
     keep_partial: bool = False
-    """Keep the rollouts that an unfinished task has."""
+    """Keep the finished rollouts of an unfinished task."""
 
 
 class Scheduler:
@@ -74,10 +74,10 @@ class Scheduler:
         further: Callable[[Task], Sequence[Any]] | None = None,
         close_last: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """With `report_interval` what each runner does is logged every so many seconds.
+        """`report_interval`: seconds between log lines with the state of each runner; 0: none.
 
-        `further` makes the auxiliary models that judge a task's rollouts. `close_last` ends what
-        the rollouts used, when none is left.
+        `further` makes the auxiliary models that judge a task's rollouts. `close_last` releases
+        what the rollouts used, once none is left.
         """
         self._runners = list(runners)
         self._max_repeats = max_repeats_per_runner
@@ -96,7 +96,7 @@ class Scheduler:
         self._batches: dict[int | str, list[tuple[Task, list[_Share]]]] = {}
 
     def start(self) -> None:
-        """Begin to take work; once is enough."""
+        """Start to take work; further calls do nothing."""
         if self._workers:
             return
         self._watch = LoopWatch(max(self._runners[0].limit.most, LEAST_BLOCKED_S))
@@ -106,7 +106,7 @@ class Scheduler:
             self._workers.append(asyncio.create_task(self._report()))
 
     async def submit(self, batch_id: int | str, tasks: Sequence[Task]) -> None:
-        """Queue a batch; does not wait for it."""
+        """Queue a batch without waiting for it."""
         loop = asyncio.get_running_loop()
         batch = self._batches.setdefault(batch_id, [])
         for task in tasks:
@@ -123,8 +123,8 @@ class Scheduler:
             self._wake.notify_all()
 
     async def results(self, batch_id: int | str) -> list[Outcome]:
-        """All outcomes of a batch, in the order of its tasks. Each attempt's time-out bounds the
-        wait. With over-rollout the slowest tasks of a training batch may be missing.
+        """Return all outcomes of a batch, in the order of its tasks. Each attempt's time-out bounds
+        the wait. With over-rollout the slowest tasks of a training batch may be missing.
         """
         batch = self._batches.pop(batch_id)
         if self._over is not None and not isinstance(batch_id, str):
@@ -149,16 +149,18 @@ class Scheduler:
         return outcomes
 
     async def _enough(self, batch: list[tuple[Task, list[_Share]]], over: OverRollout) -> None:
-        """Until all have ended, or enough of them and the rest has had its time; drop the rest."""
+        """Wait until all tasks have ended, or enough of them and the time of the rest is up; drop
+        the rest.
+        """
         wanted = math.ceil(len(batch) * (1 - over.ratio))
         tasks = [asyncio.gather(*(p.done for p in shares)) for _, shares in batch if shares]
-        for task in tasks:  # a dropped task ends cancelled: no error is read from it
+        for task in tasks:  # a dropped task ends cancelled: its error is not read
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
         waiting = set(tasks)
         while waiting and len(tasks) - len(waiting) < wanted:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # a failed engine must raise: no task was slow
+                task.result()  # raises if the engine failed: no task was slow
         if waiting:
             await asyncio.wait(waiting, timeout=over.wait_after_min)
         for _, shares in batch:
@@ -167,7 +169,7 @@ class Scheduler:
                     share.drop()
 
     async def close(self) -> None:
-        """Cancel what still runs and forget what waits; `start` may follow."""
+        """Cancel the running tasks and drop the queue; `start` may follow."""
         self._closing = True
         if self._watch is not None:
             self._watch.stop()
@@ -182,7 +184,7 @@ class Scheduler:
         self._workers, self._heap, self._batches = [], [], {}
 
     def states(self) -> list[str]:
-        """What each runner does: its task and for how long, or idle."""
+        """Describe what each runner does: its task and for how long, or idle."""
         now = time.monotonic()
         return [
             f"runner {i}: {self._busy[i][0]} for {now - self._busy[i][1]:.0f} s"
@@ -197,7 +199,7 @@ class Scheduler:
             logger.info("%d tasks wait\n%s", len(self._heap), "\n".join(self.states()))
 
     async def _work(self, index: int, runner: Runner) -> None:
-        # a rollout that fails of the engine while it is being cancelled raises its own error
+        # a rollout that is cancelled while the engine fails raises the engine's error
         while not self._closing:
             async with self._wake:
                 while not self._heap:
@@ -220,7 +222,7 @@ class Scheduler:
             except BaseException as error:  # the engine failed: the batch's waiter raises it
                 if not share.done.done():
                     share.done.set_exception(error)
-                    share.done.exception()  # seen: the batch may end by another share's failure
+                    share.done.exception()  # read: another share may end the batch
             else:
                 if not share.done.done():  # its waiter may have been cancelled
                     share.done.set_result(outcome)
@@ -229,7 +231,7 @@ class Scheduler:
 
 
 def split(repeat_times: int, most: int | None) -> list[list[int]]:
-    """Run ids 0 .. repeat_times - 1 in shares of at most `most`."""
+    """Split run ids 0 .. repeat_times - 1 into shares of at most `most`."""
     size = most or repeat_times
     return [
         list(range(base, min(base + size, repeat_times))) for base in range(0, repeat_times, size)

@@ -1,4 +1,4 @@
-"""Modes: what trainer and explorer do together, whether they are in this process or on Ray.
+"""Modes: run trainer and explorer together, in one process or in several.
 
 `run_both` is the whole main: two coroutines, `explore` and `train`, that meet in the buffer and at
 the synchronizer.
@@ -17,7 +17,7 @@ from trireme.launch.trainer_side import TrainerSide
 async def run_mode(
     stage: Stage, trainer: TrainerSide | None, explorer: ExplorerSide | None, *, measure_end: bool
 ) -> StageResult:
-    """What the plan's mode does with the sides that it has. `measure_end`: see `run_train`."""
+    """Run the plan's mode with the sides that it has. `measure_end`: see `run_train`."""
     if trainer is not None and stage.plan.mode == "train":
         return await run_train(stage, trainer, explorer, measure_end=measure_end)
     assert explorer is not None, "all other modes try tasks"
@@ -27,14 +27,14 @@ async def run_mode(
 
 
 async def run_both(stage: Stage, trainer: TrainerSide, explorer: ExplorerSide) -> StageResult:
-    """Explorer and trainer, each in its coroutine."""
+    """Run explorer and trainer, each in its coroutine."""
 
     async def explore() -> None:
         await explorer.explore()
         await trainer.explored()
 
-    # engine processes of this run have loaded the same files; a user's own servers may have other
-    # weights from an earlier run or stage
+    # engine processes of this run have loaded the same files; a user's own servers may still have
+    # the weights of an earlier run or stage
     if stage.resumed is not None or stage.plan.engine_urls or stage.plan.has_adapter:
         await trainer.refresh()
     await trainer.calibrate()
@@ -48,10 +48,11 @@ async def run_both(stage: Stage, trainer: TrainerSide, explorer: ExplorerSide) -
 async def run_train(
     stage: Stage, trainer: TrainerSide, explorer: ExplorerSide | None, *, measure_end: bool
 ) -> StageResult:
-    """The trainer alone: on a data set (SFT, DPO), or on what explorers of other commands put.
+    """Run the trainer alone: on a data set (SFT, DPO), or on the experiences of other commands'
+    explorers.
 
-    An `explorer` evaluates a supervised stage: before the first one, and after the last one where
-    `measure_end` says so.
+    An `explorer` evaluates a supervised stage: before the first one, and after the last one if
+    `measure_end` is set.
     """
     if explorer is not None and stage.measures_start:
         if stage.plan.has_adapter:
@@ -65,15 +66,15 @@ async def run_train(
 
 
 async def run_explore(stage: Stage, explorer: ExplorerSide) -> StageResult:
-    """The explorer alone: experiences go into the SQL store, weights come from the job folder."""
+    """Run the explorer alone: experiences go to the SQL store, weights come from the job folder."""
     await explorer.explore()
     await explorer.evaluate()
     return await result_of(stage, explorer)
 
 
 async def run_bench(stage: Stage, explorer: ExplorerSide) -> StageResult:
-    """Evaluate the base model and every checkpoint of the job, or its newest one alone; of an API
-    there are none.
+    """Evaluate the base model and every checkpoint of the job, or only the newest; an API
+    has none.
     """
     steps = [] if stage.plan.api else stage.folder.steps()
     if stage.plan.config.explorer.bench_on_latest_checkpoint:
@@ -87,7 +88,7 @@ async def run_bench(stage: Stage, explorer: ExplorerSide) -> StageResult:
 
 
 async def result_of(stage: Stage, *sides: ExplorerSide | TrainerSide | None) -> StageResult:
-    """What all sides of a stage came to; the trainer is the last."""
+    """Merge the results of a stage's sides; the trainer's comes last."""
     result = stage.result()
     for side in filter(None, sides):
         result.add(await side.result())

@@ -1,4 +1,6 @@
-"""Encodes the first prompts of a taskset, and says where they are longer than the model takes."""
+"""Prompts: encodes the first prompts of a taskset, and reports those that are too long for the
+model.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from trireme.workflows.workflow import resolve
 logger = get_logger("launcher")
 ROWS = 64
 SECONDS = 10.0
-"""For the rows of a data set that are encoded beforehand; one that takes long is the last."""
+"""Time limit for encoding a data set's rows beforehand; a row that has begun is finished."""
 
 HIDES_REPLIES = (
     "the chat template writes no role and no generation prompt between a prompt and its reply, so "
@@ -37,13 +39,15 @@ class Prompts(NamedTuple):
     sizes: list[int]
     first: str
     drops_tools: bool
-    """Whether rows have tools of which the chat template writes nothing."""
+    """Whether rows have tools that the chat template leaves out."""
     hides_replies: bool
-    """Whether the chat template writes nothing between a prompt and its reply."""
+    """Whether the chat template leaves out replies."""
 
 
 def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
-    """Those of `ROWS` rows, evenly spread; None where only the workflow knows what it asks."""
+    """Encode the prompts of `ROWS` rows, evenly spread; None if only the workflow knows its
+    prompts.
+    """
     rendered: list[str] = []
     sizes: list[int] = []
     deadline = time.monotonic() + SECONDS
@@ -64,9 +68,9 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
 
 
 def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
-    """The messages and tools of a task's first call; None where only its workflow knows.
+    """Return the messages and tools of a task's first call; None if only its workflow knows.
 
-    Raises ValueError where its workflow makes none of the row.
+    Raises ValueError if its workflow cannot make any from the row.
     """
     spec = resolve(task.workflow)
     code = spec.code
@@ -79,27 +83,27 @@ def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
     name = f"format_messages of workflow '{task.workflow}'"
     try:
         messages = make(task=task, model=None).format_messages()
-    except Exception:  # a user's class may need the model: only the run can say what it asks
+    except Exception:  # a user's class may need the model: only the run knows its prompts
         logger.debug("what %s asks is not known without a model", code, exc_info=True)
         return None
     try:
         return plain_messages(messages), None
     except ValueError as error:
-        if _has_own_run(make):  # which may take what it gives in another form
+        if _has_own_run(make):  # it may convert the messages before it sends them
             return None
         with UserCode(name, code):
             raise Refused(f"{name} gave what is no conversation: {error}") from error
 
 
 def _has_own_run(workflow: type) -> bool:
-    """Whether a user's class asks the model by itself."""
+    """Return True if a user's class calls the model itself."""
     own = takewhile(lambda cls: not cls.__module__.startswith("trireme."), workflow.__mro__)
     return any({"run", "run_async", "ask"} & set(vars(cls)) for cls in own)
 
 
 def check_teacher_prompts(text: Text, taskset: Taskset, limit: int | None) -> None:
-    """Raise ValueError where one of `ROWS` rows has a prompt for the teacher that it cannot read,
-    or that leaves it no room for a reply within its `limit` of tokens.
+    """Raise ValueError if one of `ROWS` rows has a teacher prompt that cannot be encoded, or that
+    leaves no room for a reply within the teacher's `limit` of tokens.
     """
     if TEACHER_PROMPT not in taskset.rows.columns:
         return
@@ -120,8 +124,8 @@ def check_teacher_prompts(text: Text, taskset: Taskset, limit: int | None) -> No
 
 
 def _teacher_size(text: Text, task: Task, prompt: str) -> int:
-    """Tokens of the first call's prompt with the teacher's in its place; where only the workflow
-    knows the messages, of the teacher's alone.
+    """Count the tokens of the first prompt with the teacher's part in place; of the teacher's part
+    alone if only the workflow knows the messages.
     """
     messages, tools = first_messages(task) or ([], None)
     users = [at for at, message in enumerate(messages) if message["role"] == "user"]
@@ -132,12 +136,12 @@ def _teacher_size(text: Text, task: Task, prompt: str) -> int:
 
 
 def longest_prompt(plan: Plan) -> int:
-    """Tokens that a prompt may have, with room for one of the reply."""
+    """Return the most tokens of a prompt that leaves room for one token of the reply."""
     return min(plan.max_prompt_tokens, plan.max_model_len - 1)
 
 
 def too_long(plan: Plan, name: str, prompts: Prompts) -> str | None:
-    """How many of a taskset's prompts are longer than a prompt may be; None where none is."""
+    """Report how many of a taskset's prompts are too long; None if none is."""
     limit = longest_prompt(plan)
     long = sum(size > limit for size in prompts.sizes)
     if not long:
@@ -149,10 +153,10 @@ def too_long(plan: Plan, name: str, prompts: Prompts) -> str | None:
 
 
 def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
-    """What is odd about a taskset's prompts and stops no run."""
+    """Return notes on a taskset's prompts that stop no run."""
     notes = []
     text = too_long(plan, name, prompts)
-    if text is not None and min(prompts.sizes) <= longest_prompt(plan):  # else it is a problem
+    if text is not None and min(prompts.sizes) <= longest_prompt(plan):  # otherwise it is a problem
         notes.append(f"{text}: the longest has {max(prompts.sizes)}")
     if prompts.hides_replies:
         notes.append(HIDES_REPLIES)
@@ -160,7 +164,7 @@ def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
 
 
 def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[Problem]:
-    """A problem for each taskset of which nothing is asked: all of its prompts are too long."""
+    """Return a problem for each taskset whose prompts are all too long."""
     return [
         Problem(
             "",

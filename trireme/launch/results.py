@@ -1,4 +1,4 @@
-"""Results: what a stage, or one side of it, came to, and the summary of all stages of a run."""
+"""Results: the result of a stage, or of one side of it, and the summary of all stages of a run."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from trireme.registry import COMMANDS
 
 @dataclass
 class StageResult:
-    """What a stage, or one side of it, came to."""
+    """The result of a stage, or of one side of it."""
 
     name: str | None
     mode: str
     schema: str
     first: Evaluation | None = None
-    """Evaluation at the start, by taskset."""
+    """The evaluation at the start, by taskset."""
     last: Evaluation | None = None
-    """Evaluation at the end."""
+    """The evaluation at the end."""
     first_example: dict[str, Any] | None = None
     """The first held-out task in the evaluation at the start."""
     last_example: dict[str, Any] | None = None
-    """The same one in the evaluation at the end."""
+    """The same task in the evaluation at the end."""
     steps: int = 0
     ended_by: str = ""
-    """Which callback has ended the training, as a sentence."""
+    """The callback that ended the training, as a sentence."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of exploring, training and evaluating."""
+    """Seconds spent exploring, training and evaluating."""
     model_dir: str | None = None
     warnings: list[dict[str, Any]] = field(default_factory=list)
-    """What the watchdog has seen."""
+    """The watchdog's warnings."""
 
     def add(self, side: StageResult) -> None:
-        """What one side came to; of steps the last side's count."""
+        """Add the result of one side; the step count is that of the last side added."""
         self.first, self.last = side.first or self.first, side.last or self.last
         self.first_example = side.first_example or self.first_example
         self.last_example = side.last_example or self.last_example
@@ -51,7 +51,7 @@ class StageResult:
 
 
 def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) -> Summary:
-    """Accuracies before, after SFT and after RL, and where the model lies."""
+    """Collect the accuracies before, after SFT and after RL, and the folder of the model."""
     summary = Summary()
     for result, plan in zip(results, plans, strict=True):
         fresh = plan.model_from_stage is None
@@ -83,7 +83,7 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
 
 
 def evaluated_at_first(plan: Plan) -> Evaluation | None:
-    """The evaluation before a stage's first step, as an earlier start of the run recorded it."""
+    """Return the evaluation before a stage's first step, as an earlier attempt recorded it."""
     rows = read_metrics(JobFolder(plan.job_dir, plan.explorer_name).monitor / FILE_NAME)
     at_first = (row["metrics"] for row in rows if row["part"] == "eval" and row["step"] == 0)
     evaluation: Evaluation = {}
@@ -94,7 +94,7 @@ def evaluated_at_first(plan: Plan) -> Evaluation | None:
 
 
 def add_example(summary: Summary, label: str, example: dict[str, Any] | None) -> None:
-    """Put a reply to the first held-out task beside those of other stages."""
+    """Add a reply to the first held-out task to those of the other stages."""
     if example is None:
         return
     shown = summary.example or {
@@ -108,12 +108,14 @@ def add_example(summary: Summary, label: str, example: dict[str, Any] | None) ->
 
 
 def accuracy(evaluation: Evaluation | None) -> float | None:
-    """Mean accuracy of the first evaluation taskset, or its mean reward; None without one."""
+    """Return the mean accuracy of the first evaluation taskset, or its mean reward; None without
+    one.
+    """
     return measured(evaluation)[1]
 
 
 def measured(evaluation: Evaluation | None) -> tuple[str | None, float | None]:
-    """What `accuracy` is of, accuracy or reward, and how much it is."""
+    """Return the measure behind `accuracy` (accuracy or reward), and its value."""
     for metrics in (evaluation or {}).values():
         for name in ("accuracy", "reward"):
             for key, value in metrics.items():
@@ -123,7 +125,7 @@ def measured(evaluation: Evaluation | None) -> tuple[str | None, float | None]:
 
 
 def rewards_of(plan: Plan) -> list[float]:
-    """The mean reward of each explore step of a stage, starts before this one included."""
+    """Return the mean reward of each explore step of a stage, earlier attempts included."""
     folder = JobFolder(plan.job_dir, plan.explorer_name)
     rows = read_metrics(folder.monitor / FILE_NAME)
     return values(
@@ -132,19 +134,19 @@ def rewards_of(plan: Plan) -> list[float]:
 
 
 def sampled(plan: Plan) -> str:
-    """How the rollouts of training are drawn."""
+    """Describe how training rollouts are sampled."""
     taskset = plan.config.buffer.explorer_input.taskset
     temperature = None if taskset is None else taskset.rollout_args.temperature
     return drawn(plan.config.model.temperature if temperature is None else temperature)
 
 
 def drawn(temperature: float) -> str:
-    """A temperature in words."""
+    """Describe a temperature."""
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"
 
 
 def explored(plan: Plan, steps: int) -> str:
-    """How an explorer without a trainer beside it ended."""
+    """Describe how an explorer that runs without a trainer ended."""
     early = plan.explore_steps is not None and steps < plan.explore_steps
     why = ", and the trainer wants no more" if early else ": all that there were"
     return f"{plan.explorer_name or 'explorer'} has explored {steps} steps{why}"

@@ -3,12 +3,12 @@
 Invariants:
 - SIGINT, SIGTERM and SIGHUP ask once. A second Ctrl-C ends the process at once, and so does the
   time limit, whatever user code does meanwhile; the message names what was waited for. Both hold
-  also while a library keeps the main thread (Ray's, say, whose cluster does not answer): a thread
-  hears of a signal from Python's own handler in C, for the one in Python waits for that thread.
+  even while a library blocks the main thread (a cluster's client that waits for an answer, say): a
+  thread is woken by Python's handler in C, since the handler in Python waits for the main thread.
 - Child processes see their pipe close; files are renamed when they are whole and stores have
-  transactions: ending at any instruction loses nothing that a resume does not do again.
-- What is still running when the work has ended is cancelled, and not waited for longer than
-  `LEFT_S`: a coroutine may ignore its cancellation, and a run ends all the same.
+  transactions: ending at any instruction loses nothing that a resume does not redo.
+- Coroutines that still run when the work has ended are cancelled, and awaited for at most `LEFT_S`:
+  one may ignore its cancellation, and the run ends all the same.
 """
 
 from __future__ import annotations
@@ -35,54 +35,55 @@ T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 25.0
-"""The limit before a plan is known."""
+"""The time limit before a plan is known."""
 LEFT_S = 5.0
 SAY_S = 1.0
 PYTHON = (sys.prefix, sys.base_prefix)
-"""What lies there is Python's own, or a package."""
+"""Files below these are Python's own, or a package's."""
 
 
 class Stop:
-    """Whether, and by what, the run was asked to end."""
+    """A request to end the run, and the signal that made it."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal that came."""
+        """The first signal received."""
         self.plan: Plan | None = None
-        """What runs."""
+        """The running plan."""
         self.limit = GRACE_S
         self.waits_for: Callable[[], str] = lambda: ""
-        """What the work would end after, as a noun; nothing where it does not say."""
+        """Names what the work waits for, as a noun; empty if it cannot tell."""
         self.gently: Callable[[], bool] = lambda: False
-        """Asks the work to end by itself; False where it has nothing to save."""
+        """Asks the work to end by itself; False if it has nothing to save."""
         self._left = 0
-        """Coroutines that did not end."""
+        """The number of coroutines that did not end."""
         self._lock = threading.RLock()  # a handler may interrupt itself
         self._ending = threading.Lock()
-        """Held by the one thread that ends the process: two may hear a second Ctrl-C."""
+        """Locked by the one thread that ends the process: two may receive a second Ctrl-C."""
         self._asked = self._heard = False
-        """Whether a first signal has reached the main thread, and the one that hears of them."""
+        """Whether a first signal has reached the main thread, and whether it has reached the signal
+        thread."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
 
     def begin(self, plan: Plan) -> None:
-        """`plan` runs from now on."""
+        """Note that `plan` runs from now on."""
         self.plan, self.limit = plan, plan.config.cluster.stop_timeout
         self.waits_for = lambda: ""
 
     @property
     def name(self) -> str:
-        """What people call the signal."""
+        """Return the usual name of the signal."""
         number = self.number or signal.SIGINT
         return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
     @property
     def code(self) -> int:
-        """The exit code: 128 and the signal's number."""
+        """Return the exit code: 128 plus the signal's number."""
         return 128 + (self.number or signal.SIGINT)
 
     def what_is_left(self) -> str:
-        """What the job's folder holds, and what the same command does with it."""
+        """Describe what is saved in the job's folder, and what the same command does with it."""
         plan = self.plan
         if plan is None:
             return "nothing had begun"
@@ -102,7 +103,7 @@ class Stop:
         return f"{saved}; the same command {'goes on from it' if steps else begins}"
 
     def listen(self) -> None:
-        """Receive the signals from now on; again after something else has taken them."""
+        """Receive signals from now on; call again after something else has installed handlers."""
         if threading.current_thread() is threading.main_thread():
             _hear_for(self)
             for number in SIGNALS:
@@ -110,8 +111,12 @@ class Stop:
                     signal.signal(number, self._came)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work` on an event loop of its own. KeyboardInterrupt: it was stopped."""
-        from trireme.trainer.trainer import Stopped  # loads torch, which the command has not yet
+        """Run `work` on a new event loop and return its result. Raises KeyboardInterrupt if it was
+        stopped.
+        """
+        from trireme.trainer.trainer import (
+            Stopped,
+        )  # imports torch, which is still to be loaded
 
         loop = self._loop = asyncio.new_event_loop()
         try:
@@ -130,15 +135,15 @@ class Stop:
             self._left += _close(loop)
 
     def request(self) -> None:
-        """Ask as Ctrl-C does, from another thread; nothing ends the process where it is late."""
+        """Request a stop as Ctrl-C does, from another thread; without the time limit."""
         self.number = self.number or signal.SIGINT
         self._asked = self._heard = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ask)
 
     def ended(self, code: int) -> int:
-        """The exit code; a process with coroutines that do not end goes at once, or Python would
-        throw into them as it goes.
+        """Return the exit code; if coroutines are left, exit at once, since Python would throw into
+        them.
         """
         if self._left:
             sys.stdout.flush()
@@ -148,7 +153,7 @@ class Stop:
         return code
 
     def hear(self, number: int) -> None:
-        """A signal came; its handler may yet have to wait for the main thread."""
+        """Handle a signal at once; its Python handler may yet have to wait for the main thread."""
         if number not in SIGNALS or signal.getsignal(number) != self._came:
             return
         first, self._heard = not self._heard, True
@@ -158,16 +163,16 @@ class Stop:
         first, self._asked = not self._asked, True
         self._begin_to_end(number, first)
         if first and self._loop is None:
-            raise KeyboardInterrupt  # nothing runs that could save anything
+            raise KeyboardInterrupt  # nothing is running that could save anything
         if first and self._loop is not None:
             self._loop.call_soon_threadsafe(self._ask)
 
     def _begin_to_end(self, number: int, first: bool) -> None:
-        """Begin the time limit, once; a second Ctrl-C ends the process."""
+        """Start the time limit, once; a second Ctrl-C ends the process."""
         if not first:
             if number == signal.SIGINT:
                 self._end("ended at once by a second Ctrl-C")
-            return  # SIGTERM may be sent to all processes, and twice
+            return  # SIGTERM may be sent to all processes, and more than once
         with self._lock:
             if self.number is not None:
                 return
@@ -191,7 +196,7 @@ class Stop:
         busy = [f for f in calls if not f.filename.startswith(PYTHON)][-1:]
         where = "".join(f"; the event loop is at {f.filename}:{f.lineno}" for f in busy)
         awaited, left = "the parts of the run to end", ""
-        with suppress(Exception):  # of a folder that is gone: it ends all the same
+        with suppress(Exception):  # the folder may be gone: the process ends all the same
             awaited = self.waits_for() or awaited
             left = f"; {self.what_is_left()}"
         self._end(
@@ -200,7 +205,7 @@ class Stop:
         )
 
     def _end(self, text: str) -> None:
-        """End the process at once: whatever else were asked first might hang."""
+        """End the process at once: any other action might hang."""
         if not self._ending.acquire(blocking=False):
             return
         with suppress(Exception):
@@ -211,9 +216,8 @@ class Stop:
 
 
 def _write(text: str) -> None:
-    """Say it past `sys.stderr`, in the middle of whose work a signal may have come, and only where
-    somebody takes it: a terminal that was closed is the reason for SIGHUP, and nobody may read a
-    pipe.
+    """Write past `sys.stderr`, which the signal may have interrupted, and only if somebody reads
+    it: a closed terminal is the reason for SIGHUP, and nobody may read a pipe.
     """
     with suppress(OSError, ValueError):
         if select.select([], [2], [], SAY_S)[1]:
@@ -221,7 +225,9 @@ def _write(text: str) -> None:
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> int:
-    """End what is left on a loop; how many do not want to end, and are not waited for."""
+    """End what is left on a loop; returns the number of tasks that ignore it, which are
+    abandoned.
+    """
     stuck: set[asyncio.Task[Any]] = set()
     try:
         left = asyncio.all_tasks(loop)
@@ -233,7 +239,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
                 # the log is closed by now
                 say(f"warning: left behind: {_name(task)} ignores that it is cancelled",
                       file=sys.stderr)  # fmt: skip
-            if stuck:  # that they were still there is no news
+            if stuck:  # do not report them again when they are destroyed
                 loop.set_exception_handler(lambda loop, context: None)
         with suppress(asyncio.TimeoutError):
             loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), LEFT_S))
@@ -246,7 +252,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
 
 
 def _name(task: asyncio.Task[Any]) -> str:
-    """Where a task is: the innermost line outside Python's own files and packages."""
+    """Locate a task: the innermost line outside Python's own files and packages."""
     coroutine, line = task.get_coro(), repr(task.get_coro())
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         code = frame.f_code
@@ -257,13 +263,13 @@ def _name(task: asyncio.Task[Any]) -> str:
 
 
 _hearing: list[Stop] = []
-"""Who listens."""
+"""The Stop that receives the signals."""
 _mouth: list[socket.socket] = []
-"""What Python's handler in C writes signals to; never closed, since it goes on writing."""
+"""The socket that Python's handler in C writes signals to; never closed, since it keeps writing."""
 
 
 def _hear_for(stop: Stop) -> None:
-    """From now on a thread of its own tells `stop` of signals, too."""
+    """Start a thread that also reports signals to `stop`."""
     _hearing[:] = [stop]
     if not _mouth:
         ear, mouth = socket.socketpair()
@@ -273,7 +279,10 @@ def _hear_for(stop: Stop) -> None:
         threading.Thread(target=_hear, args=(ear,), name="signals", daemon=True).start()
     number = _mouth[0].fileno()
     before = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
-    if before not in (-1, number):  # an event loop's, in whose process the run is
+    if before not in (
+        -1,
+        number,
+    ):  # that of the event loop around the run
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
 
 
@@ -284,5 +293,5 @@ def _hear(ear: socket.socket) -> None:
 
 
 def _close_mouth() -> None:
-    """In a child, whose signals are not ours."""
+    """Disconnect a child process, whose signals are not ours."""
     signal.set_wakeup_fd(-1)

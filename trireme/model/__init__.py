@@ -1,1 +1,1 @@
-"""Model: what a workflow holds, from messages to token ids and back."""
+"""The model that workflows call: from messages to token ids and back."""

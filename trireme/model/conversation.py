@@ -1,10 +1,11 @@
-"""Conversation: recorded calls as experiences, id for id as they were sampled.
+"""Conversation: turns recorded calls into experiences, with exactly the sampled ids.
 
-- What a call sampled is trained in one experience only, however many conversations begin with it.
-- An experience has one temperature. Where a conversation was sampled at several, it gives one
-  experience for each, on the same ids, each training what was sampled at its own.
+- The sampled tokens of a call are trained in one experience only, however many conversations begin
+  with it.
+- An experience has one temperature. A conversation that was sampled at several gives one experience
+  per temperature, on the same ids, each of which trains the tokens sampled at its own.
 - A reply may be cut back, added to and continued. It then holds several sampled segments with
-  inserted text between them; each segment is a call. What is left of a segment keeps its ids,
+  inserted text between them; each segment is a call. The remainder of a segment keeps its ids,
   log-probabilities and versions; the token that a cut goes through, and all text that was not
   sampled, is encoded and not trained.
 """
@@ -25,8 +26,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def kept_tokens(call: Call, content: str, decode: Decode) -> tuple[int, int] | None:
-    """How many of the call's sampled tokens a reply `content` begins with, and its characters up to
-    there; None where it differs before what the call sampled.
+    """Count how many of the call's sampled tokens match the start of a reply `content`, and the
+    characters up to there; None if it differs before the call's sampled part.
     """
     before = text_before(call)
     if not content.startswith(before):
@@ -36,14 +37,14 @@ def kept_tokens(call: Call, content: str, decode: Decode) -> tuple[int, int] | N
     pairs = enumerate(zip(text, rest, strict=False))
     common = next((n for n, (a, b) in pairs if a != b), min(len(text), len(rest)))
     count = bisect_right(range(len(ids) + 1), common, key=lambda n: len(decode(ids[:n]))) - 1
-    # a token that holds only some bytes of a character decodes to something else
+    # a token with only some bytes of a character decodes to something else
     while count > 0 and not rest.startswith(decode(ids[:count])):
         count -= 1
     return count, len(before) + len(decode(ids[:count]))
 
 
 def cut(call: Call, count: int, decode: Decode) -> Call:
-    """The call as if only its first `count` tokens had been sampled."""
+    """Return the call as if only its first `count` tokens had been sampled."""
     c = call.completion
     ids = c.ids[:count]
     text = decode(ids)
@@ -59,9 +60,9 @@ def cut(call: Call, count: int, decode: Decode) -> Call:
 
 
 def inserted(parent: Call, ids: Sequence[int], content: str, *, index: int) -> Call:
-    """A call in which nothing is sampled: `ids` behind the parent's, in a reply `content`.
+    """Make a call without sampled tokens: `ids` after the parent's, in a reply `content`.
 
-    `index` is that of the newest call: an edit comes after what it edits.
+    `index` is that of the newest call: an edit comes after the call that it edits.
     """
     nothing = Completion([], [], [], [], "length")
     reply = {"role": "assistant", "content": content}
@@ -80,16 +81,16 @@ def inserted(parent: Call, ids: Sequence[int], content: str, *, index: int) -> C
 
 
 def text_before(call: Call) -> str:
-    """What stands in the reply before the call's own part of it."""
+    """Return the part of the reply before the call's own part."""
     content = str((call.reply or {}).get("content") or "")
     sampled = call.completion.text
-    if not content.endswith(sampled):  # calls stand apart
+    if not content.endswith(sampled):  # calls are recorded separately
         sampled = call.shown or ""
     return content.removesuffix(sampled)
 
 
 def token_starts(call: Call, decode: Decode) -> list[int]:
-    """Where in the reply's text each sampled token begins."""
+    """Return the position in the reply's text where each sampled token begins."""
     ids, first = call.completion.ids, len(text_before(call))
     return [first + len(decode(ids[:n])) for n in range(len(ids))]
 
@@ -97,7 +98,7 @@ def token_starts(call: Call, decode: Decode) -> list[int]:
 def experiences_of(
     calls: Sequence[Call], orphans: Collection[Call], decode: Decode
 ) -> list[Experience]:
-    """One experience for each conversation among `calls`; other calls are its prompt."""
+    """Make one experience per conversation among `calls`; other calls are part of its prompt."""
     left = {call for call in calls if call not in orphans}
     done: dict[Call, int] = {}
     out = []
@@ -110,14 +111,14 @@ def experiences_of(
             trained = [call for call in left_calls if call.temperature == temperature]
             upto = path[: path.index(trained[-1]) + 1]
             out.append(experience_of(upto, untrained(trained, done), decode))
-        # a branch that comes later has these calls as its prompt
+        # for later branches these calls are part of the prompt
         left -= set(left_calls[:-1])
     return out
 
 
 def untrained(calls: Sequence[Call], done: dict[Call, int]) -> dict[Call, int]:
-    """From which token on each call is trained, where `done` says how many of what was sampled are
-    trained elsewhere; and they are `done` then. Calls that were cut share their beginning.
+    """Find the token from which on each call is trained: `done` counts its tokens that are trained
+    elsewhere, and is updated. Calls that were cut share their beginning.
     """
     starts = {}
     for call in calls:
@@ -128,8 +129,8 @@ def untrained(calls: Sequence[Call], done: dict[Call, int]) -> dict[Call, int]:
 
 
 def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Decode) -> Experience:
-    """The experience of a conversation in which what the calls `trained` sampled is trained, each
-    from a token on.
+    """Make the experience of a conversation, which trains the sampled tokens of the calls
+    `trained`, each from a given token on.
     """
     last = path[-1]
     if len(path) == 1 and last.truncated:
@@ -175,18 +176,20 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
 
 
 def _told(calls: Sequence[Call]) -> dict[str, Any]:
-    """How many tokens an API says that it sampled; nothing where the ids are those sampled."""
+    """Return the number of sampled tokens that an API reports; empty if the ids are the sampled
+    ones.
+    """
     told = [c.told_tokens for call in calls if (c := call.completion).told_tokens is not None]
     return {TOLD_TOKENS: None if math.isnan(sum(told)) else sum(told)} if told else {}
 
 
 def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:
-    """The experience of one call alone: what went before is its prompt."""
+    """Make the experience of one call: everything before it is its prompt."""
     experience = experience_of(call.path, {call: 0}, decode)
     experience.response_text = call.completion.text
     experience.eid = EID(run=run)
     if call.parent is None and experience.prompt_length <= len(call.inserted):
-        return experience  # nothing of its prompt was sampled
+        return experience  # nothing in its prompt was sampled
     if experience.versions is not None:
         experience.versions[: experience.prompt_length] = -1
     if experience.logprobs is not None:
@@ -197,7 +200,7 @@ def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:
 
 
 def with_metrics(experiences: Sequence[Experience], metrics: dict[str, Any]) -> None:
-    """Add numbers to the metrics of each."""
+    """Add numbers to the metrics of each experience."""
     for experience in experiences:
         experience.metrics.update({name: float(value) for name, value in metrics.items()})
 

@@ -1,7 +1,7 @@
-"""Recorder: records a rollout's calls to the model, and which of them continue which.
+"""Recorder: records a rollout's calls to the model, and which call continues which.
 
 Calls form trees. A call's parent is the one whose ids (prompt and reply) its prompt begins with, so
-that a path from a root down is one conversation, token for token as it was sampled.
+that a path from a root down is one conversation, with exactly the sampled tokens.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from trireme.model.chat_tokens import Message, Recorded
 
 @dataclass(eq=False)
 class Call:
-    """One sampled reply. Of its prompt it holds only what its parent has not."""
+    """One sampled reply. Of its prompt it stores only the part that its parent lacks."""
 
     parent: Call | None
     inserted: list[int]
-    """Prompt ids behind the parent's last one; the whole prompt of a root."""
+    """Prompt ids after the parent's last one; the whole prompt of a root."""
     completion: Completion
     temperature: float
     index: int = 0
-    """Number of the request; the n samples of one share it."""
+    """The number of the request; its n samples share it."""
     messages: list[dict[str, Any]] | None = None
-    """The conversation before the reply; None for a prompt that was not made of messages."""
+    """The conversation before the reply; None if the prompt was not made from messages."""
     reply: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tools_dropped: bool = False
-    """The chat template writes nothing of them."""
+    """Whether the chat template left out the tools."""
     prompt_text: str | None = None
     truncated: bool = False
-    """Its prompt was too long, and nothing was sampled."""
+    """Whether its prompt was too long, so that nothing was sampled."""
     shown: str | None = None
-    """What clients see of the reply beside its tool calls and thinking; None: all of its text."""
+    """The reply as clients see it without its tool calls and thinking; None: all of its text."""
     thinking: str | None = None
-    """What it begins with as it was sampled, where clients see that apart."""
+    """The sampled thinking at its start, if clients see it separately."""
     weights: list[float] | None = None
-    """Weight of each sampled token in the loss, 0: not trained; None: all 1."""
+    """Loss weight of each sampled token, 0: not trained; None: all 1."""
     extended: bool = False
-    """A later call continues it."""
+    """Whether a later call continues it."""
     origin: Call | None = None
-    """The call that this one is the beginning of."""
+    """The call that this one is a prefix of."""
 
     @property
     def path(self) -> list[Call]:
-        """The conversation up to here, from its first call."""
+        """Return the conversation up to here, from its first call."""
         calls: list[Call] = [self]
         while (parent := calls[-1].parent) is not None:
             calls.append(parent)
@@ -57,7 +57,7 @@ class Call:
 
     @property
     def ids(self) -> list[int]:
-        """Prompt and reply."""
+        """Return the ids of prompt and reply."""
         ids: list[int] = []
         for call in self.path:
             ids += call.inserted
@@ -66,21 +66,21 @@ class Call:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of ids that it was sampled from."""
+        """Return the number of ids that it was sampled from."""
         sizes = (len(call.inserted) + len(call.completion.ids) for call in self.path)
         return sum(sizes) - len(self.completion.ids)
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """All messages, the reply included."""
+        """Return all messages, including the reply."""
         return [*(self.messages or []), *([self.reply] if self.reply else [])]
 
     def recorded(self) -> Recorded:
-        """What a continuing prompt needs to know."""
+        """Return the part of the record that a continuing prompt needs."""
         c = self.completion
         ended = c.stop_reason == "stop" and not isinstance(c.stop, str)
         messages = self.conversation
-        if self.thinking and self.reply:  # a template may treat a reply that holds it differently
+        if self.thinking and self.reply:  # a template may treat a reply with thinking differently
             whole = {**self.reply, "content": self.thinking + self.reply["content"]}
             messages = [*messages[:-1], whole]
         return Recorded(messages, c.ids or self.inserted, ended=ended)
@@ -92,34 +92,34 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.splits = 0
-        """Conversations that went on as new ones, because the template rewrote their history."""
+        """Conversations that continued as new ones, because the template rewrote their history."""
         self._children: dict[Call | None, list[Call]] = {None: []}
         self._taken: set[Call] = set()
         self._dropped: set[Call] = set()
 
     def add(self, call: Call) -> None:
-        """Record a reply, and its parent where that is a cut one."""
+        """Record a reply, and its parent if that is a cut call."""
         if call.parent is not None and call.parent not in self._children:
             self.add(call.parent)
         self.calls.append(call)
-        self.calls.sort(key=lambda c: c.index)  # replies may come back in another order
+        self.calls.sort(key=lambda c: c.index)  # replies may arrive out of order
         self._children[call.parent].append(call)
         self._children[call] = []
         if call.parent is not None:
             call.parent.extended = True
 
     def fresh(self) -> list[Call]:
-        """Calls that no `take` has handed out."""
+        """Return the calls that no `take` has returned yet."""
         return [call for call in self.calls if call not in self._taken]
 
     def take(self) -> list[Call]:
-        """`fresh`, and from now on they are not. They stay known: later calls continue them."""
+        """Return the `fresh` calls and mark them as taken. Later calls still continue them."""
         calls = self.fresh()
         self._taken.update(calls)
         return calls
 
     def by_messages(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Call | None:
-        """The call with the longest conversation that `messages` begins with."""
+        """Return the call with the longest conversation that `messages` begins with."""
         best, length = None, 0
         for call in reversed(self.calls):
             if call.messages is None or call.truncated or (call.tools or None) != (tools or None):
@@ -132,7 +132,9 @@ class Recorder:
         return best
 
     def of_turn(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Call]:
-        """Calls whose reply, or a part of it, came behind just these messages; latest first."""
+        """Return the calls whose reply, or a part of it, directly follows these messages; latest
+        first.
+        """
         return [
             call
             for call in reversed(self.calls)
@@ -144,7 +146,7 @@ class Recorder:
         ]
 
     def by_ids(self, prompt: Sequence[int]) -> tuple[Call | None, int]:
-        """The call with the most ids that `prompt` begins with, and how many these are."""
+        """Return the call with the most ids that `prompt` begins with, and their number."""
         best: Call | None = None
         at = 0
         pending: list[tuple[Call, int]] = [(call, 0) for call in self._children[None]]
@@ -160,9 +162,10 @@ class Recorder:
         return best, at
 
     def orphans(self) -> set[Call]:
-        """Calls that were made again and that nothing continues, while something continues another.
+        """Return the calls that were repeated and that nothing continues, while something continues
+        another.
 
-        Such a reply was lost or abandoned: what came later does not follow from it.
+        Such a reply was lost or abandoned: later calls do not follow from it.
         """
         return self._dropped | {
             call
@@ -172,8 +175,8 @@ class Recorder:
         }
 
     def drop_branches(self) -> None:
-        """For a conversation that goes one way: what the last call of a turn does not come from
-        was cut away, and is an orphan.
+        """Mark abandoned replies of a conversation without branches: calls of a turn that its last
+        call does not come from were cut away, and become orphans.
         """
         for call in self.calls:
             if call.messages is not None and not call.truncated:
@@ -193,8 +196,8 @@ def _retries(call: Call, other: Call) -> bool:
 
 
 def _same(message: Message, recorded: Message | None) -> bool:
-    """Whether two messages say the same; the white space around a reply does not count, nor what
-    a client calls who said it, nor thinking that it leaves out.
+    """Return True if two messages have the same content; white space around a reply, a client's
+    speaker names and omitted thinking do not count.
     """
     if recorded is None or message["role"] != recorded["role"]:
         return False
@@ -217,7 +220,7 @@ def _same(message: Message, recorded: Message | None) -> bool:
 
 
 def _plain_calls(calls: Any) -> list[Any]:
-    """Name and arguments of tool calls, however a client writes their JSON again."""
+    """Return name and arguments of tool calls, however a client reformats their JSON."""
     out = []
     for call in calls or ():
         function = call.get("function", {})

@@ -1,7 +1,8 @@
 """Console: prints a run's progress, and the table at its end.
 
-On a terminal one live display (progress, figures, a rollout's text) stays at the bottom and lasting
-lines go above it; elsewhere there are only lines, one a step and every few seconds at most.
+On a terminal, one live display (progress, figures, a rollout's text) stays at the bottom and
+permanent lines go above it; otherwise there are only lines, at most one per step and one every few
+seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from trireme.monitor.figures import (
 )
 from trireme.monitor.terminal import Terminal
 
-if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
+if TYPE_CHECKING:  # importing it would load torch before the thread settings are made
     from trireme.experience import Experience
 
 CHART_WIDTH, CHART_HEIGHT = 60, 6
@@ -58,7 +59,9 @@ class Console:
         rollout_every: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`live`: None asks whether the output is a terminal. If not, a line `every` seconds."""
+        """`live`: None means: if the output is a terminal. Otherwise it prints a line every `every`
+        seconds.
+        """
         self.output = output or Terminal(file=sys.stdout, highlight=False, force_jupyter=False)
         self.live = self.output.is_terminal if live is None else live
         self.every = every
@@ -69,7 +72,7 @@ class Console:
         self._begin("", None, "trainer")
 
     def stage(self, name: str | None, total_steps: int | None, *, by: str = "trainer") -> None:
-        """A stage begins. `by` is the part whose steps count towards `total_steps`."""
+        """Begin a stage. `by` is the part whose steps count towards `total_steps`."""
         self.close()
         self._begin(name or "run", total_steps, by)
         length = (
@@ -83,7 +86,7 @@ class Console:
             self._display.start()
 
     def hear(self, event: Event) -> None:
-        """See Listener."""
+        """Show an event."""
         match event:
             case Noted(text):
                 self.note(text)
@@ -93,7 +96,7 @@ class Console:
                 self.rollout(experience)
 
     def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A part has done a step; evaluations become a lasting line each."""
+        """Show a finished step; each evaluation becomes a permanent line."""
         if part in ("eval", "bench"):
             self._evaluations(step, metrics)
             return
@@ -107,8 +110,8 @@ class Console:
             self._times.append((now, step))
         counts = part == self._by
         done = counts and (first or step == self._total)
-        # a line a step at most: another part's figures wait for the step that they belong to, and
-        # before the first one are shown where that part has gone on without it
+        # at most one line per step: another part's figures wait for the step that they belong to;
+        # before the first step they are shown if that part has moved on
         first_of_part = self._begun.setdefault(part, step)
         due = (counts or (first and step > first_of_part)) and now - self._last_line >= self.every
         if not self.live and (done or due):
@@ -116,12 +119,12 @@ class Console:
             self.note(self._progress_line())
 
     def note(self, text: str, style: str = "") -> None:
-        """A lasting line."""
+        """Print a permanent line."""
         self.output.print(Text(text, style=style), soft_wrap=True)
 
     def evaluation(self, name: str, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """A lasting line with the result of one evaluation taskset."""
-        # an explore step is measured with the weights that it used, and the last one once more
+        """Print a permanent line with the result of one evaluation taskset."""
+        # an explore step is evaluated with the weights that it used, and the last one once more
         again = step is not None and (name, step) in self._measured
         when = " at the end" if again else "" if step is None else f" at step {step}"
         if step is not None:
@@ -129,7 +132,7 @@ class Console:
         self.note(f"evaluation {name}{when}: {in_words(metrics, 'evaluation')}", style="green")
 
     def rollout(self, experience: Experience) -> None:
-        """Now and then, the text of a rollout."""
+        """Show the text of a rollout from time to time."""
         now = self.clock()
         if now - self._last_rollout < self.rollout_every:
             return
@@ -148,9 +151,10 @@ class Console:
                 self.note(f"    {line}")
 
     def finish(self, summary: Summary, rewards: Sequence[float] = (), sampled: str = "") -> None:
-        """The end of a run: its curve of `rewards`, how the first held-out task went, and a table.
+        """Print the end of a run: its curve of `rewards`, the replies to the first held-out task,
+        and a table.
 
-        `sampled` says how the rollouts were drawn that earned the rewards.
+        `sampled` describes how the rollouts behind the rewards were sampled.
         """
         self.close()
         self.output.print()
@@ -166,7 +170,7 @@ class Console:
             self.output.print(row, soft_wrap=True)
 
     def close(self) -> None:
-        """Take the live display away; its last state stays as a line."""
+        """Remove the live display; its last state stays as a line."""
         if self._display is not None:
             self._display.stop()
             self._display = None
@@ -204,11 +208,13 @@ class Console:
         )
 
     def _count(self) -> str:
-        """`12/350`, or `12` where the end is not known."""
+        """Return `12/350`, or `12` if the total is unknown."""
         return f"{self._step or 0}" + (f"/{self._total}" if self._total else "")
 
     def _pace(self, *, ended: bool = False) -> list[str]:
-        """Seconds a step over the last steps, and the time left at that pace where there is any."""
+        """Return the seconds per recent step, and the time left at that pace if the total
+        is known.
+        """
         if len(self._times) < 2:
             return []
         (then, first), (now, last) = self._times[0], self._times[-1]
@@ -236,7 +242,7 @@ class Console:
 
 
 def example_lines(example: Mapping[str, Any]) -> list[str]:
-    """The first held-out task, and the replies to it one below the other."""
+    """Return the first held-out task, followed by the replies to it."""
     if not example:
         return []
     lines = [f"a held-out task: {in_one_line(example['prompt'], 200)}"]
@@ -249,7 +255,7 @@ def example_lines(example: Mapping[str, Any]) -> list[str]:
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    """Label and text of each line of the final table; what was not measured has none."""
+    """Return label and text of each line of the final table; unmeasured values have none."""
     rows = []
     before = None
     is_share = summary.measure == "accuracy"
@@ -286,10 +292,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _turns(experience: Experience) -> list[tuple[str, str]]:
-    """What was asked before the first sampled reply, and what was said from then on.
+    """Return the messages before the first sampled reply, and those from it on.
 
-    The middle of a long conversation is left out. Where no messages were recorded, the texts are
-    those of the tokens, with the marks of the chat template.
+    The middle of a long conversation is left out. If no messages were recorded, the texts are
+    decoded from the tokens, with the chat template's special tokens.
     """
     messages, mask = experience.messages or [], experience.mask.tolist()
     sampled = sum(now and not before for before, now in pairwise([False, *mask]))

@@ -1,14 +1,14 @@
 """Events: what a run does, as frozen facts, and the one stream that carries them to its listeners.
 
-- Each listener has a thread of its own and hears all events from its subscription on, in the order
-  in which they were emitted. There are no topics, and no order between listeners.
-- A listener answers nothing. What must be answered (stop, save now) is a method elsewhere.
+- Each listener runs in a separate thread and receives all events from its subscription on, in the
+  order in which they were emitted. There are no topics, and no order between listeners.
+- A listener returns nothing. Requests that need an answer (stop, save now) are methods elsewhere.
 - A listener that raises or hangs costs one warning, which names it, and never the run.
-- `emit` returns when the listeners have heard the event, so that a step's line is written before
+- `emit` returns when the listeners have handled the event, so that a step's line is written before
   its checkpoint is; it waits PATIENCE_S for one that hangs, and not at all for a tracker.
-- Experiences in bulk (`Trained`, `Failures`, the rollouts of `Evaluated`) are heard in the process
-  where they arise, and by no tracker. Where a launcher spreads the parts, all else
-  crosses from the sides' streams to that of the run's process, encoded once.
+- Experiences in bulk (`Trained`, `Failures`, the rollouts of `Evaluated`) are delivered only in the
+  process where they arise, and to no tracker. If a launcher spreads the parts over processes, all
+  other events cross from the sides' streams to that of the run's process, encoded once.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trireme.log import get_logger
 from trireme.text import storable
 
-if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
+if TYPE_CHECKING:  # importing it would load torch before the thread settings are made
     from trireme.experience import Experience
 
 logger = get_logger("launcher")
 
 PATIENCE_S = 10.0
-"""Seconds that `emit` waits for a listener that hangs, once."""
+"""Seconds that `emit` waits for a hanging listener, once."""
 CLOSE_S = 60.0
-"""Seconds that a listener has at the end to write or send what it holds."""
+"""Seconds that a listener has at the end to write or send its backlog."""
 MOST_BEHIND = 10_000
-"""Events that may wait for a listener; one that is further behind hears no more of them."""
+"""Events that may wait for a listener; one that falls further behind gets no more."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """Something that people want to read, as a line."""
+    """A message that people should read, as a line."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """A part of the run, explorer or trainer, has done a step."""
+    """A finished step of one part of the run, explorer or trainer."""
 
     part: str
     step: int
@@ -53,32 +53,34 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation taskset was tried; `part` is eval or bench, which metrics' names begin with."""
+    """A finished evaluation of a taskset; `part` is eval or bench, the prefix of the metrics'
+    names.
+    """
 
     part: str
     step: int
     metrics: Mapping[str, float]
     rollouts: Sequence[Experience] = ()
-    """All of them, in the process that tried them."""
+    """All rollouts, in the process that ran them."""
 
 
 @dataclass(frozen=True)
 class RolloutDone:
-    """A rollout of an explore step, to look at: one of each step."""
+    """A sample rollout of an explore step; one per step."""
 
     experience: Experience
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Rollouts that failed, as lines for people; in the process that tried them."""
+    """Failed rollouts as readable lines; in the process that ran them."""
 
     lines: Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a train step learned from; in the trainer's process, before its StepDone."""
+    """The experiences of a train step; in the trainer's process, before its StepDone."""
 
     step: int
     experiences: Sequence[Experience]
@@ -86,7 +88,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Saved:
-    """The checkpoint of a step is whole."""
+    """A finished checkpoint of a step."""
 
     step: int
 
@@ -103,28 +105,28 @@ Emit = Callable[[Event], None]
 
 
 class Listener(Protocol):
-    """Hears what a run does."""
+    """Follows the events of a run."""
 
     @property
     def name(self) -> str:
-        """By which a warning speaks of it."""
+        """The name of the listener in a warning."""
         ...
 
     def hear(self, event: Event) -> None:
-        """Take note of an event, in a thread of the listener's own."""
+        """Handle an event, in the listener's own thread."""
         ...
 
 
 def light(event: Event) -> Event | None:
-    """An event without experiences in bulk; None where nothing is left."""
+    """Return the event without experiences in bulk; None if nothing is left."""
     if isinstance(event, Evaluated):
         return replace(event, rollouts=())
     return None if isinstance(event, Trained | Failures) else event
 
 
 def measured(event: Event) -> tuple[dict[str, float], int, str] | None:
-    """Metrics, step and part of a step or an evaluation, with names as files and databases take
-    them (rewards name some); None for another event.
+    """Return metrics, step and part of a step or an evaluation, with names that files and databases
+    accept (rewards name some); None for another event.
     """
     if not isinstance(event, StepDone | Evaluated):
         return None
@@ -140,8 +142,8 @@ class Stream:
         self._listening: list[_Listening] = []
 
     def complete(self, name: str, add: Callable[[Event], Event]) -> None:
-        """Have `add` put into each event, before it is heard, what belongs to it: the watchdog's
-        flags, say. One gets what the one before it returned; warnings call it `name`.
+        """Register `add`, which completes each event before listeners receive it, such as with the
+        watchdog's flags. Each `add` receives the result of the one before; warnings call it `name`.
         """
         self._completing.append((add, _Once(name)))
 
@@ -153,17 +155,18 @@ class Stream:
         awaited: bool = True,
         remark: str = "the run goes on without it",
     ) -> None:
-        """Have `listener` hear what is emitted from now on.
+        """Deliver all events from now on to `listener`.
 
-        `start` is called first in its thread; one that cannot start hears nothing. One that is not
-        `awaited` holds up nobody, however long it takes. `remark` ends the warning.
+        `start` is called first in its thread; if it fails, the listener receives nothing. A
+        listener that is not `awaited` delays nobody, however long it takes. `remark` ends the
+        warning.
         """
         self._listening.append(_Listening(listener, awaited, remark))
         if start is not None:
             self._listening[-1].start(start)
 
     def emit(self, event: Event) -> None:
-        """Tell every listener; from any thread."""
+        """Send an event to every listener; from any thread."""
         for add, once in self._completing:
             try:
                 event = add(event)
@@ -184,13 +187,13 @@ class Stream:
 
 
 class _Once:
-    """Warns once of what goes wrong with a listener."""
+    """Warns once about a listener's errors."""
 
     def __init__(self, name: str, remark: str = "the run goes on without it") -> None:
         self._name, self._remark, self._warned = name, remark, False
 
     def warn(self, what: str) -> None:
-        """Say it, if nothing was said of this listener yet."""
+        """Log the warning, unless one was logged for this listener before."""
         if not self._warned:
             self._warned = True
             logger.warning(f"{self._name} {what} ({self._remark})")
@@ -213,14 +216,14 @@ class _Listening:
         def start() -> None:
             try:
                 call()
-            except BaseException as error:  # SystemExit too: the thread has others to serve
+            except BaseException as error:  # SystemExit too: the thread must go on handling events
                 self._unusable = True
                 self._once.warn(f"could not start: {type(error).__name__}: {error}")
 
         self._calls.put(start)
 
     def put(self, event: Event) -> threading.Event:
-        """Hand an event over; what is returned is set once it was heard."""
+        """Queue an event; the returned flag is set once it is handled."""
         done = threading.Event()
         taken = event if self._awaited else light(event)
         if self._calls.qsize() >= MOST_BEHIND:
@@ -244,19 +247,19 @@ class _Listening:
         return done
 
     def wait(self, done: threading.Event, event: Event) -> None:
-        """Until the event was heard, but for a listener that hangs, or hung when it was last asked
-        and has not returned since.
+        """Wait until the event is handled; not for a listener that hangs, or that hung before and
+        has not returned since.
         """
         if self._awaited and not self._late and not done.wait(PATIENCE_S):
             self._late = True
             self._once.warn(f"has not taken a {type(event).__name__} within {PATIENCE_S:g} s")
 
     def end(self) -> None:
-        """End the thread after what it was given."""
+        """End the thread after the queued events."""
         self._calls.put(None)
 
     def join(self) -> None:
-        """Until the thread has ended, up to CLOSE_S."""
+        """Wait until the thread has ended, at most CLOSE_S."""
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             self._once.warn(f"has not ended within {CLOSE_S:g} s")

@@ -1,8 +1,8 @@
 """Figures: selects, formats and explains the metrics that people see, and summarizes a run.
 
-What a metric means, its healthy range, and what to do outside of it stand in metrics.csv. `*` in a
-name there stands for a name that the run gives: a taskset, a reward, a cause. The documentation's
-page of metrics and the names that trackers get are made from it.
+metrics.csv explains each metric: its meaning, its healthy range, and what to do outside of it. `*`
+in a name there stands for a name from the run: a taskset, a reward, a cause. The documentation's
+page of metrics and the trackers' metric names are generated from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from trireme.files import read_json, usable, write_json
 
-# Label, the metrics it may come from (the first that is there), format.
+# Label, the metrics that may supply it (the first present one does), format.
 _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/reward/mean",), ".3f"),
     ("accuracy", ("rollout/accuracy/mean",), ".1%"),
@@ -40,7 +40,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 def figures(
     metrics: Mapping[str, float], kind: Literal["training", "evaluation"]
 ) -> list[tuple[str, str]]:
-    """Label and text of the figures to show; a count of failures only where there are some."""
+    """Return label and text of the figures to show; the count of failures only if there are any."""
     if kind == "evaluation":
         return _evaluation_figures(metrics)
     shown = []
@@ -52,12 +52,14 @@ def figures(
 
 
 def in_words(metrics: Mapping[str, float], kind: Literal["training", "evaluation"]) -> str:
-    """The figures as one text, `reward 0.500  length 8`."""
+    """Format the figures as one text, `reward 0.500  length 8`."""
     return "  ".join(f"{label} {text}" for label, text in figures(metrics, kind))
 
 
 def _evaluation_figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """`accuracy 54.2%`, for several runs a task `accuracy (mean@4) 54.2%`, and how many tasks."""
+    """Format `accuracy 54.2%`, for several runs per task `accuracy (mean@4) 54.2%`, and the number
+    of tasks.
+    """
     shown = []
     for name, form in _EVALUATION:
         for key, value in metrics.items():
@@ -74,21 +76,21 @@ def _evaluation_figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def clock_time(seconds: float) -> str:
-    """`2:07`, from an hour on `1:02:07`."""
+    """Format `2:07`, from an hour on `1:02:07`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def duration(seconds: float) -> str:
-    """`0.41 s`, `12 s`, from two minutes on as `clock_time`."""
+    """Format `0.41 s`, `12 s`, from two minutes on as `clock_time`."""
     if seconds >= 120:
         return clock_time(seconds)
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """The course of `values` as at most `width` blocks, each the mean of an equal part of them."""
+    """Draw `values` as at most `width` blocks, each the mean of an equal part of them."""
     parts = min(width, len(values))
     edges = [round(i * len(values) / parts) for i in range(parts + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -98,7 +100,7 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 
 
 def chart(values: Sequence[float], *, width: int, height: int) -> list[str]:
-    """The course of `values` as columns of blocks, lowest and highest value at the side."""
+    """Draw `values` as columns of blocks, with the lowest and highest value at the side."""
     parts = min(width, len(values))
     edges = [round(i * len(values) / parts) for i in range(parts + 1)]
     means = [fmean(values[a:b]) for a, b in pairwise(edges)]
@@ -113,7 +115,7 @@ def chart(values: Sequence[float], *, width: int, height: int) -> list[str]:
 
 
 def in_one_line(text: str, most: int) -> str:
-    """`text` with line breaks shown as ⏎, without control characters, its middle cut out."""
+    """Return `text` with line breaks shown as ⏎, without control characters, its middle cut out."""
     line = text.strip().replace("\n", " ⏎ ")
     line = "".join(c if c.isprintable() else " " for c in line)
     if len(line) <= most:
@@ -123,7 +125,7 @@ def in_one_line(text: str, most: int) -> str:
 
 
 def spoken(message: Mapping[str, Any]) -> str:
-    """What a message says: its text, then its tool calls, each as `name(arguments)`."""
+    """Return the text of a message, followed by its tool calls, each as `name(arguments)`."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(part.get("text") or f"[{part.get('type')}]" for part in content)
@@ -138,34 +140,34 @@ def spoken(message: Mapping[str, Any]) -> str:
 
 Figures = Mapping[str, float]
 FEW = 3
-"""Steps of which the beginning of a run is made, and the present."""
+"""Steps that make up the beginning of a run, and the present."""
 ROLLOUTS = 32
-"""With fewer rollouts the present is made of more steps: chance is no cause."""
+"""With fewer rollouts, more steps make up the present: chance is no cause."""
 GROUPS = 16
-"""With fewer steps of one group each as well: such a step says how hard its task is."""
+"""With fewer groups, more steps as well: a step of one group mostly shows how hard its task is."""
 KEPT = 64
-"""Steps that are remembered."""
+"""Steps to remember."""
 
 
 def span(rows: Sequence[Figures]) -> str:
-    """These steps in words: `the last 3 steps`."""
+    """Describe these steps: `the last 3 steps`."""
     return "the first step" if len(rows) == 1 else f"the last {len(rows)} steps"
 
 
 @dataclass
 class Course:
-    """What the steps of one part came to so far."""
+    """The steps of one part so far."""
 
     step: int = 0
     first: list[Figures] = field(default_factory=list)
     rows: list[Figures] = field(default_factory=list)
     best: float = 0.0
-    """The highest mean reward that the present has had."""
+    """The highest mean reward of the present so far."""
     ended: bool = False
-    """No step will follow: what there is has to do."""
+    """Whether no step will follow: the present steps have to suffice."""
 
     def add(self, step: int, figures: Figures) -> None:
-        """One step more."""
+        """Add a step."""
         self.step = step
         if len(self.first) < FEW:
             self.first.append(figures)
@@ -176,8 +178,8 @@ class Course:
 
     @property
     def now(self) -> Sequence[Figures]:
-        """The last steps: a few, and so many that they have some rollouts of some groups; none:
-        too early.
+        """Return the last steps: a few, and enough to have some rollouts of some groups; empty: too
+        early.
         """
         for start in range(len(self.rows) - FEW, -1, -1):
             if self._have_enough(start, 1):
@@ -186,11 +188,13 @@ class Course:
 
     @property
     def began(self) -> Sequence[Figures]:
-        """The first steps, where the last ones are others."""
+        """Return the first steps, if they differ from the last ones."""
         return self.first if len(self.rows) >= len(self.now) + FEW else ()
 
     def _have_enough(self, start: int, part: int) -> bool:
-        """Whether the rows from `start` on have enough rollouts and groups, or one in `part`."""
+        """Return True if the rows from `start` on have enough rollouts and groups, or `part` has
+        enough of one.
+        """
         rows = self.rows[start:]
         rollouts = sum(row.get("rollout/runs", ROLLOUTS) for row in rows)
         rollouts += sum(values(rows, "rollout/failed"))
@@ -199,13 +203,15 @@ class Course:
 
 
 def values(rows: Iterable[Figures], name: str) -> list[float]:
-    """A figure in the steps that have it; files hold null where it is no finite number."""
+    """Return a figure of the steps that have it; files hold null for a number that is not
+    finite.
+    """
     cells = (row.get(name) for row in rows)
     return [value for value in cells if value is not None and math.isfinite(value)]
 
 
 def mean(rows: Iterable[Figures], name: str) -> float:
-    """Over the steps that have it; 0 where none has."""
+    """Return the mean over the steps that have it; 0 if none has."""
     numbers = values(rows, name)
     return fmean(numbers) if numbers else 0.0
 
@@ -215,28 +221,27 @@ FILE_NAME = "summary.json"
 
 @dataclass
 class Summary:
-    """Figures of a run over all its stages. Accuracies are shares, 0 to 1; None: not measured, and
+    """Figures of a run over all its stages. Accuracies are shares, 0 to 1; None: not measured and
     not written.
     """
 
     accuracy_before: float | None = None
-    """Of the model as it was given."""
+    """Accuracy of the original model."""
     accuracy_sft: float | None = None
-    """After the supervised stage."""
+    """Accuracy after the supervised stage."""
     accuracy_rl: float | None = None
-    """After the reinforcement stage."""
+    """Accuracy after the reinforcement stage."""
     accuracy_more_sft: float | None = None
-    """What the reinforcement stage's wall time of more supervised training would have reached."""
+    """Accuracy if the reinforcement stage's wall time had gone into more supervised training."""
     example: dict[str, Any] = field(default_factory=dict)
-    """The first held-out task: `prompt`, `truth`, how its replies are `drawn`, and before and after
-    each stage the reply: its `text` and `reward`.
-    """
+    """The first held-out task: `prompt`, `truth`, how its replies are `drawn`, and the reply before
+    and after each stage: its `text` and `reward`."""
     measure: str = "accuracy"
-    """What these four are of: `reward` where the evaluation tells no accuracy but a mean reward."""
+    """The measure of these four: `reward` if the evaluation has no accuracy but a mean reward."""
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each stage (`run` where there are none) the first and last evaluation, by taskset."""
+    """First and last evaluation of each stage (`run` if there are none), by taskset."""
     steps: dict[str, int] = field(default_factory=dict)
-    """The step that each stage has come to."""
+    """The last step of each stage."""
     wall_s: float = 0.0
     """Seconds from start to end."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -244,9 +249,9 @@ class Summary:
     model_dir: str | None = None
     """The folder of the trained model; None where none was saved."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
-    """What the watchdog has seen: stage, cause, step, and the text with what to do."""
+    """The watchdog's warnings: stage, cause, step, and the text with the remedy."""
     next_command: str | None = None
-    """What to try next."""
+    """The command to try next."""
 
     def write(self, folder: str | Path) -> Path:
         """Write `<folder>/summary.json`, whole or not at all."""
@@ -257,15 +262,15 @@ class Summary:
 
     @classmethod
     def read(cls, folder: str | Path) -> Summary:
-        """The summary that `write` left in a folder."""
+        """Read the summary that `write` left in a folder."""
         return cls(**read_json(Path(folder) / FILE_NAME))
 
 
 class Metric(NamedTuple):
-    """One metric, or those of one pattern."""
+    """A metric, or the metrics of one pattern."""
 
     section: str
-    """The question that it answers."""
+    """The question that the metric answers."""
     name: str
     meaning: str
     healthy: str
@@ -273,24 +278,24 @@ class Metric(NamedTuple):
     otherwise: str
     """What to do outside of that range."""
     usual: str
-    """The name that other trainers give the same figure."""
+    """The name of the same figure in other trainers."""
 
 
 @cache
 def known_metrics() -> tuple[Metric, ...]:
-    """All rows of the table."""
+    """Return all rows of the table."""
     text = (files("trireme.monitor") / "metrics.csv").read_text(encoding="utf-8")
     return tuple(Metric(**row) for row in csv.DictReader(text.splitlines()))
 
 
 @cache
 def usual_names() -> dict[str, str]:
-    """Our name of a metric -> the usual one."""
+    """Map our name of a metric to the usual one."""
     return {metric.name: metric.usual for metric in known_metrics() if metric.usual}
 
 
 def metric_of(name: str) -> Metric | None:
-    """What is known of a metric; None: nothing. Of several patterns that fit, the first counts."""
+    """Look a metric up; None if it is unknown. Of several matching patterns the first counts."""
     exact = [metric for metric in known_metrics() if metric.name == name]
     for metric in exact or known_metrics():
         if re.fullmatch(".+".join(map(re.escape, metric.name.split("*"))), name):

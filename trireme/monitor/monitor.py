@@ -1,11 +1,11 @@
 """Monitor: writes a run's metrics to `metrics.jsonl`, step by step.
 
 Invariants:
-- `metrics.jsonl` has one whole line a step and part: `keep_until` takes away what a resumed run
-  will do again, and a step that comes again nevertheless replaces its own line.
-- Two processes may write the same file: each line is appended under a lock, and neither keeps it
-  open, since it may be replaced by a shorter one.
-- A number that is not finite is written as null, never as text that JSON does not know.
+- `metrics.jsonl` has one whole line per step and part: `keep_until` removes the steps that a
+  resumed run repeats, and a step that is repeated nevertheless replaces its line.
+- Two processes may write the same file: each line is appended under a lock, and neither process
+  keeps the file open, since it may be replaced by a shorter one.
+- A number that is not finite is written as null, never as text that JSON does not allow.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class JsonLinesMonitor:
             self._steps = {(row["part"], row["step"]) for row in _rows(self.path)}
 
     def keep_until(self, steps: Mapping[str, int]) -> None:
-        """Take away the lines of each named part that are of later steps than this one."""
+        """Remove the lines of each named part after the given step."""
         if any(step > steps.get(part, step) for part, step in self._steps):
             self._rewrite(lambda row: row["step"] <= steps.get(row["part"], row["step"]))
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """One write call a line; a line that there was of this step goes."""
+        """Write a line with one write call; an earlier line of the same step is removed."""
         row = {
             "time": round(time.time(), 3),
             "part": part,
@@ -62,12 +62,12 @@ class JsonLinesMonitor:
             file.write((json.dumps(row, allow_nan=False) + "\n").encode())
 
     def hear(self, event: Event) -> None:
-        """See Listener."""
+        """Write the metrics of an event."""
         if (figures := measured(event)) is not None:
             self.log(*figures)
 
     def _rewrite(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """The file with the wanted lines alone: written whole, then renamed."""
+        """Replace the file by one with the wanted lines only, by renaming."""
         with in_turn(self._lock):
             rows = [row for row in _rows(self.path) if wanted(row)]
             write_jsonl(self.path, rows)
@@ -75,7 +75,9 @@ class JsonLinesMonitor:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` in file order; of an older run's doubled steps the last."""
+    """Return the rows of a `metrics.jsonl` in file order; if a step is there twice, the
+    last row.
+    """
     rows = {(row["part"], row["step"]): row for row in _rows(Path(path))}
     return list(rows.values())
 

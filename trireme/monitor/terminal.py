@@ -1,4 +1,4 @@
-"""Terminal: rich's console, on which the words of others command nothing."""
+"""Terminal: rich's console, on which foreign text cannot issue terminal commands."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trireme.text import shown
 
 
 class Terminal(Console):
-    """Prints texts as `shown`; its own colours and cursor movements are no texts."""
+    """Prints texts as `shown`; rich's own colours and cursor movements pass through."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """See `Console.render`."""
+        """Implement rich's `Console.render`."""
         for segment in super().render(renderable, options):
             if not segment.control and (text := shown(segment.text)) != segment.text:
                 segment = Segment(text, segment.style)

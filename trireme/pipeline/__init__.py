@@ -1,1 +1,1 @@
-"""Between explorer and buffer: what is done to a step's experiences before they are trained."""
+"""The steps between explorer and buffer: operators on a step's experiences before training."""

@@ -1,10 +1,10 @@
 """Operators: runs users' steps of the experience pipeline; defines the built-in ones.
 
-Two forms. A function `(experiences, *, options)`, plain or `async`; and a class whose options go
-into the constructor and whose `process(experiences)`, plain or `async`, is called for each explore
-step, between an optional `prepare()` and `close()`. Either returns `(experiences, metrics)`, or the
-experiences alone. Nothing is remembered from step to step: a run that resumes from a checkpoint
-makes its operators anew.
+There are two forms. A function `(experiences, *, options)`, plain or `async`; and a class whose
+constructor receives the options and whose `process(experiences)`, plain or `async`, is called for
+each explore step, between an optional `prepare()` and `close()`. Either returns `(experiences,
+metrics)`, or the experiences alone. No state survives from step to step: a run that resumes from a
+checkpoint makes its operators again.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SELECTOR_METRIC = "selector_metric"
 
 
 class ExperienceOperator(ABC):
-    """The class form."""
+    """An operator in the class form."""
 
     @abstractmethod
     def process(self, exps: list[Experience]) -> Any:
-        """All experiences of an explore step -> those that stay, and metrics."""
+        """Process all experiences of an explore step; returns those that stay, and metrics."""
 
 
 class OperatorFailed(RuntimeError):
-    """A user's operator raised, or gave back what cannot be trained."""
+    """A user's operator raised, or returned experiences that cannot be trained."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Operator:
     name: str
     function: Callable[..., Any]
     made: Any = None
-    """The instance, where it is a class."""
+    """The instance, if it is a class."""
     changes_reward: bool = False
 
     async def __call__(self, experiences: Sequence[Experience]) -> Operated:
@@ -91,7 +91,9 @@ class Operator:
             ) from error
 
     def refuse_unknown_rows(self, told: PassRates, sizes: Mapping[int, int]) -> None:
-        """Raise OperatorFailed for a row that its taskset has not; `sizes` are theirs in rows."""
+        """Raise OperatorFailed for a row that its taskset does not have; `sizes` are the numbers of
+        rows.
+        """
         for taskset, rows in told.items():
             if taskset not in sizes:
                 raise OperatorFailed(
@@ -107,12 +109,12 @@ class Operator:
                 )
 
     async def prepare(self) -> None:
-        """Once, before the first step."""
+        """Prepare once, before the first step."""
         if (function := getattr(self.made, "prepare", None)) is not None:
             await self._call(function)
 
     async def close(self) -> None:
-        """Once, at the end."""
+        """Close once, at the end."""
         if (function := getattr(self.made, "close", None)) is not None:
             await self._call(function)
 
@@ -142,7 +144,9 @@ class Operator:
 
 
 def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: str) -> Operator:
-    """The operator that `name` stands for. ValueError, naming `key`, for what it cannot be."""
+    """Make the operator that `name` stands for. Raises ValueError, naming `key`, if that is
+    impossible.
+    """
     if not name:
         raise ValueError(f"{key}.name is not given: expected an {registry.name}")
     try:
@@ -163,7 +167,7 @@ def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: s
     if not inspect.isclass(operator):
         refuse_signature(whose, operator, operator, "(experiences)", **options)
         function = partial(operator, **options) if options else operator
-        if operator.__module__ == _BUILT_IN:  # looks at its options first, and here at nothing else
+        if operator.__module__ == _BUILT_IN:  # its options are checked first, and nothing else here
             try:
                 function([])
             except ValueError as error:
@@ -178,8 +182,8 @@ def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: s
 
 
 def changes_reward(function: Any) -> Any:
-    """Decorator: the rewards that the function leaves are not those that the reward functions gave,
-    so that an advantage of single rewards cannot stand behind it.
+    """Mark a function that changes rewards, after which an advantage of single rewards is
+    impossible.
     """
     function.changes_reward = True
     return function
@@ -266,9 +270,9 @@ def pass_rate_calculator(experiences: list[Experience]) -> Operated:
 
 
 def pass_rates(experiences: Sequence[Experience]) -> PassRates:
-    """Taskset -> row -> the mean reward of a task's last steps, clipped to 0 to 1.
+    """Return taskset -> row -> the mean reward of a task's last steps, clipped to 0 to 1.
 
-    A row that several tasks tried has the mean of them; one without a reward has none.
+    A row of several tasks has their mean; one without a reward is left out.
     """
     tried: dict[tuple[int, int], list[float]] = {}
     of_rows = [e for e in experiences if e.info.get("task_index")]

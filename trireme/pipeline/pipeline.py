@@ -1,13 +1,13 @@
 """Pipeline: runs operators on a step's experiences before the buffer, and on a taskset's rows.
 
 The raw experiences are stored for people to look at, the operators change and filter them in the
-YAML's order, then group-relative advantages are computed, here and not in the trainer, because
-only here are groups known to be whole. With that a group is sealed: it goes into the buffer as it
-is, and as old as its oldest token.
+YAML's order, then group-relative advantages are computed, here and not in the trainer, because only
+here are groups known to be whole. That seals a group: it goes into the buffer unchanged, and is as
+old as its oldest token.
 
-A task operator is a function `(rows, *, options) -> rows`, or a class with `process(rows)`, of
-dictionaries; it is called once. What is left lies in the job's folder: a run that resumes from a
-checkpoint has the same rows, and people can look at them.
+A task operator is a function `(rows, *, options) -> rows`, or a class with `process(rows)`, on
+dictionaries; it is called once. The resulting rows are stored in the job's folder: a run that
+resumes from a checkpoint has the same rows, and people can look at them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ KEY = "data_processor.task_pipeline.operators"
 
 
 class Resampling:
-    """An explore step of which the algorithm leaves groups out is followed by further ones, until
-    a train batch is full; at most `max_resample_times` of them.
+    """Decides how many further explore steps follow one whose groups the algorithm leaves out,
+    until a train batch is full; at most `max_resample_times`.
     """
 
     def __init__(self, most: int, *, batch_size: int, rollouts: int) -> None:
@@ -68,12 +68,12 @@ class Resampling:
 
     @property
     def times(self) -> int:
-        """Further explore steps that the batch has taken, with the present one."""
+        """Further explore steps that the batch has taken, including the present one."""
         return max(self._steps + 1 - self._planned, 0)
 
     @property
     def missing(self) -> int:
-        """Experiences that the present explore step has to give, whatever their rewards."""
+        """Experiences that the present explore step must provide, whatever their rewards."""
         return self._batch_size - self._collected if self.times >= self._most else 0
 
     def add(self, kept: int, refilled: int) -> dict[str, float]:
@@ -104,8 +104,8 @@ class Resampling:
         self._steps, self._collected = self._after
 
     def state(self, *, putting: bool = False) -> dict[str, int]:
-        """The state that a resume needs; `putting`: as it will be once the added experiences are in
-        the buffer.
+        """Return the state that a resume needs; `putting`: as it will be once the added experiences
+        are in the buffer.
         """
         steps, collected = self._after if putting else self._before
         return {"steps": steps, "collected": collected}
@@ -127,25 +127,25 @@ class Pipeline:
         operators: Sequence[Operator] = (),
         resampling: Resampling | None = None,
     ) -> None:
-        """`raw` keeps every experience as the workflow returned it. `resampling` says when groups
-        that the algorithm leaves out are trained all the same.
+        """`raw` stores every experience as the workflow returned it. `resampling` decides when
+        groups that the algorithm leaves out are trained anyway.
         """
         self.recipe = recipe
         self.raw = raw
         self.operators = tuple(operators)
         self.resampling = resampling
         self.pass_rates: PassRates | None = None
-        """Taskset -> row -> how often the last step solved it; None: no operator here has reported
-        it.
-        """
+        """Maps taskset -> row -> pass rate in the last step; None: no operator here has reported
+        it."""
         self._prepared = False
 
     async def run(
         self, experiences: Sequence[Experience], *, sizes: Mapping[int, int] | None = None
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Run the operators: one explore step's experiences -> those to be trained, and metrics.
+        """Run the operators on one explore step's experiences; returns those to train on, and
+        metrics.
 
-        `sizes`, taskset -> its number of rows: what operators report to a selector must fit them.
+        `sizes`, taskset -> its number of rows: operators' reports to a selector must fit them.
         """
         if not self._prepared:
             self._prepared = True
@@ -185,14 +185,12 @@ class Pipeline:
         return kept, {f"experience_pipeline/{name}": value for name, value in metrics.items()}
 
     def _tell(self, rates: PassRates) -> None:
-        """Add to the reports of earlier operators; of a row that both name, the later one
-        counts.
-        """
+        """Add to the reports of earlier operators; for a row in both, the later one counts."""
         told = self.pass_rates or {}
         self.pass_rates = told | {of: told.get(of, {}) | rows for of, rows in rates.items()}
 
     async def close(self) -> None:
-        """Let go of what the operators hold."""
+        """Release the operators' resources."""
         if self._prepared:
             for operator in self.operators:
                 await operator.close()
@@ -213,8 +211,8 @@ def _not_finite(experiences: Sequence[Experience]) -> int:
 
 
 def task_operators(config: Config) -> dict[str, OperatorConfig]:
-    """Key -> operator of `task_pipeline`. Names that only Data-Juicer may know become its
-    operators, those in a row together.
+    """Map key -> operator of `task_pipeline`. Names that only Data-Juicer may know become its
+    operators, adjacent ones together.
     """
     tasks, service = config.data_processor.task_pipeline, config.service.data_juicer
     out: dict[str, OperatorConfig] = {}
@@ -234,7 +232,9 @@ def task_operators(config: Config) -> dict[str, OperatorConfig]:
 
 
 def make_task_operators(operators: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Operator]:
-    """Operators by name with their options. Raises ValueError naming the key of a wrong one."""
+    """Make operators by name with their options. Raises ValueError naming the key of a
+    wrong one.
+    """
     return [
         make_operator(TASK_OPERATORS, name, args, f"{KEY}[{index}]")
         for index, (name, args) in enumerate(operators)
@@ -244,9 +244,10 @@ def make_task_operators(operators: Sequence[tuple[str, Mapping[str, Any]]]) -> l
 def prepared(
     rows: Rows, operators: Sequence[tuple[str, Mapping[str, Any]]], folder: Path, name: str
 ) -> Rows:
-    """The rows after all operators: made now, or by an earlier start of this run with the same.
+    """Return the rows after all operators: made now, or by an earlier attempt of this run with the
+    same ones.
 
-    Raises ValueError where none is left, OperatorFailed where an operator fails.
+    Raises ValueError if none is left, OperatorFailed if an operator fails.
     """
     cache_key = json.dumps(
         [rows.source, len(rows), *map(list, operators)], sort_keys=True, default=str
@@ -286,7 +287,7 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def left_out_by(rows: Sequence[Figures]) -> str:
-    """The number of experiences of these steps that are trained, and who left out the others."""
+    """Describe how many experiences of these steps are trained, and what left out the others."""
     start, end = "experience_pipeline/", "/dropped"
     made, kept, filtered, bad = (
         sum(values(rows, start + name)) for name in ("made", "kept", "filtered_count", "not_finite")
@@ -306,8 +307,8 @@ def left_out_by(rows: Sequence[Figures]) -> str:
 
 
 def _alike(rows: Sequence[Figures], operator: str) -> str:
-    """The groups that `dapo_dynamic_sampling` left out, as text: how many were all right, how many
-    wrong.
+    """Describe the groups that `dapo_dynamic_sampling` left out: how many were all right, how many
+    all wrong.
     """
     right, wrong = (sum(values(rows, f"{operator}/all_{name}")) for name in ("right", "wrong"))
     if not right + wrong:

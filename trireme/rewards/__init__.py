@@ -1,1 +1,1 @@
-"""Rewards: what an answer is worth."""
+"""Rewards: functions that score answers."""

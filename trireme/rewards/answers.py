@@ -1,9 +1,10 @@
-"""Answers: what a reply says the result is, and whether two results are the same mathematics.
+"""Answers: extracts the result from a reply, and decides whether two results are mathematically
+equal.
 
 Two plain numbers, or two equal texts, are compared exactly and at once. Only the rest goes to
-math-verify, which knows LaTeX and takes milliseconds. It runs without its time-outs, for these use
-signals and fail outside the main thread; so what could take it long (towers of powers, long texts,
-large factorials) is not given to it and counts as different.
+math-verify, which knows LaTeX and takes milliseconds. It runs without its time-outs, since these
+use signals and fail outside the main thread; so slow cases (towers of powers, long texts, large
+factorials) are not passed to it and count as different.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 LONGEST = 300
-"""Characters of an answer that is compared as mathematics."""
+"""Most characters of an answer that is compared as mathematics."""
 _TAIL = 4000
-"""Characters at the end of a reply in which its result is looked for."""
+"""The number of characters at the end of a reply that are searched for its result."""
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,2})?(?:/\d+)?%?")
 _NUMBER_IN_TEXT = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
 _ONE_NUMBER = re.compile(_NUMBER_IN_TEXT.pattern + r"(?!\w)")
@@ -39,7 +40,7 @@ _LARGE = re.compile(r"(?:\^|\*\*)\s*[({]*\s*[-+]?\d{4,}|\d{4,}\s*[)}]*\s*!|!\s*[
 
 
 def final_truth(truth: Any) -> str:
-    """The result that a data set's answer column holds: in GSM8K's shape, what follows `####`."""
+    """Return the result in a data set's answer column: in GSM8K's form, the text after `####`."""
     if truth is None:
         raise ValueError(
             "the task has no right answer to compare with: format.response_key names none of its "
@@ -50,7 +51,7 @@ def final_truth(truth: Any) -> str:
 
 
 def final_answer(reply: str) -> str | None:
-    """The result that a reply gives: in <answer>, in \\boxed{}, after ####, or its last number."""
+    """Return the result in a reply: in <answer>, in \\boxed{}, after ####, or its last number."""
     tail = reply[-_TAIL:]
     tagged = _ANSWER_TAG.findall(tail)
     if tagged:
@@ -68,8 +69,8 @@ def final_answer(reply: str) -> str | None:
 
 
 def _last_formula(text: str) -> str | None:
-    """The last mathematics between fences, or a bare result in LaTeX, where no number follows it;
-    of an equation its right side.
+    """Return the last mathematics between fences, or a bare result in LaTeX, if no number follows
+    it; of an equation its right side.
     """
     last = None
     for match in _MATH.finditer(text):
@@ -81,8 +82,8 @@ def _last_formula(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{...}, inner braces included; in one pass, since a
-    model may say nothing but its beginning.
+    """Return the content of the last complete \\boxed{...}, inner braces included; in one pass,
+    since a model may write nothing but its beginning.
     """
     is_open: list[int] = []
     last, end = -1, -1
@@ -95,8 +96,8 @@ def boxed(text: str) -> str | None:
 
 
 def boxed_or_all(reply: str) -> tuple[bool, str]:
-    """True if the text after the thinking has a \\boxed{}, and the content of that; else the whole
-    text.
+    """Return True if the text after the thinking has a \\boxed{}, and the content of that; else the
+    whole text.
     """
     said = reply.rpartition("</think>")[2]
     inside = boxed(said)
@@ -104,24 +105,24 @@ def boxed_or_all(reply: str) -> tuple[bool, str]:
 
 
 def graded(answer: str | None, truth: str) -> tuple[bool, str]:
-    """True if a result is the right one, and the result without what stands around it."""
+    """Return True if a result is right, and the result without the text around it."""
     bare = plain(answer or "")
     return same(bare, plain(truth)), bare
 
 
 def thinks(reply: str) -> bool:
-    """True if a reply has one <think>, and one </think> after it."""
+    """Return True if a reply has one <think>, and one </think> after it."""
     once = reply.count("<think>") == reply.count("</think>") == 1
     return once and reply.index("<think>") < reply.index("</think>")
 
 
 def without_unit(text: str) -> str:
-    """The text before a unit in LaTeX: `5` of `5\\text{ cm}`."""
+    """Return the text before a unit in LaTeX: `5` of `5\\text{ cm}`."""
     return text.partition("\\text{ ")[0]
 
 
 def whole_fractions(text: str) -> str:
-    """LaTeX's fractions with all their braces: `\\frac{1}{2}` for `\\frac12`."""
+    """Write LaTeX's fractions with all their braces: `\\frac{1}{2}` for `\\frac12`."""
     return _SHORT_FRACTION.sub(_with_braces, text)
 
 
@@ -141,7 +142,7 @@ def plain(text: str) -> str:
 
 
 def same(answer: str | None, truth: str) -> bool:
-    """True if a result is the right one."""
+    """Return True if a result is right."""
     if answer is None or not answer:
         return False
     if _squeezed(answer) == _squeezed(truth):
@@ -158,7 +159,9 @@ def same(answer: str | None, truth: str) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a plain number (`1,200`, `-3.50`, `3/4`, `12%`); None for anything else."""
+    """Return the value of a plain number (`1,200`, `-3.50`, `3/4`, `12%`); None for
+    anything else.
+    """
     text = text.strip().removesuffix("\\%").removesuffix("%") if "%" in text else text.strip()
     if len(text) > 60 or not any(c.isdigit() for c in text) or not _NUMBER.fullmatch(text):
         return None
@@ -183,7 +186,7 @@ def _too_hard(text: str) -> bool:
 
 
 def _tower(text: str) -> bool:
-    """True if a power has a power in its exponent."""
+    """Return True if a power has a power in its exponent."""
     return bool(re.search(r"(?:\^|\*\*)\s*[{(]*[^\s{}()]*[})]*\s*(?:\^|\*\*)", text)) or bool(
         re.search(r"(?:\^|\*\*)\s*[{(][^})]*(?:\^|\*\*)", text)
     )
@@ -193,7 +196,7 @@ def _tower(text: str) -> bool:
 def _verify(answer: str, truth: str) -> bool:
     from math_verify import parse, verify
 
-    # it warns once that it runs without time-outs, which is meant
+    # it warns once that it runs without time-outs, which is intended
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = parse(f"${truth}$", parsing_timeout=None)  # type: ignore[arg-type]
     formula = parse(f"${answer}$", parsing_timeout=None)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Asker: one question to a judging model, with retries, a time-out, and a cache of its answers.
 
 The model is one of `explorer.auxiliary_models`, or any behind an OpenAI-compatible endpoint. Equal
-questions are asked once: at one time, and as long as the cache lasts.
+questions are asked once, if they are concurrent, or as long as the cache lasts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = get_logger("rewards")
 
 Messages = list[dict[str, str]]
 _REMEMBERED = 20_000
-"""Answers that a cache in memory holds."""
+"""Most answers in a cache in memory."""
 _HELLO_S = 10.0
 TRUTH = """Is the answer right? It is if it says all that the question asks for as the reference \
 does; other words and further facts do not matter. Reply with true or false alone.
@@ -34,7 +34,7 @@ Answer: {answer}"""
 
 
 class Asker:
-    """Asks a judging model. One event loop's."""
+    """Asks a judging model, on one event loop."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Asker:
         max_retries: int = 3,
         cache: str | None = "memory",
     ) -> None:
-        """Ask an endpoint, by `base_url` and `model`, else the auxiliary model of that number.
+        """Ask an endpoint, by `base_url` and `model`, else the auxiliary model of that index.
 
         `timeout` is of one attempt, in seconds. `cache`: memory, a folder, or None for none. Raises
-        ValueError where only one of `base_url` and `model` is given.
+        ValueError if only one of `base_url` and `model` is given.
         """
         if (base_url is None) != (model is None):
             raise ValueError("a judge by base_url needs the name of its model too, and neither "
@@ -73,20 +73,20 @@ class Asker:
 
     @property
     def auxiliary(self) -> int | None:
-        """The index in `explorer.auxiliary_models` of the model to ask; None: an endpoint of its
-        own.
+        """The index in `explorer.auxiliary_models` of the model to ask; None: a separate
+        endpoint.
         """
         return self._auxiliary if self._url is None else None
 
     def examine(self) -> None:
-        """Raise ValueError where nothing answers at the endpoint's address."""
+        """Raise ValueError if nothing answers at the endpoint's address."""
         if self._url is not None:
             refuse_silent(f"the judge {self._model}", self._url)
 
     async def ask(self, messages: Messages, models: Sequence[Any] = ()) -> str:
-        """The answer, without what the model thought first.
+        """Return the answer, without the model's thinking.
 
-        Raises RuntimeError, naming the model, where it gives none.
+        Raises RuntimeError, naming the model, if it gives none.
         """
         client, messages = self._client_of(models), all_joined(messages)
         text = json.dumps([self._url, client.model_path, messages, self._options], sort_keys=True)
@@ -96,7 +96,7 @@ class Asker:
         if key not in self._asked:
             self._asked[key] = asyncio.ensure_future(self._answer(client, messages))
             self._asked[key].add_done_callback(lambda _: self._asked.pop(key, None))
-        # another caller that waits for the same answer must not lose it with this one
+        # another caller that waits for the same answer must not lose it when this one is cancelled
         answer = await asyncio.shield(self._asked[key])
         self._remember(key, answer)
         return answer
@@ -113,7 +113,7 @@ class Asker:
                 reply = await asyncio.wait_for(call, most)
             except TimeoutError:
                 raise RuntimeError(f"{where} gave no answer in {most:g} s") from None
-            except Exception as error:  # a client has many kinds; the caller needs to know whose
+            except Exception as error:  # a client has many kinds; the caller needs the model's name
                 raise RuntimeError(f"{where} gave no answer: {error}") from error
         text = reply.choices[0].message.content or ""
         return text.rpartition("</think>")[2].strip()
@@ -162,7 +162,7 @@ class Asker:
 
 
 async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
-    """True if the first of the models accepts an answer as the task's truth in other words.
+    """Return True if the first of the models accepts an answer as the task's truth in other words.
 
     Raises ValueError for a reply that is neither yes nor no.
     """
@@ -176,10 +176,10 @@ async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
 
 
 def refuse_silent(who: str, url: str) -> None:
-    """Raise ValueError, naming `who` is asked there, where nothing answers."""
+    """Raise ValueError, naming `who`, if nothing answers at the address."""
     import httpx
 
-    try:  # what it answers does not matter: not every endpoint lists its models
+    try:  # any answer will do: not every endpoint lists its models
         httpx.get(f"{url.rstrip('/')}/models", timeout=_HELLO_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(

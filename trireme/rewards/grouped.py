@@ -1,9 +1,9 @@
-"""Grouped: gives the rollouts of a task their rewards together, where a YAML asks for that.
+"""Grouped: sets the rewards of a task's rollouts together, if a YAML asks for that.
 
-It does where the reward is one of whole groups (orm.py), and where there are several: a list in
-place of `default_reward_fn_type`'s name (each a name, or a mapping of `name`, `weight` and
-options), or `reward_fn_args` with `funcs` and `weights`. Rewards of one answer (reward.py) may
-stand between them; one that waits is awaited along with the others.
+It does if the reward is one of whole groups (orm.py), or if there are several: a list in place of
+`default_reward_fn_type`'s name (each a name, or a mapping of `name`, `weight` and options), or
+`reward_fn_args` with `funcs` and `weights`. Rewards of one answer (reward.py) may be among them;
+coroutines are awaited concurrently.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from trireme.usercode import Refused, UserCode
 _TOGETHER = ("completions", "completion_ids")
 """An argument of such a name makes a function a reward of whole groups."""
 _ENVIRONMENT = "total_reward"
-"""The part that an environment gives, as its rollout's infos call it."""
-_CALL = "__call__"  # of a class, `callable` would speak of making it
+"""The part that an environment provides, under its name in rollouts' infos."""
+_CALL = "__call__"  # of a class, `callable` would describe its constructor
 
 
 @dataclass
 class Row:
-    """A rollout as rewards see it."""
+    """A rollout in the form that rewards see."""
 
     completion: str
     """The last reply."""
@@ -58,9 +58,10 @@ class Function:
 
     call: Callable[..., Any]
     each: bool = False
-    """It judges one answer a call, in the form of rewards/reward.py."""
+    """Whether it judges one answer per call, in the form of rewards/reward.py."""
     takes_messages: bool = False
-    """TRL's form, a plain function: completions are messages where the prompt is messages."""
+    """Whether it is a plain function in TRL's form: completions are messages if the prompt is
+    messages."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Judge:
         return cls(_numbered(short), [_function(f, options) for f, options in split], used)
 
     def refuse_missing_models(self, models: int) -> None:
-        """Raise ValueError where a function asks for an auxiliary model that is missing."""
+        """Raise ValueError if a function needs an auxiliary model that is missing."""
         for name, function in zip(self.names, self.functions, strict=True):
             wanted = getattr(function.call, "auxiliary", None)
             if isinstance(wanted, int) and wanted >= models:
@@ -112,8 +113,8 @@ class Judge:
                 )
 
     def examine(self, task: Task) -> None:
-        """Raise ValueError where a function says of itself (`examine`) that it cannot work, or
-        needs a column that a task's row has not.
+        """Raise ValueError if a function reports (by its `examine`) that it cannot work, or needs a
+        column that a task's row does not have.
         """
         columns = _columns(task, [Row("", [])]) | {"auxiliary_models": []}
         for name, function in zip(self.names, self.functions, strict=True):
@@ -130,12 +131,13 @@ class Judge:
     async def rewards(
         self, task: Task, rows: Sequence[Row], models: Sequence[Any] = ()
     ) -> tuple[list[float | None], list[dict[str, float]]]:
-        """The weighted sum for each rollout of a task, and its parts by name, without weights.
+        """Return the weighted sum for each rollout of a task, and its parts by name, without
+        weights.
 
-        `models` are the auxiliary ones. The parts that a reward of one answer names are there too.
-        Without functions a rollout has its environment's reward, or None: the algorithm says
-        whether it needs one. Raises ValueError where a function returns something else than a
-        number a rollout, or where none of them applies to a rollout.
+        `models` are the auxiliary ones. The parts that a reward of one answer names are included.
+        Without functions a rollout has its environment's reward, or None: the algorithm decides
+        whether it needs one. Raises ValueError if a function returns anything but a number per
+        rollout, or if none of them applies to a rollout.
         """
         columns = _columns(task, rows) | {"auxiliary_models": list(models)}
         per_function = await asyncio.gather(
@@ -181,7 +183,7 @@ class Judge:
             ]
         if function.takes_messages and isinstance(task.prompt, list):
             replies = [[{"role": "assistant", "content": row.completion}] for row in rows]
-            columns = {**columns, "completions": replies}  # as TRL calls a function
+            columns = {**columns, "completions": replies}  # in TRL's calling convention
         args, named = _arguments(name, function.call, columns)
         if getattr(function.call, "takes_task", False):
             named["task"] = task
@@ -200,9 +202,10 @@ class Judge:
 def _arguments(
     name: str, call: Callable[..., Any], columns: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call: `completions` by place where the function has another name for them.
+    """Return the arguments of a call: `completions` by position if the function has another name
+    for them.
 
-    Raises Refused where it needs a column that the rows lack.
+    Raises Refused if it needs a column that the rows lack.
     """
     parameters, named = parameters_of(call), accepted(call, columns)
     by_name = not parameters.keys().isdisjoint(_TOGETHER)
@@ -251,7 +254,7 @@ def _number_of(name: str, weight: Any) -> float:
 
 
 def of_groups(reward: Any) -> bool:
-    """True if a name, path, class or function is a reward of whole groups.
+    """Return True if a name, path, class or function is a reward of whole groups.
 
     Raises ValueError for an unknown name.
     """
@@ -269,16 +272,16 @@ def of_groups(reward: Any) -> bool:
     try:
         return not parameters_of(called).keys().isdisjoint(_TOGETHER)
     except (TypeError, ValueError):
-        return False  # it cannot be called, or does not say how: who resolves it says so
+        return False  # it is not callable, or has no signature: resolving it reports that
 
 
 def _function_name(name: str) -> str:
-    """The name of a reward in metrics: of a path (`my_file:right`) the function alone."""
+    """Return the name of a reward in metrics: of a path (`my_file:right`) only the function."""
     return name if name in REWARDS or name in ORMS else re.split("[:.]", name)[-1] or name
 
 
 def _function(given: Any, options: dict[str, Any]) -> Function:
-    """A reward function from a name, path, class, instance or function."""
+    """Make a reward function from a name, path, class, instance or function."""
     if not of_groups(given):
         single = resolve_single(given, options)
         assert single is not None
@@ -288,13 +291,13 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
         found = (REWARDS if given in REWARDS and given not in ORMS else ORMS).get(given)
     if isinstance(found, type):
         first = next(iter(inspect.signature(found.__call__).parameters), "self")
-        if first == "completions":  # the documents' own example leaves `self` out
+        if first == "completions":  # the documents' own example omits `self`
             return Function(found.__call__)
         name = given if isinstance(given, str) else found.__name__
         taken = parameters_of(found).get("args")
         try:
             if taken is not None and taken.kind is not taken.VAR_POSITIONAL:
-                # ms-swift gives its command line's arguments
+                # the parsed arguments of a command line
                 return Function(found(SimpleNamespace(**options), **accepted(found, options)))
             made: Any = found(**fitting_options(f"reward function '{name}'", found, options))
             return Function(made)
@@ -302,7 +305,7 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
             raise ValueError(
                 f"reward function {given!r} does not take the options {options}: {error}"
             ) from error
-        except ValueError:  # it says itself what is wrong
+        except ValueError:  # its own message suffices
             raise
         except Exception as error:  # a user's constructor, which may ask a server or read a file
             raise ValueError(
@@ -315,7 +318,9 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
 
 
 def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
-    """The keyword arguments of a reward function: lists, but for the two that are shared."""
+    """Return the keyword arguments of a reward function: lists, except for the two that are
+    shared.
+    """
     cells = [_cells(task, row) for row in rows]
     columns: dict[str, Any] = {name: [row[name] for row in cells] for name in cells[0]}
     columns["completions"] = [row.completion for row in rows]
@@ -333,9 +338,9 @@ def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _cells(task: Task, row: Row) -> dict[str, Any]:
-    """A rollout, or a sample of it, with all columns of its row of the data set."""
+    """Return a rollout, or a sample of it, with all columns of its row of the data set."""
     data = {k: v for k, v in task.raw_task.items() if k != "messages"}
-    if isinstance(data.get("data_dict"), Mapping):  # ms-swift's; else a column as any other
+    if isinstance(data.get("data_dict"), Mapping):  # the row itself; otherwise an ordinary column
         data |= data.pop("data_dict")
     return {
         **data,
@@ -357,13 +362,13 @@ def _number(value: Any, name: str) -> float | None:
 
 
 def is_grouped(reward: Any, args: Mapping[str, Any]) -> bool:
-    """True if a task's reward is given to all its rollouts together."""
+    """Return True if a task's reward is set for all its rollouts together."""
     several = isinstance(reward, list | tuple) or "funcs" in args
     return several or (reward is not None and of_groups(reward))
 
 
 def judge_of(reward: Any, args: Mapping[str, Any]) -> Judge:
-    """The reward functions of a task; an environment's own reward needs none.
+    """Return the reward functions of a task; an environment's own reward needs none.
 
     Raises ValueError for an unknown reward, option or weight.
     """
@@ -384,13 +389,13 @@ def judge_of(reward: Any, args: Mapping[str, Any]) -> Judge:
 
 
 class Judges:
-    """Makes each Judge once: what it holds open (a model's connections) is one event loop's."""
+    """Makes each Judge once: its resources (a model's connections) belong to one event loop."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, str], Judge] = {}
 
     def of(self, task: Task, default: Any = None) -> Judge:
-        """The judge of a task; `default` is the reward of tasks that name none."""
+        """Return the judge of a task; `default` is the reward of tasks that name none."""
         reward = task.reward_fn or default
         key = id(asyncio.get_running_loop()), f"{reward} {task.reward_fn_args}"
         if key not in self._made:
@@ -422,7 +427,7 @@ async def reward_group(
 
 
 def _as_row(trajectory: Sequence[Experience]) -> Row:
-    """A trajectory as the rewards see it: its last dialogue, and all that it sampled."""
+    """Convert a trajectory: its last dialogue, and all its sampled ids."""
     parts = [_as_part(experience) for experience in trajectory]
     return replace(parts[-1], tokens=[t for part in parts for t in part.tokens], parts=parts)
 

@@ -1,4 +1,4 @@
-"""Math: rewards for replies that end in a mathematical result, or that have the shape asked for."""
+"""Math: rewards for replies that end in a mathematical result, or that have a requested format."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def format_reward(task: Task, answer: str, *, coefficient: float = 0.1) -> dict[
 
 
 def has_think_answer(reply: str) -> bool:
-    """True if a reply is one <think> block and one <answer> block, and nothing else."""
+    """Return True if a reply is one <think> block and one <answer> block, and nothing else."""
     text = reply.strip()
     once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     return once and _THINK_ANSWER.fullmatch(text) is not None
 
 
 def thinks_once(reply: str) -> bool:
-    """True if a reply begins with one closed <think> block and continues after it."""
+    """Return True if a reply begins with one closed <think> block and continues after it."""
     text = reply.strip()
     if text.count("<think>") != 1 or text.count("</think>") != 1:
         return False
@@ -88,7 +88,7 @@ class MathDapo(RewardFn):
         max_response_length: int | None = None,
         cache_length: int | None = None,
     ) -> None:
-        """Raises ValueError where the penalty is on without its two lengths."""
+        """Raises ValueError if the penalty is on without its two lengths."""
         if enable_overlong_penalty and not 0 < (cache_length or 0) <= (max_response_length or 0):
             raise ValueError(
                 "reward 'math_dapo_reward': enable_overlong_penalty needs max_response_length and "
@@ -130,7 +130,7 @@ def tool_call_reward(task: Task, answer: str) -> dict[str, float]:
 
 
 def expected_calls(task: Task) -> list[Any]:
-    """The calls that are right. Raises ValueError where a row has none written down."""
+    """Return the right calls. Raises ValueError if a row has none."""
     right = task.raw_task.get("answer", task.truth)
     try:
         calls = _call_list(right) if isinstance(right, str) else right
@@ -144,7 +144,7 @@ def expected_calls(task: Task) -> list[Any]:
 
 
 def _call_list(text: str) -> Any:
-    """JSON, or JSON in a text of JSON; of one call a list."""
+    """Parse JSON, or JSON in a text of JSON; a single call becomes a list."""
     calls = json.loads(text)
     calls = json.loads(calls) if isinstance(calls, str) else calls
     return [calls] if isinstance(calls, dict) else calls
@@ -162,7 +162,7 @@ def _counted(calls: Any) -> Counter[tuple[str, str]]:
 
 
 def _puzzle(task: Task) -> tuple[Fraction, list[int]]:
-    """Target and numbers, from the truth or from the row's columns."""
+    """Return target and numbers, from the truth or from the row's columns."""
     truth: Any = task.truth
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
         truth = json.loads(truth)
@@ -182,7 +182,7 @@ def _solves(text: str, target: Fraction, numbers: list[int]) -> bool:
 
 
 def uses(text: str, numbers: Sequence[int]) -> bool:
-    """True if the left side of an equation has each of the numbers once, and no other."""
+    """Return True if the left side of an equation has each of the numbers once, and no other."""
     left = text.partition("=")[0]
     return len(left) <= _LONGEST and (
         Counter(map(int, re.findall(r"\d+", left))) == Counter(numbers)
@@ -190,7 +190,9 @@ def uses(text: str, numbers: Sequence[int]) -> bool:
 
 
 def value_of(text: str) -> Fraction | None:
-    """The value of the left side of an equation of the four operations; None if it has none."""
+    """Return the value of the left side of an equation of the four operations; None if it
+    has none.
+    """
     expression = text.partition("=")[0].replace("×", "*").replace("÷", "/").strip()  # noqa: RUF001
     if len(expression) > _LONGEST or "**" in expression or "//" in expression:
         return None
@@ -203,7 +205,7 @@ def value_of(text: str) -> Fraction | None:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """The value of a tree of the four operations; no name, call or power is looked at."""
+    """Return the value of a tree of the four operations; names, calls and powers are refused."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -1,12 +1,12 @@
 """ORM: reward functions that see a task's rollouts together, in the forms of ms-swift and TRL.
 
 A class is called with `completions` (the last reply of each rollout, in run order) and a keyword
-for each column of the data set's row (a list, the row's value once a rollout), and with `messages`,
-`is_truncated`, `rollout_infos`, `response_token_ids`, `trajectory_inputs`, `auxiliary_models`. It
-returns a number a rollout; None: it does not apply. An `async def __call__` is awaited along with
-the others. Rewards of one answer (reward.py) may stand between them.
+for each column of the data set's row (a list with the row's value once per rollout), and with
+`messages`, `is_truncated`, `rollout_infos`, `response_token_ids`, `trajectory_inputs`,
+`auxiliary_models`. It returns a number per rollout; None: it does not apply. An `async def
+__call__` is awaited concurrently with others. Rewards of one answer (reward.py) may be among them.
 
-A function is called in the same way, and gets TRL's `prompts` and `completion_ids` too. Where the
+A function is called in the same way, and also receives TRL's `prompts` and `completion_ids`. If the
 prompt is a list of messages, each of its `completions` is one as well.
 """
 
@@ -26,10 +26,10 @@ _REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:.*?", re.DOTAL
 
 
 class ORM:
-    """Base of reward functions of whole groups. Give `__call__`."""
+    """The base of reward functions of whole groups. Define `__call__`."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
-        """A number for each of `completions`."""
+        """Return a number for each of `completions`."""
         raise NotImplementedError(
             f"{type(self).__name__} must define `__call__(self, completions, **kwargs)`"
         )
@@ -40,7 +40,7 @@ class AsyncORM(ORM):
 
 
 class Value(float):
-    """A number with metrics of its own to be logged."""
+    """A number with its own metrics to log."""
 
     metrics: Mapping[str, float]
 
@@ -120,14 +120,16 @@ class ReactORM(ORM):
 
 
 def _said(completion: str) -> str:
-    """A completion without its end tokens, and without an observation that it began to make up."""
+    """Return a completion without its end tokens, and without an observation that it began to
+    invent.
+    """
     if completion.endswith("Observation:"):
         completion = completion.partition("Observation:")[0]
     return _SPECIAL.sub("", completion)
 
 
 def _call_of(text: str) -> tuple[str, Any]:
-    """The last action of a text in ReAct's form, and its input."""
+    """Return the last action of a text in ReAct's form, and its input."""
     _, acts, action = text.rpartition("Action:")
     _, given, argument = text.rpartition("Action Input:")
     name = action.partition("Action Input:")[0].strip() if acts else "none"

@@ -1,1 +1,1 @@
-"""The synchronizer: keeps explorer and trainer on one beat, and proves that weights arrived."""
+"""The synchronizer: coordinates explorer and trainer, and verifies that weights have arrived."""

@@ -1,9 +1,10 @@
-"""Probe: proves after every push that the engine serves the trainer's weights.
+"""Probe: verifies after every push that the engine serves the trainer's weights.
 
-Its tensors must be the trainer's by their fingerprints, exactly: that decides. And a row of token
-ids, scored by both, must come out alike: right tensors may still be used wrongly. In float32 the
-two agree to a fixed bound. In bfloat16 they never do, and by how much is the model's own: so the
-gap is measured where both hold the same weights, and a later one may be some times as large.
+The fingerprints of its tensors must equal the trainer's exactly: that decides. In addition, a row
+of token ids, scored by both, must give the same scores: correct tensors may still be used wrongly.
+In float32 the two agree to a fixed bound. In bfloat16 they never do, and their gap depends on the
+model: so it is measured while both have the same weights, and a later gap may be a few times as
+large.
 """
 
 from __future__ import annotations
@@ -23,28 +24,27 @@ logger = get_logger("synchronizer")
 SPREAD = 24
 """Ids that are spread over the vocabulary."""
 SAMPLED = 104
-"""Ids that the engine draws after them: text of its own, as rollouts are."""
+"""Ids that the engine samples after them: text like that of rollouts."""
 TOLERANCE = 1e-3
-"""Largest difference of a log-probability in float32, nats, where log-probabilities are as small as
--10: rounding stays far below, a wrong tensor far above. Rounding grows with the logits, and this
-too.
-"""
+"""Largest difference of a log-probability in float32, nats, if log-probabilities are as small as
+-10: rounding stays far below, a wrong tensor far above. Rounding grows with the logits, and so does
+this limit."""
 _ORDINARY = 10.0
 TIMES = 4.0
-"""How many times the measured gap is still rounding: it changes with the weights by less than 2."""
+"""Multiples of the measured gap that still count as rounding: the gap changes with the weights by a
+factor below 2."""
 LEAST = {"bfloat16": (0.02, 0.1), "float16": (0.0025, 0.0125)}
-"""A mean and a 95th percentile that count as measured where less was: a row whose tokens were all
-but certain has hardly a gap, until training makes them less certain.
-"""
+"""The smallest mean and 95th percentile that count as measured: a row whose tokens were almost
+certain has hardly a gap, until training makes them less certain."""
 AT_START = 0.5
-"""Mean gap, nats, that is no rounding: one wrong layer is past it."""
+"""A mean gap, nats, that cannot be rounding: one wrong layer exceeds it."""
 
 
 class WeightSource(Protocol):
-    """The trainer, as far as the synchronizer knows it."""
+    """The trainer as the synchronizer sees it."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights as they are now, by Hugging Face names."""
+        """Return the current weights, by Hugging Face names."""
         ...
 
     def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
@@ -52,11 +52,13 @@ class WeightSource(Protocol):
         ...
 
     def unmoved(self, dtype: str) -> dict[str, float]:
-        """Fingerprints of weights that engines have, and that no push brings: an adapter's base."""
+        """Return the fingerprints of weights that engines have, and that no push sends: an
+        adapter's base.
+        """
         ...
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
-        """log p of every token of given rows by these weights; index 0 is 0."""
+        """Return log p of every token of given rows by these weights; index 0 is 0."""
         ...
 
 
@@ -68,7 +70,7 @@ class BrokenWeights(RuntimeError):
     """The trainer's own weights hold NaN or an infinite number: no push is to blame."""
 
     def __init__(self, how: str, since: str = "") -> None:
-        """`how` it shows, and `since` when."""
+        """`how` is the symptom, and `since` its time."""
         super().__init__(how, since)
         self.how, self.since = how, since
 
@@ -89,11 +91,11 @@ class Gap:
     p95: float
     largest: float
     depth: float
-    """The smallest log-probability by the trainer, without its sign."""
+    """The trainer's smallest log-probability, without its sign."""
 
     @classmethod
     def of(cls, engine: Sequence[float], trainer: Sequence[float]) -> Gap:
-        """Infinite where a number is not finite."""
+        """Compute the gap; infinite if a number is not finite."""
         pairs = list(zip(engine[1:], trainer[1:], strict=True))
         apart = sorted(abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs)
         if not apart:
@@ -103,12 +105,14 @@ class Gap:
         return cls(sum(apart) / len(apart), p95, apart[-1], depth)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of a push."""
+        """Return the metrics of a push."""
         return {"sync/probe_diff": self.largest, "sync/probe_mean": self.mean}
 
 
 class Probe:
-    """The row of one engine and trainer, and the gap between them that is rounding."""
+    """The probe row of an engine and a trainer, and the gap between them that counts as
+    rounding.
+    """
 
     def __init__(self, vocabulary: int, dtype: str) -> None:
         """`dtype` is the engine's."""
@@ -117,8 +121,8 @@ class Probe:
         self._measured: Gap | None = None
 
     def expected(self, trainer: WeightSource) -> list[float]:
-        """The row's log-probabilities by the trainer's weights. Raises BrokenWeights if any is not
-        finite.
+        """Return the row's log-probabilities by the trainer's weights. Raises BrokenWeights if any
+        is not finite.
         """
         [scored] = trainer.score([self.ids])
         if not all(map(math.isfinite, scored)):
@@ -128,9 +132,10 @@ class Probe:
     async def calibrate(
         self, engine: Engine, score: Callable[[list[int]], Awaitable[Sequence[float]]]
     ) -> None:
-        """Extend the row by what the engine draws, and measure the gap. `score` is the trainer's.
+        """Extend the row by tokens that the engine samples, and measure the gap. `score` is the
+        trainer's.
 
-        Both hold the same weights now. Raises WrongWeights where no rounding explains the gap. In
+        Both have the same weights now. Raises WrongWeights if rounding cannot explain the gap. In
         float32 there is nothing to measure.
         """
         if self._dtype == "float32":
@@ -140,7 +145,7 @@ class Probe:
         row = [*self.ids, *reply.ids]
         [scored] = await engine.logprobs([row])
         self._measure(Gap.of(scored, await score(row)), "before the first push")
-        self.ids = row  # at the end: this is done again where an engine was lost
+        self.ids = row  # set last: this is repeated if an engine was lost
 
     async def prove(
         self,
@@ -151,17 +156,18 @@ class Probe:
         version: int,
         ids: list[int] | None = None,
     ) -> dict[str, float]:
-        """Metrics; raises WrongWeights unless the engine has tensors with the trainer's
-        fingerprints `marks`, and scores the row (or `ids`) as expected.
+        """Return metrics; raises WrongWeights unless the engine's tensors have the trainer's
+        fingerprints `marks`, and it scores the row (or `ids`) as expected.
         """
         compare_weights(await engine.fingerprint(), marks, version=version)
         [scored] = await engine.logprobs([self.ids if ids is None else ids])
         return self.judge(Gap.of(scored, expected), version=version)
 
     def judge(self, gap: Gap, *, version: int) -> dict[str, float]:
-        """The gap after a push as metrics; raises WrongWeights where it is no rounding.
+        """Return the gap after a push as metrics; raises WrongWeights if it is too large for
+        rounding.
 
-        The first one is the measure where nothing was measured before.
+        The first gap becomes the measure if nothing was measured before.
         """
         when = f"after the push of version {version}"
         if self._dtype == "float32":
@@ -208,7 +214,7 @@ class Probe:
 
 
 def spread_ids(vocabulary: int) -> list[int]:
-    """A row that visits the whole vocabulary's range, so that embedding and head rows differ."""
+    """Return a row of ids over the whole vocabulary, so that embedding and head rows differ."""
     stride = max(vocabulary // SPREAD, 1)
     return [(7 + index * stride) % vocabulary for index in range(min(SPREAD, vocabulary))]
 
@@ -223,10 +229,11 @@ def _wrong(when: str, how: str) -> WrongWeights:
 def compare_weights(
     engine: Mapping[str, float] | None, trainer: Mapping[str, float], *, version: int
 ) -> None:
-    """Raise WrongWeights naming the tensors whose fingerprints differ. None: it has none to show.
+    """Raise WrongWeights naming the tensors whose fingerprints differ. None: the engine has none to
+    report.
 
-    A name that the trainer does not give is tied to another's tensor. Raises BrokenWeights where
-    the trainer's own have none.
+    A name that the trainer does not report is tied to another tensor. Raises BrokenWeights if the
+    trainer's own have none.
     """
     if broken := [name for name, value in trainer.items() if not math.isfinite(value)]:
         raise BrokenWeights(a_few(broken))
@@ -243,5 +250,5 @@ def compare_weights(
 
 
 def a_few(names: Sequence[str]) -> str:
-    """The first three of some names."""
+    """Return the first three of some names."""
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)

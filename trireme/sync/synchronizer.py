@@ -1,21 +1,21 @@
-"""Synchronizer: decides when new weights go from trainer to engine, and never waits in vain.
+"""Synchronizer: decides when new weights go from trainer to engine, and never waits for nothing.
 
 Styles:
 - fixed: after explore step s, with s > offset and (s - offset) divisible by the interval, the
   explorer waits for the weights of train step s - offset.
-- explorer_driven: the explorer asks every `interval` steps and gets the newest there are.
-- trainer_driven, fully_async: the trainer pushes every `interval` train steps, also while rollouts
-  are under way (each token keeps its version); the explorer never waits.
+- explorer_driven: the explorer asks every `interval` steps and gets the newest weights.
+- trainer_driven, fully_async: the trainer pushes every `interval` train steps, also during rollouts
+  (each token records its version); the explorer never waits.
 
 Invariants:
-- The version counts pushes. The explorer never waits for a trainer that has stopped, or that waits
-  itself for experiences: then it continues with the weights it has, and that is counted.
-- In lock-step explorer and trainer take turns, and neither begins before the other has ended its
-  own: the explorer ends its turn in `pull` and has it again when the trainer has nothing left to
-  train; a batch that the trainer gets during the explorer's turn waits in `trainers_turn`.
+- The version counts pushes. The explorer never waits for a trainer that has stopped, or that is
+  waiting for experiences: then it continues with its current weights, and that is counted.
+- In lock-step explorer and trainer take turns, and neither begins before the other's turn has
+  ended: the explorer ends its turn in `pull` and gets the next one when the trainer has nothing
+  left to train; a batch that the trainer gets during the explorer's turn waits in `trainers_turn`.
 - Every push is followed by a probe; a probe that fails stops the run.
-- A push that failed for want of an engine is done again once that is there again, and an engine
-  that was started again gets the newest weights by a push of its own.
+- A push that failed because an engine was down is repeated once it is up again, and a restarted
+  engine gets the newest weights by a separate push.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ logger = get_logger("synchronizer")
 
 Push = Callable[[int], Awaitable[dict[str, float]]]
 Persist = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""A call that returns the result of a push, and repeats it where an engine was gone: see
-engines/servers.py.
-"""
+"""A function that returns the result of a push, and repeats it if an engine was gone: see
+ext/remote/servers.py."""
 
 
 class ExplorerSync(Protocol):
-    """The synchronizer as an explorer uses it, in this process or another."""
+    """The synchronizer in the form that an explorer uses, in this process or another."""
 
     @property
     def finished(self) -> bool:
@@ -47,25 +46,27 @@ class ExplorerSync(Protocol):
         ...
 
     def due(self, step: int) -> bool:
-        """True if the explorer meets the trainer after explore step `step`."""
+        """True if the explorer synchronizes with the trainer after explore step `step`."""
         ...
 
     async def pull(self, step: int) -> None:
-        """Wait for the weights that explore step `step + 1` is to use, and take them."""
+        """Wait for the weights of explore step `step + 1`, and load them."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Version and waits, for the explorer's report."""
+        """Return version and waits, for the explorer's report."""
         ...
 
 
 def is_due(step: int, interval: int, offset: int) -> bool:
-    """True if explore step `step` is a border: past the offset, a whole number of intervals."""
+    """True if explore step `step` is a synchronization point: past the offset, a whole number of
+    intervals.
+    """
     return step > offset and (step - offset) % interval == 0
 
 
 class Synchronizer:
-    """Both sides in one process: meets on a condition, pushes by the function it is given."""
+    """Both sides in one process: they wait on a condition, and it pushes by the given function."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Synchronizer:
         """`push(version)` brings the trainer's weights to the engine and probes them.
 
         `demand` is the buffer's: whether the trainer starves. `step` has been trained already, and
-        the engine has the weights of `pushed_step`, which is the same where it is not given.
+        the engine has the weights of `pushed_step`, which defaults to `step`.
         """
         self._push = push
         self.style = style
@@ -93,10 +94,10 @@ class Synchronizer:
         self.timeout = timeout
         self.lock_step = lock_step
         self.version = version
-        """The last that was pushed."""
+        """The last pushed version."""
         self.trained_step = step
         self.pushed_step = step if pushed_step is None else pushed_step
-        """The train step whose weights they are."""
+        """The train step of the pushed weights."""
         self.finished = False
         self.skipped = 0
         self._waited = 0.0
@@ -108,17 +109,17 @@ class Synchronizer:
         self.persist: Persist = once
 
     def due(self, step: int) -> bool:
-        """True at a border, unless the trainer pushes by itself."""
+        """True at a synchronization point, unless the trainer pushes by itself."""
         return not self.pushes_by_itself and is_due(step, self.interval, self.offset)
 
     @property
     def pushes_by_itself(self) -> bool:
-        """True if the trainer pushes without meeting the explorer."""
+        """True if the trainer pushes without waiting for the explorer."""
         return self.style in ("trainer_driven", "fully_async")
 
     async def pull(self, step: int) -> None:
-        """Hand the turn to the trainer, then take its newest weights. Raises TimeoutError naming
-        what did not come.
+        """Hand the turn to the trainer, then load its newest weights. Raises TimeoutError naming
+        what is missing.
         """
         started = time.monotonic()
         self.explored()
@@ -134,12 +135,14 @@ class Synchronizer:
         self._explorers_turn = self.lock_step
 
     def explored(self) -> None:
-        """The explorer generates no more: not before its next turn, or never where it has ended."""
+        """Note that the explorer generates no more: until its next turn, or at all if it
+        has ended.
+        """
         self._explorers_turn = False
         self._changed.notify_all()
 
     async def trainers_turn(self) -> None:
-        """Wait until the explorer's turn is over. Raises TimeoutError where it does not end."""
+        """Wait until the explorer's turn is over. Raises TimeoutError if it does not end."""
         begun = time.monotonic()
         await self._changed.until(
             lambda: not self._explorers_turn,
@@ -152,7 +155,7 @@ class Synchronizer:
         )
 
     async def trained(self, step: int) -> dict[str, float]:
-        """Train step `step` is done: publish if it is time to. Returns metrics."""
+        """Record that train step `step` is done, and push if it is time to. Returns metrics."""
         self.trained_step = step
         metrics: dict[str, float] = {}
         publishes = self.pushes_by_itself or (self.style == "fixed" and not self.lock_step)
@@ -161,17 +164,17 @@ class Synchronizer:
         return metrics | {"sync/version": self.version}
 
     async def stopped(self, step: int) -> None:
-        """The trainer makes no more train steps; `step` was its last."""
+        """Record that `step` was the trainer's last step."""
         self.trained_step, self.finished = step, True
         self._changed.notify_all()
 
     async def final_push(self) -> None:
-        """Bring the last weights to the engine, for the evaluation at the end."""
+        """Push the last weights to the engine, for the evaluation at the end."""
         if self.trained_step > self.pushed_step:
             await self._publish()
 
     def metrics(self) -> dict[str, float]:
-        """The version, skipped meetings and the seconds waited."""
+        """Return the version, skipped synchronizations and the seconds waited."""
         return {
             "sync/version": self.version,
             "sync/skipped": self.skipped,
@@ -185,7 +188,7 @@ class Synchronizer:
             if self.finished or self._demand.unmet:
                 return True
             if self.lock_step:
-                return False  # the trainer works: it may change the tensors that we read
+                return False  # the trainer is working: it may change the tensors that we read
             return self.style == "explorer_driven" or self.pushed_step >= wanted
 
         begun = time.monotonic()
@@ -200,7 +203,7 @@ class Synchronizer:
         )
 
     async def renew(self, lacking: Callable[[], bool]) -> None:
-        """Push, unless another push has meanwhile brought what an engine is `lacking`."""
+        """Push, unless another push has meanwhile supplied the `lacking` weights."""
         await self._publish(lacking)
 
     async def _publish(self, again: Callable[[], bool] = lambda: False) -> dict[str, float]:

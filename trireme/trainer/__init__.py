@@ -1,1 +1,1 @@
-"""Trainer: turns experiences into moves of the weights."""
+"""The trainer: learns from experiences."""

@@ -3,8 +3,8 @@
 - `sdpa`: padded rows of similar size, by a mask or its name. The only one with gradients on a CPU.
 - `varlen`: flash attention over rows end to end, without padding and without a mask. A row's
   queries are the last tokens of its path, which is what that kernel calls causal.
-- `flex`: queries and keys are the flat tokens themselves, and a block mask says who comes before
-  whom, so that the keys of shared prefixes are not copied.
+- `flex`: queries and keys are the flat tokens themselves, and a block mask encodes which token
+  precedes which, so that the keys of shared prefixes are not copied.
 
 Registered with transformers under the name `trireme_packed`, without a mask function of that name,
 so that the model builds no mask of its own. The micro-batch comes as the keyword `packed` of the
@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 NAME = "trireme_packed"
 
-# Extras that some architectures hand to their attention and this one does not compute.
+# Extras that some architectures pass to their attention and this one does not compute.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
 
 Kernel = Literal["sdpa", "varlen", "flex"]
 
 _SMALLEST = 16  # rows below this many queries or keys share a bucket
-_LONG = 512  # queries of a row that is quicker without a mask, its short beginning computed again
+_LONG = 512  # queries of a row that is faster without a mask, its short beginning computed again
 _MULTIPLE = 128  # queries of aligned rows: a kernel's block
-_AGREEMENT = 0.02  # of a trial to float32, in parts of the largest number: bfloat16 has 0.004
+_AGREEMENT = 0.02  # of a trial to float32, relative to the largest number: bfloat16 has 0.004
 
 
 class Trie(NamedTuple):
@@ -58,7 +58,7 @@ class Trie(NamedTuple):
 
 
 class Layout(Protocol):
-    """A trie as a kernel takes it, on a device."""
+    """A trie in a kernel's form, on a device."""
 
     def to(self, device: torch.device) -> Layout:
         """Return the same layout on `device`."""
@@ -67,15 +67,15 @@ class Layout(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
     ) -> Tensor:
-        """query [1, H, T, D], key, value [1, Hkv, T, D] -> [1, T, H, D].
+        """Attend: query [1, H, T, D], key, value [1, Hkv, T, D] -> [1, T, H, D].
 
-        `window` > 0: each query sees the last so many keys of its path only.
+        `window` > 0: each query attends only to the last `window` keys of its path.
         """
         ...
 
 
 def lay_out(trie: Trie, kernel: Kernel = "sdpa", *, align: bool = False) -> Layout:
-    """A trie as a kernel takes it; `align` is for the rows of `sdpa`."""
+    """Lay out a trie for a kernel; `align` is for the rows of `sdpa`."""
     if kernel == "varlen":
         return Paths.of(trie)
     if kernel == "flex":
@@ -89,10 +89,11 @@ def lay_out(trie: Trie, kernel: Kernel = "sdpa", *, align: bool = False) -> Layo
 def choose_kernel(
     asked: str, device: torch.device, *, half: bool, heads: int, key_heads: int, width: int
 ) -> Kernel:
-    """The kernel of a run, tried on its device. `heads` of `width` share the keys of `key_heads`.
+    """Choose the kernel of a run and try it on its device. `heads` of `width` share the keys of
+    `key_heads`.
 
-    auto: varlen on a GPU in bfloat16 where it gives there what SDPA gives, else sdpa. Raises
-    ValueError where the kernel that was asked for does not.
+    auto: varlen on a GPU in bfloat16 if it matches SDPA there, else sdpa. Raises ValueError if the
+    requested kernel does not match.
     """
     if asked == "sdpa" or (asked == "auto" and (device.type == "cpu" or not half)):
         return "sdpa"
@@ -115,7 +116,9 @@ def choose_kernel(
 
 
 def _trial(kernel: Kernel, device: torch.device, shape: tuple[int, int, int]) -> float:
-    """The largest relative gap of a small trie's outputs and gradients to SDPA in float32."""
+    """Return the largest relative difference of a small trie's outputs and gradients from SDPA in
+    float32.
+    """
     heads, key_heads, width = shape
     trunk, branch = np.arange(200), np.concatenate([np.arange(70), np.arange(200, 330)])
     ends = np.where(np.arange(330) < 70, 330, np.where(np.arange(330) < 200, 200, 330))
@@ -151,19 +154,20 @@ class AttentionRows:
     causal: bool
     """All starts are 0 and Q = K: plain causal attention, no mask needed."""
     named: CausalBias | None = None
-    """The mask by its name, which kernels know, without its numbers; only where all starts are K -
-    Q.
-    """
+    """The mask in the form that kernels know by name, without its numbers; only if all starts are K
+    - Q."""
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def bias(self, window: int = 0) -> Tensor | None:
-        """The mask, by its name where it has one; None where attention is plain causal."""
+        """Return the mask, in its named form if there is one; None if attention is plain causal."""
         if self.causal and not window:
             return None
         return self.mask(window) if window or self.named is None else self.named
 
     def mask(self, window: int = 0) -> Tensor:
-        """[R, 1, Q, K] true where a query sees a key; `window` > 0: the last so many keys only."""
+        """Return [R, 1, Q, K], true where a query sees a key; `window` > 0: only the last `window`
+        keys.
+        """
         if window not in self._masks:
             last = self.starts[:, None] + torch.arange(
                 self.queries.shape[1], device=self.starts.device
@@ -171,7 +175,7 @@ class AttentionRows:
             behind = last[:, :, None] - torch.arange(self.keys.shape[1], device=self.starts.device)
             seen = behind >= 0
             if window:
-                # Padded queries of a short row may lie past the window of every key: keep key 0.
+                # Padded queries of a short row may be past the window of every key: keep key 0.
                 seen = seen & (behind < window)
                 seen[:, :, 0] |= ~seen.any(-1)
             self._masks[window] = seen[:, None]
@@ -184,7 +188,7 @@ class Rows:
 
     buckets: tuple[AttentionRows, ...]
     place: Tensor
-    """[T] where a flat token's attention output lies in the buckets' padded queries, end to end."""
+    """[T] index of a flat token's attention output in the buckets' concatenated padded queries."""
 
     @classmethod
     def of(cls, trie: Trie, align: bool) -> Rows:
@@ -252,14 +256,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Paths:
-    """Rows end to end, R of them, for `torch.nn.attention.varlen`. Queries are the flat tokens."""
+    """Concatenated rows, R of them, for `torch.nn.attention.varlen`. Queries are the flat
+    tokens.
+    """
 
     keys: Tensor | None
-    """[sum of paths] index into the flat tokens; None: no prefix is shared, they are these."""
+    """[sum of paths] index into the flat tokens; None: no prefix is shared, so they are the flat
+    tokens."""
     query_starts: Tensor
-    """[R + 1] where each row's queries begin, and the end."""
+    """[R + 1] the start of each row's queries, and the end."""
     key_starts: Tensor
-    """[R + 1] the same of its keys."""
+    """[R + 1] the same for its keys."""
     most_queries: int
     most_keys: int
 
@@ -293,20 +300,21 @@ class Paths:
 
 @cache
 def _varlen() -> Any:
-    """The kernel. Raises ImportError where torch is older than it."""
+    """Return the kernel. Raises ImportError if torch is older than it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
 
 
 def _varlen_options(window: int, grouped: bool) -> dict[str, Any]:
-    """Options for causal attention, a window and grouped heads, as the installed torch names them.
+    """Return options for causal attention, a window and grouped heads, as the installed torch names
+    them.
 
-    Raises NotImplementedError where its kernel has no window.
+    Raises NotImplementedError if its kernel has no window.
     """
     known = inspect.signature(_varlen()).parameters
     options: dict[str, Any] = {"enable_gqa": grouped} if "enable_gqa" in known else {}
-    if "window_size" in known:  # how many keys before the query's own, and after it
+    if "window_size" in known:  # keys before the query's own, and after it
         return options | {"window_size": (window - 1 if window else -1, 0)}
     if window:
         raise NotImplementedError("varlen_attn of this torch has no sliding windows")
@@ -315,7 +323,7 @@ def _varlen_options(window: int, grouped: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Flat tokens with a block mask of who sees whom, for FlexAttention."""
+    """Flat tokens with a block mask of visible keys, for FlexAttention."""
 
     depth: Tensor
     """[T] as in `Trie`."""
@@ -341,7 +349,9 @@ class Blocks:
         return _flex(query.device.type)(query, key, value, **options).transpose(1, 2)
 
     def mask(self, window: int = 0) -> flex.BlockMask:
-        """The block mask: blocks seen whole, blocks seen in part, and who sees whom in these."""
+        """Make the block mask: blocks seen whole, blocks seen in part, and the visible keys in
+        these.
+        """
         depth, ends = self.depth.to(self.device), self.ends.to(self.device)
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -357,7 +367,9 @@ class Blocks:
 
 
 def _blocks(depth: np.ndarray, ends: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """[B, B] of blocks of queries and of keys: something may be seen, all is seen for certain."""
+    """Return [B, B] for blocks of queries and keys: some key may be visible, and all
+    certainly are.
+    """
     starts = np.arange(0, len(ends), _MULTIPLE)
     number = np.arange(len(starts))
     earlier, same = number[:, None] > number, number[:, None] == number
@@ -371,7 +383,9 @@ def _blocks(depth: np.ndarray, ends: np.ndarray, window: int) -> tuple[np.ndarra
 
 
 def _table(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[1, 1, B] how many blocks of keys each block of queries has, [1, 1, B, B] which, first."""
+    """Return [1, 1, B] the number of key blocks of each query block, and [1, 1, B, B] their indices
+    first.
+    """
     counts = blocks.sum(1).astype(np.int32)[None, None]
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)[None, None]
     return torch.from_numpy(counts).to(device), torch.from_numpy(order).to(device)
@@ -379,14 +393,14 @@ def _table(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def _flex(kind: str) -> Any:
-    """Uncompiled it holds all scores, which only a CPU is left with."""
+    """Return FlexAttention; uncompiled, which stores all scores, only on a CPU."""
     attention = flex.flex_attention
     return attention if kind == "cpu" else torch.compile(attention, dynamic=True)
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does for SDPA, which it leaves out where the mask is a name. Rotary
-    embeddings and norms leave queries and keys in float32, and values are not.
+    """Cast as autocast does for SDPA, except if the mask is a named one. Rotary embeddings and
+    norms leave queries and keys in float32, but not values.
     """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -395,7 +409,7 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _grid(length: int) -> int:
-    """Lengths of one bucket: within a factor of 1.5 or so of each other."""
+    """Round up to a bucket's length: lengths in it differ by a factor of at most 1.5 or so."""
     size = _SMALLEST
     while size < length:
         size += size // 2
@@ -403,20 +417,20 @@ def _grid(length: int) -> int:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[1, H, T, D] -> [T, H * D]"""
+    """Flatten [1, H, T, D] -> [T, H * D]."""
     return x.squeeze(0).transpose(0, 1).reshape(x.shape[2], -1)
 
 
 def _take(flat: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Rows [R, L] of flat tokens [T, H * D] -> [R, H, L, D]"""
+    """Take rows [R, L] of flat tokens [T, H * D] -> [R, H, L, D]."""
     taken = select(flat, index.reshape(-1))
     return taken.view(*index.shape, heads, -1).transpose(1, 2)
 
 
 def select(flat: Tensor, index: Tensor) -> Tensor:
-    """flat[index]; on a CPU by `gather`, whose backward is several times faster there.
+    """Return flat[index]; on a CPU by `gather`, whose backward is several times faster there.
 
-    On a GPU that backward adds up rounded numbers in any order; that of an index sorts them first.
+    On a GPU that backward adds rounded numbers in any order; that of an index sorts them first.
     """
     if flat.is_cuda:
         return flat[index]
@@ -428,7 +442,7 @@ class HasLayout(Protocol):
 
     @property
     def attention(self) -> Layout:
-        """The layout of attention, as the kernel takes it."""
+        """The layout of attention, in the kernel's form."""
         ...
 
     @property
@@ -448,7 +462,9 @@ def packed_attention(
     packed: HasLayout | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key, value [1, Hkv, T, D] of flat tokens -> ([1, T, H, D], None)."""
+    """Attend: query [1, H, T, D], key, value [1, Hkv, T, D] of flat tokens -> ([1, T, H,
+    D], None).
+    """
     if packed is None:
         raise ValueError("a model with packed attention is called through trainer.model only")
     for name in _UNKNOWN:
@@ -464,6 +480,8 @@ def packed_attention(
 
 
 def register() -> None:
-    """Make `attn_implementation="trireme_packed"` known to transformers; again does nothing."""
+    """Make `attn_implementation="trireme_packed"` known to transformers; further calls do
+    nothing.
+    """
     AttentionInterface.register(NAME, packed_attention)
     refuse_plans()

@@ -1,11 +1,11 @@
 """Backend: the trained weights, their optimizer and the reference model, on one rank or alone.
 
-Every rank calls the same methods in the same order; on rank 0 trainer/led.py tells the others. A
-plan has a CPU compute in float32. With dtype bfloat16 the weights, gradients and optimizer stay
-float32 and the forward pass runs in bfloat16; log-probabilities are float32 always.
+Every rank calls the same methods in the same order; on rank 0 trainer/led.py forwards them to the
+others. On a CPU plans compute in float32. With dtype bfloat16 the weights, gradients and optimizer
+stay float32 and the forward pass runs in bfloat16; log-probabilities are float32 always.
 
 Invariants:
-- gradients add up over micro-batches and ranks, and do not depend on how a batch is cut;
+- gradients are summed over micro-batches and ranks, and do not depend on how a batch is cut;
 - a step whose loss or gradient is not finite changes no weight and names the sample;
 - tied weights appear once in `weights`.
 """
@@ -64,7 +64,7 @@ from trireme.trainer.write import Writing, shared_files
 Part = Literal["merged", "base", "adapter"]
 """A part of the weights with LoRA."""
 
-# (part of the batch, logprobs [M], entropies [M] or None) -> what the part adds to the loss.
+# (part of the batch, logprobs [M], entropies [M] or None) -> the part's contribution to the loss.
 LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
 
 
@@ -87,30 +87,31 @@ class TrainSettings:
     compile: bool = False
     """Blocks run compiled, see trainer/compiled.py."""
     offload: bool = False
-    """Shards and optimizer lie in the CPU's memory; of ranks only."""
+    """Whether shards and optimizer are in the CPU's memory; only with ranks."""
     share_prefix: bool = True
     attn_implementation: str = "auto"
-    """The way to compute attention: auto, or a `Kernel`."""
+    """The implementation of attention: auto, or a `Kernel`."""
     trust_remote_code: bool = False
     seed: int = 0
-    """The seed of all that training draws."""
+    """The seed of all random numbers in training."""
     deterministic: bool = False
     """Equal steps give equal bytes, also on a GPU, as far as torch has kernels for that."""
     export_dtype: torch.dtype = torch.float32
-    """The dtype of the weights that others load."""
+    """The dtype of exported weights."""
     peak_tflops: float | None = None
-    """TFLOP/s that a rank's device could do, where its name does not tell."""
+    """TFLOP/s that a rank's device could do, if its name is unknown."""
 
     def load(
         self, path: str | Path, ranks: Ranks | None, *, frozen: bool = False
     ) -> PreTrainedModel:
-        """A model on its device; before it is spread over ranks on the CPU, or without weights.
+        """Load a model on its device; if it will be spread over ranks, on the CPU, or without
+        weights.
 
-        `frozen`: it is not trained, and shards of it are in what it computes in.
+        `frozen`: it is not trained, and its shards have the dtype of the computation.
         """
         trust = self.trust_remote_code
         model = None
-        # Of a base that is not trained no float32 copy is needed.
+        # A base that is not trained needs no float32 copy.
         dtype = torch.bfloat16 if self.half and self.lora else torch.float32
         if ranks and (self.lora is None or self.lora.leaves_base_alone):
             model = empty_model(path, dtype=dtype if self.lora else None, trust_remote_code=trust)
@@ -131,13 +132,13 @@ class TrainSettings:
         return model.requires_grad_(not frozen)
 
     def spread(self, model: PreTrainedModel, ranks: Ranks | None, path: str | Path) -> Root:
-        """The model in shards over ranks, or whole. Each rank reads its rows of what lies in the
-        folder at `path`, where the model has no weights yet.
+        """Spread the model over ranks as shards, or leave it whole. If the model has no weights
+        yet, each rank reads its rows from the folder at `path`.
         """
         if ranks is None:
             return Root(model)
         empty = any(map(is_empty, model.parameters()))
-        if empty:  # an adapter, which has numbers, has been made
+        if empty:  # an adapter has numbers and exists already
             replace_weights(model, without_numbers)
         root = shard(model, ranks.mesh, half=self.half, offload=self.offload)
         if empty:
@@ -171,19 +172,19 @@ class TrainSettings:
         )
 
     def precision(self, ranks: Ranks | None) -> AbstractContextManager:
-        """bfloat16 autocast where that was asked for; shards have a policy of their own."""
+        """Return bfloat16 autocast if requested; shards have their own policy."""
         if ranks is None and self.half:
             return torch.autocast(torch.device(self.device).type, torch.bfloat16)
         return nullcontext()
 
     @property
     def half(self) -> bool:
-        """True if the forward pass is in bfloat16. A plan asks a CPU for float32 alone."""
+        """True if the forward pass is in bfloat16. On a CPU plans request float32."""
         return self.dtype == "bfloat16"
 
 
 class Backend:
-    """All ranks call alike; without ranks there is one process and one device."""
+    """All ranks make the same calls; without ranks there is one process and one device."""
 
     def __init__(
         self,
@@ -201,11 +202,11 @@ class Backend:
         self._reference: Root | None = None
         self._has_reference = reference
         self._reference_moved = False
-        if reference and settings.lora is None:  # first, so that one model at a time is whole
+        if reference and settings.lora is None:  # first, so that only one model at a time is whole
             frozen = settings.load(model_path, ranks, frozen=True)
             self._reference = settings.spread(frozen, ranks, model_path).eval()
         self.module = settings.load(model_path, ranks)
-        torch.manual_seed(settings.seed)  # an adapter's first weights, alike on ranks; dropout
+        torch.manual_seed(settings.seed)  # an adapter's first weights, equal on all ranks; dropout
         lora = settings.lora
         self.adapter = None if lora is None else Adapter(self.module, lora)
         if self.adapter and reference:
@@ -218,7 +219,7 @@ class Backend:
         self.arithmetic = Arithmetic(*watched)
         self.phases = Phases(self.device)
         self.peak = peak_flops(self.device, half=settings.half, tflops=settings.peak_tflops)
-        """FLOP/s that the device could do; None where that is not known."""
+        """FLOP/s that the device could do; None if not known."""
         self._root = settings.spread(self.module, ranks, model_path)
         self.optimizer = settings.make_optimizer(self.module.parameters())
         self._team = settings.team(ranks)
@@ -234,7 +235,7 @@ class Backend:
     def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
         """Add the gradient of the batch's loss, one micro-batch after the other.
 
-        What the loss raises on one rank (NotFinite, for one) is raised on all.
+        An error of the loss on one rank (such as NotFinite) is raised on all.
         """
         self._since_step.append((batch, loss, entropy))
         self._root.train(self._train_mode)
@@ -246,9 +247,9 @@ class Backend:
         self._team.agree(error)
 
     def step(self) -> dict[str, float]:
-        """Move the weights by the gradients so far and forget them.
+        """Update the weights from the accumulated gradients and reset these.
 
-        Raises NotFinite naming a sample, and moves nothing.
+        Raises NotFinite naming a sample, and changes nothing.
         """
         norm, lr = self.optimizer.step()
         if not math.isfinite(norm):
@@ -273,41 +274,43 @@ class Backend:
         return [name for name, tensor in named.items() if not bool(tensor.isfinite().all())]
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """log p of each entry [M], of the trained or the reference model; on every rank's CPU."""
+        """Return log p of each entry [M], of the trained or the reference model; on every rank's
+        CPU.
+        """
         return self._scores(batch, reference=reference)[0]
 
     def scores(self, batch: Batch) -> Tensor:
-        """log p, the entropy H, and the mean of p (H + log p) over the vocabulary of each entry [3,
-        M], by the trained model; on every rank's CPU.
+        """Return log p, the entropy H, and the mean of p (H + log p) over the vocabulary of each
+        entry [3, M], by the trained model; on every rank's CPU.
         """
         return self._scores(batch, entropy=True)
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
-        """log p of every token of plain rows; index 0 is 0."""
+        """Return log p of every token of plain rows; index 0 is 0."""
         batch = of_tokens(ids, temperature=temperature)
         rows = self.logprobs(batch).split(batch.counts.tolist())
         return [[0.0, *row.tolist()] for row in rows]
 
     @torch.no_grad()
     def move_reference(self, alpha: float) -> None:
-        """Make the reference `alpha` of the trained weights and 1 - alpha of what it was."""
+        """Set the reference to `alpha` of the trained weights and 1 - `alpha` of its old ones."""
         trained = dict(self.module.state_dict())
         for name, tensor in self._reference_shards().items():
             tensor.copy_(torch.lerp(tensor.float(), trained[name].float(), alpha))
         self._reference_moved = True
 
     def _reference_shards(self) -> dict[str, Tensor]:
-        """The reference's weights on this rank, tied ones once; changed in place."""
+        """Return the reference's weights on this rank, tied ones once; changed in place."""
         assert self._reference is not None, "this backend has no reference of its own"
         model = self._reference.model
         state = model.state_dict()
         return {name: state[name].detach() for name, _ in model.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights as they are now, by Hugging Face names.
+        """Return the current trained weights, by Hugging Face names.
 
-        Of one process not copied; with LoRA merged one layer after the other into the CPU's memory;
-        of ranks whole, on this rank's CPU.
+        In one process they are not copied; with LoRA they are merged one layer after the other into
+        the CPU's memory; with ranks they are whole, on this rank's CPU.
         """
         if self.ranks is None and self.adapter is None:
             return dict(self.each_shard())
@@ -316,11 +319,11 @@ class Backend:
     def each_weight(
         self, dtype: str | None = None, part: Part = "merged"
     ) -> Generator[tuple[str, Tensor]]:
-        """`weights` one after the other, each whole; what is sharded is gathered as it is asked
-        for, so that no rank holds them all. Every rank goes through all of them.
+        """Yield `weights` one after the other, each whole; shards are gathered on demand, so that
+        no rank needs memory for all. Every rank goes through all of them.
 
-        `dtype`: what floating point is cast to, before it travels between ranks. With LoRA `part`
-        is the base or the adapter (as engines take it) alone.
+        `dtype`: floating point is cast to it before it travels between ranks. With LoRA `part`
+        selects the base or the adapter (in the engines' form).
         """
         to = getattr(torch, dtype or "", None)
         gathered = ((name, whole(_cast(tensor, to))) for name, tensor in self.each_shard(part))
@@ -329,11 +332,11 @@ class Backend:
                 yield item
             except GeneratorExit:
                 for _ in gathered:
-                    pass  # the other ranks do not know that the rest is not wanted
+                    pass  # the other ranks do not know that the rest is not needed
                 raise
 
     def each_shard(self, part: Part = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Each weight's part on this rank, by Hugging Face names, tied ones once."""
+        """Yield each weight's part on this rank, by Hugging Face names, tied ones once."""
         if part == "adapter":
             assert self.adapter is not None
             return self.adapter.travelling()
@@ -345,32 +348,35 @@ class Backend:
         return ((name, tensor.detach()) for name, tensor in named if name in weight_names)
 
     def unmoved(self, dtype: str) -> dict[str, float]:
-        """Fingerprints of what no push brings: none."""
+        """Return the fingerprints of weights that no push sends: none."""
         return {}
 
     def gather(self, value: Any, *, every: bool = False) -> list[Any]:
-        """A JSON value of each rank that had a share of the batch to itself, or of `every` rank."""
+        """Gather a JSON value of each rank that had its own share of the batch, or of
+        `every` rank.
+        """
         return self._team.gather(value, every=every)
 
     def save(self, actor: Path, *, hf: bool) -> None:
         """Write all that a run needs to resume into a folder that all ranks see.
 
-        Each rank writes its own files; `hf`: and its rows of the weights as others load them.
+        Each rank writes its own files; with `hf` also its rows of the exported weights.
         """
         self.begin_save(actor, hf=hf)
         self.end_save()
 
     def begin_save(self, actor: Path, *, hf: bool, behind: bool = False) -> None:
-        """Begin to `save`; what is trained afterwards does not change what is written.
+        """Begin to `save`; later training does not change the written state.
 
-        `behind`: each rank writes a copy in the CPU's memory, in a thread; else all is written now.
+        `behind`: each rank writes a copy in the CPU's memory, in a thread; otherwise all is written
+        now.
         """
         plain = self.each_shard("base" if self.adapter else "merged")
         alone = self.ranks is None
         export = self._settings.export_dtype if hf else None
         files = shared_files(actor, plain, export=export, alone=alone)
         self._writing = Writing(self._team, self, actor, files, alone=alone, behind=behind)
-        if self._reference_moved:  # else it is in the folder that the run began from
+        if self._reference_moved:  # otherwise it is in the folder that the run began from
             self._team.write_whole((actor / REFERENCE).parent, self._reference_shards())
 
     def await_save(self) -> None:
@@ -379,7 +385,7 @@ class Backend:
             self._writing.wait()
 
     def end_save(self) -> None:
-        """Everything is written when this returns. Raises what any rank could not write."""
+        """Wait until everything is written. Raises any rank's write error."""
         assert self._writing is not None, "a save has begun"
         self._writing.end()
         self._writing = None
@@ -389,8 +395,9 @@ class Backend:
         self._team.attempt(partial(self._load, actor))
 
     def state(self) -> dict[str, Any]:
-        """The state that a resume needs next to the weights: this rank's part of the optimizer,
-        schedule and random state, the LoRA adapter whole. `torch.load(weights_only=True)` reads it.
+        """Return the state that a resume needs besides the weights: this rank's part of the
+        optimizer, schedule and random state, the LoRA adapter whole.
+        `torch.load(weights_only=True)` reads it.
         """
         state = self.optimizer.state() | {"rng": random_state(self.device)}
         if self.adapter:
@@ -399,7 +406,7 @@ class Backend:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned. The weights are those that the backend was made from."""
+        """Restore what `state` returned. The weights are those with which the backend was made."""
         self.optimizer.load_state(state)
         set_random_state(state["rng"], self.device)
         if self.adapter:
@@ -417,7 +424,7 @@ class Backend:
 
     @torch.no_grad()
     def _scores(self, batch: Batch, *, reference: bool = False, entropy: bool = False) -> Tensor:
-        """log p [1, M]; with `entropy` all of `scores`, [3, M]."""
+        """Return log p [1, M]; with `entropy` all of `scores`, [3, M]."""
         assert self._has_reference or not reference, (
             "this backend was made without a reference model"
         )
@@ -441,8 +448,8 @@ class Backend:
             )
 
     def _gradient(self, part: Batch | None, loss: LossFunction, entropy: bool) -> Exception | None:
-        """Add the gradient of one micro-batch, or 0. What the loss raises comes back: others are
-        in the backward pass, which needs this rank too.
+        """Add the gradient of one micro-batch, or 0. An error of the loss is returned: other ranks
+        are in the backward pass, which needs this rank too.
         """
         logprobs, entropies = self._logprobs(self._root, part or dummy(), entropy=entropy)
         total, error = logprobs.sum() * 0, None

@@ -1,7 +1,7 @@
 """Compiled: compiles a model's blocks by torch, attention being one operator to the compiler.
 
-One graph serves all blocks of a kind and any number of flat tokens. Attention is not looked into:
-how many rows a layout has, and of which sizes, is different in every micro-batch.
+One graph serves all blocks of a kind and any number of flat tokens. Attention is opaque: the number
+and sizes of a layout's rows differ in every micro-batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ window.
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Have each of a model's blocks run compiled; they are compiled as they are first called."""
+    """Compile each of a model's blocks at its first call."""
     from torch._inductor import config as inductor_config  # slow to import
 
     config: Any = torch._dynamo.config
@@ -38,11 +38,11 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 def _compiled(block: nn.Module) -> Callable[..., Any]:
-    """A block's forward, with what transformers wraps around it to compute activations again left
-    around what is compiled: within, the compiler would keep most of them.
+    """Return a block's compiled forward, with transformers' wrapper for recomputing activations
+    outside of it: inside, the compiler would store most of them.
     """
     plain = type(block).forward
-    # older releases of transformers 5 have it around the call
+    # older releases of transformers 5 wrap the call
     checkpoints = isinstance(block, GradientCheckpointingLayer) and hasattr(plain, "__wrapped__")
     checkpoints = checkpoints and "__call__" not in vars(GradientCheckpointingLayer)
     plain = plain.__wrapped__ if checkpoints else plain
@@ -66,7 +66,7 @@ _held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
 
 
 def handle_of(thing: Any) -> Tensor:
-    """A number [1] by which operators find an object, for as long as its memory is in use."""
+    """Return a number [1] by which operators find an object, as long as its memory is in use."""
     memory = np.array([next(_numbers)]).view(_Held)
     memory.thing = thing
     _held[int(memory[0])] = memory
@@ -76,8 +76,8 @@ def handle_of(thing: Any) -> Tensor:
 def attend(
     layout: Tensor, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
 ) -> Tensor:
-    """The attention of a layout (of trainer/attention.py), given by its handle, within a block that
-    is compiled.
+    """Compute the attention of a layout (of trainer/attention.py), given by its handle, within a
+    compiled block.
     """
     keep = torch.is_grad_enabled() and query.requires_grad
     return _attend(query, key, value, layout, window, scale, keep)[0]
@@ -89,7 +89,7 @@ def _thing(handle: Tensor) -> Any:
 
 @contextmanager
 def _recorded() -> Iterator[None]:
-    """Autograd as it is outside of an operator, in which torch leaves it out."""
+    """Enable autograd as outside of an operator, where torch switches it off."""
     native: Any = torch._C
     keys = native.DispatchKeySet(native.DispatchKey.ADInplaceOrView)
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradCPU", "AutogradCUDA"):
@@ -110,8 +110,8 @@ def _attend(
     scale: float | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention [1, T, H, D], and a handle of what its backward pass needs, where `keep` says so:
-    it is given up with the handle, be it after that pass or by gradient checkpointing.
+    """Compute attention [1, T, H, D], and with `keep` a handle of the state for its backward pass:
+    the state is released with the handle, after that pass or by gradient checkpointing.
     """
     if not keep:
         out = _thing(layout).attend(query, key, value, window=window, scale=scale)

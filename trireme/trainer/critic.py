@@ -1,8 +1,8 @@
 """Critic: a value model, V [M], that learns from returns.
 
 A value head on a language model's hidden states: the value of entry m is read at the token before
-it, where the policy stands when it samples. The head begins at 0. Saved as `critic/` next to
-`actor/`. Several ranks hold and train it as they do the policy.
+it, the state from which the policy samples. The head begins at 0. Saved as `critic/` next to
+`actor/`. Several ranks spread and train it like the policy.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ HEAD = "value_head"
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float
 ) -> tuple[Tensor, Tensor]:
-    """max((V - R)^2, (V_clip - R)^2) / 2 with V_clip within `clip_range` of V_old, and which clip.
+    """Return max((V - R)^2, (V_clip - R)^2) / 2 with V_clip within `clip_range` of V_old, and the
+    clipped entries.
 
-    PPO's (arXiv:1707.06347) for values.
+    This is PPO's loss (arXiv:1707.06347) for values.
     """
     clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
     plain, bounded = (values - returns).square(), (clipped - returns).square()
@@ -40,7 +41,9 @@ def value_loss(
 
 
 class Critic:
-    """A value model on one device, or with `ranks` in one of many processes that all call alike."""
+    """A value model on one device, or with `ranks` in one of many processes that make the same
+    calls.
+    """
 
     def __init__(
         self,
@@ -50,14 +53,16 @@ class Critic:
         *,
         clip_range: float,
     ) -> None:
-        """`clip_range` is how far a value may move in one update before it stops gaining."""
+        """`clip_range` is the distance by which a value may move in one update before the loss is
+        flat.
+        """
         self.device = ranks.device if ranks else torch.device(settings.device)
         self._kernel: Kernel = settings.kernel(model_path, self.device)
         self.model = settings.load(model_path, ranks)
-        # What turns hidden states into words has no part in a value.
+        # The head that turns hidden states into words plays no part in a value.
         self.model.set_output_embeddings(None)
         width = self.model.config.get_text_config().hidden_size
-        # By way of meta, which draws no random numbers: they are the policy's.
+        # Made on meta, which draws no random numbers: they belong to the policy.
         self.head = nn.Linear(width, 1, bias=False, device="meta")
         if not self.model.get_input_embeddings().weight.is_meta:
             self.head.to_empty(device="cpu" if ranks else settings.device)
@@ -75,13 +80,13 @@ class Critic:
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
-        """V of the state before each entry [M], on the CPU, alike on all ranks."""
+        """Return V of the state before each entry [M], on the CPU, equal on all ranks."""
         return self._team.scores(batch, lambda part: [self._values(part)])[0]
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Do one optimizer step towards the batch's `returns` from its `values`; returns metrics.
 
-        Raises FloatingPointError where the gradient is not finite; nothing has moved then.
+        Raises FloatingPointError if the gradient is not finite; the weights are then unchanged.
         """
         total = clipped = 0.0
         self.model.train(self._settings.gradient_checkpointing)
@@ -115,16 +120,20 @@ class Critic:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """The base model's, by Hugging Face names, and the head's; not copied. This rank's part."""
+        """Return the base model's weights, by Hugging Face names, and the head's; not copied. This
+        rank's part.
+        """
         return dict(self.model.state_dict())
 
     def save(self, folder: Path) -> None:
-        """Weights in one file, optimizer and schedule in one of each rank. Raises OSError."""
+        """Save the weights in one file, optimizer and schedule in one per rank. Raises OSError."""
         self._team.attempt(partial(self._team.write_own, folder, self.optimizer.state()))
         self._team.write_whole(folder, self.weights())
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, on any number of ranks. ValueError for other files."""
+        """Restore what `save` wrote, on any number of ranks. Raises ValueError for another model's
+        files.
+        """
         self._team.attempt(partial(self._load, folder))
 
     @torch.no_grad()

@@ -1,10 +1,10 @@
 """Head: log-probabilities and entropies of entries from hidden states, without all logits at once.
 
-Logits are made in chunks, and made again in the backward pass, so that no [M, V] tensor outlives
-its chunk; where one chunk is enough they are stored. Entries that follow the same token at the same
-temperature (equal rollouts) share theirs.
-The gradient of the head's weight is added up over the chunks in float32, whatever the weight is in:
-in bfloat16 each addition would lose what is small.
+Logits are computed in chunks, and recomputed in the backward pass, so that no [M, V] tensor
+outlives its chunk; if one chunk is enough they are stored. Entries that follow the same token at
+the same temperature (equal rollouts) share theirs. The gradient of the head's weight is summed over
+the chunks in float32, whatever the weight's dtype: in bfloat16 each addition would lose small
+terms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trireme.engines.torch.linear import QuickLinear, linear, transposed_product
 from trireme.trainer.attention import select
 
 _BLOCK = 1 << 13
-"""Rows of the head's gradient that are computed at once: all at once would double its memory."""
+"""Rows of the head's gradient that are computed together: all at once would double its memory."""
 
 
 class Scale(NamedTuple):
@@ -33,24 +33,24 @@ class Scale(NamedTuple):
     cap: float | None
 
     def of(self, raw: Tensor) -> Tensor:
-        """Float32 logits, or float64, from what the head's product gives."""
+        """Return float32 logits, or float64, from the head's product."""
         logits = raw.float() if raw.dtype in (torch.bfloat16, torch.float16) else raw
         if self.factor != 1.0:
             logits = logits * self.factor
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d raw, by the logits."""
+        """Return d logits / d raw, as a function of the logits."""
         return self.factor * (1 - (logits / self.cap).square()) if self.cap else self.factor
 
 
 class _Chunk(NamedTuple):
     nodes: slice
-    """The chunk's range of the nodes that logits are made for."""
+    """The chunk's range of the nodes that logits are computed for."""
     entries: slice
     """The range of the entries of these nodes, entries being sorted by node."""
     at: Tensor
-    """[E] the node of each, counted within the chunk."""
+    """[E] the node of each entry, relative to the chunk."""
 
 
 def score_entries(
@@ -65,7 +65,7 @@ def score_entries(
     """Compute what `token_logprobs` returns; `predecessors` [M] index the entries' tokens in
     `hidden`.
     """
-    # a token and the bits of its temperature: one number, so that equal ones are found at once
+    # a token and the bits of its temperature in one number, so that equal pairs are found together
     keys = predecessors << 32 | temperatures.float().view(torch.int32).long()
     unique_keys, node_of = keys.unique(return_inverse=True)
     order = node_of.argsort(stable=True)
@@ -84,7 +84,7 @@ def score_entries(
     elif type(head) in (nn.Linear, QuickLinear):
         inputs = nodes, head.weight, head.bias, heat, targets, chunks, scale, entropy
         rows = torch.stack(_LinearHead.apply(*inputs))
-    else:  # with an adapter, say
+    else:  # for example, with an adapter
         rows = torch.cat([_again(head, nodes, heat, targets, c, scale, entropy) for c in chunks], 1)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -109,8 +109,8 @@ def _chunks(num_nodes: int, node_of: Tensor, size: int) -> Iterator[_Chunk]:
 
 
 def _score(logits: Tensor, heat: Tensor, targets: Tensor, chunk: _Chunk, num: int) -> Tensor:
-    """The first `num` numbers [num, E] of a chunk's entries: log p, the entropy, and the mean of
-    p (H + log p) over the vocabulary.
+    """Return the first `num` numbers [num, E] of a chunk's entries: log p, the entropy, and the
+    mean of p (H + log p) over the vocabulary.
     """
     logits = logits / heat[chunk.nodes, None]
     log_sums = logits.logsumexp(-1)
@@ -135,7 +135,7 @@ def _again(
     scale: Scale,
     entropy: bool,
 ) -> Tensor:
-    """`_score` of a chunk by any head, computed again in the backward pass."""
+    """Compute `_score` of a chunk by any head, recomputed in the backward pass."""
 
     def score(states: Tensor) -> Tensor:
         return _score(scale.of(head(states)), heat, targets, chunk, 1 + entropy)
@@ -156,7 +156,7 @@ class _LinearHead(torch.autograd.Function):
         scale: Scale,
         entropy: bool,
     ) -> tuple[Tensor, ...]:
-        """nodes [N, D], weight [V, D], heat [N], targets [M] -> [M], and [M] again."""
+        """Compute nodes [N, D], weight [V, D], heat [N], targets [M] -> [M], and [M] again."""
         kind = nodes.device.type
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.dtype = ctx.dtype or weight.dtype
@@ -171,8 +171,8 @@ class _LinearHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients by the logits: (one-hot - p) / heat for log p, -p (log p + H) / heat for the
-        entropy.
+        """Return gradients by the logits: (one-hot - p) / heat for log p, -p (log p + H) / heat for
+        the entropy.
         """
         nodes, weight, bias, heat, targets, kept = ctx.saved_tensors
         cast = weight.to(ctx.dtype)
@@ -213,7 +213,9 @@ def _gradient(
     gradients: tuple[Tensor, ...],
     entropy: bool,
 ) -> Tensor:
-    """The gradient by a chunk's logits [N, V], from the gradients by its entries' numbers."""
+    """Return the gradient by a chunk's logits [N, V], from the gradients by its entries'
+    numbers.
+    """
     log_p = (logits / heat[:, None]).log_softmax(-1)
     p = log_p.exp()
     of_logprobs = gradients[0][chunk.entries]

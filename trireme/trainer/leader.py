@@ -1,9 +1,9 @@
-"""Leader: rank 0 tells all ranks what to do next, and sees by a heartbeat when one is lost.
+"""Leader: rank 0 sends commands to all ranks, and detects a lost rank by its heartbeat.
 
-A command is announced in the store, where the others look for it however long rank 0 is idle; the
-experiences that belong to it go through the group. Each rank keeps a counter moving in the store,
-its heartbeat; rank 0 does its own part of a command in a thread, so that a rank which dies or
-freezes amid a collective is seen by its heartbeat, not by a time-out.
+A command is announced in the store, which the others poll however long rank 0 is idle; its
+experiences go through the group. Each rank increments a counter in the store, its heartbeat; rank 0
+does its own part of a command in a thread, so that a rank which dies or freezes during a collective
+is detected by its heartbeat, not by a time-out.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Commands = Mapping[str, Callable[..., Any]]
 
 STOP = "stop"
 EVERY = 0.5  # seconds between beats
-GRACE = 5.0  # seconds that a rank without a leader gets to end by itself
-_LOOK = 0.2  # seconds between looks at the others while a collective runs
-_WAIT = timedelta(seconds=2)  # of a follower, before it looks whether rank 0 is alive
+GRACE = 5.0  # seconds in which a rank without a leader may end by itself
+_LOOK = 0.2  # seconds between checks of the others while a collective runs
+_WAIT = timedelta(seconds=2)  # of a follower, before it checks whether rank 0 is alive
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,15 @@ class Leader:
         self._number = 0
         self._busy = False
         self._lost = ""
-        """The sentence of the RankLost that ended all this."""
+        """The sentence of the RankLost that ended the group."""
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="trainer-rank-0", daemon=True).start()
 
     def together(self, command: Command, work: Callable[[], T]) -> T:
-        """`work()` here and its like on all other ranks. Raises RankLost naming one that is gone.
+        """Run `work()` here and its counterpart on all other ranks. Raises RankLost naming the lost
+        one.
 
-        Commands that `work` gives are part of this one and are not sent to the others.
+        Commands that `work` issues are part of this one and are not sent to the others.
         """
         self._stop_if_lost()
         if self._busy:
@@ -86,7 +87,7 @@ class Leader:
         return self.guarded(begin, doing=command.what)
 
     def guarded(self, work: Callable[[], T], *, doing: str = "a collective") -> T:
-        """`work()`, which the others have begun. Raises RankLost where one is gone."""
+        """Run `work()`, which the others have begun. Raises RankLost if one is lost."""
         self._stop_if_lost()
         if self._busy:
             return work()
@@ -94,7 +95,7 @@ class Leader:
 
         def perform() -> None:
             try:
-                if self._ranks.device.type == "cuda":  # each thread has its own
+                if self._ranks.device.type == "cuda":  # each thread has its own current device
                     torch.cuda.set_device(self._ranks.device)
                 outcome.put((work(), None))
             except BaseException as error:
@@ -108,7 +109,7 @@ class Leader:
                 break
             if lost := self._gone():
                 self._lost = f"{lost} during {doing}"
-                with suppress(queue.Empty):  # a thread inside a collective spoils a clean exit
+                with suppress(queue.Empty):  # a thread inside a collective prevents a clean exit
                     outcome.get(timeout=GRACE)
                 raise RankLost(self._lost)
         self._busy = False
@@ -120,7 +121,7 @@ class Leader:
         raise error
 
     def close(self) -> None:
-        """Send the others home and leave the group. After a failure they end by themselves."""
+        """Dismiss the others and leave the group. After a failure they end by themselves."""
         self._heartbeat.close()
         if self._lost:
             return
@@ -131,7 +132,7 @@ class Leader:
         self._ranks.close()
 
     def _stop_if_lost(self) -> None:
-        """A collective without the rank that is gone would wait for it until its time-out."""
+        """Raise if a rank is lost: a collective would wait for it until its time-out."""
         if self._lost:
             raise RankLost(self._lost)
 
@@ -141,7 +142,9 @@ class Leader:
         self._ranks.store.set(f"command/{self._number}", text)
 
     def _gone(self) -> str:
-        """A sentence on the first rank that failed by itself or does not beat; else nothing."""
+        """Return a sentence on the first rank that failed by itself or has no heartbeat; else
+        nothing.
+        """
         reports = self._reports()
         for rank, report in reports.items():
             if not report["communication"]:
@@ -151,7 +154,7 @@ class Leader:
         return f"trainer rank {lost[0]} on {host} died or froze" if lost else ""
 
     def _who(self) -> str:
-        """After a broken collective: whose fault it was, for which its heartbeat is waited for."""
+        """Name the rank at fault after a broken collective, once its heartbeat has stopped."""
         end = time.monotonic() + self._ranks.spec.lost_after + GRACE
         while time.monotonic() < end:
             if gone := self._gone():
@@ -172,9 +175,9 @@ class Leader:
 
 
 def follow(spec: RankSpec, make: Callable[[Ranks], Commands]) -> None:
-    """Be one of the other ranks: do what rank 0 commands until it says stop.
+    """Run as one of the other ranks: carry out rank 0's commands until the last one.
 
-    Reports an error to rank 0 before raising it. The process ends where rank 0 is gone.
+    Reports an error to rank 0 before raising it. The process ends if rank 0 is gone.
     """
     ranks = Ranks(spec)
     heartbeat = RankHeartbeat(spec)
@@ -196,9 +199,9 @@ def follow(spec: RankSpec, make: Callable[[Ranks], Commands]) -> None:
 
 
 class RankHeartbeat:
-    """Beats in a thread and listens: rank 0 to all others, the others to rank 0.
+    """Sends heartbeats in a thread and checks others: rank 0 all others, the others rank 0.
 
-    A rank whose leader is gone ends: its process exits where it has not done so by itself.
+    A rank whose leader is gone ends: its process exits unless it has done so by itself.
     """
 
     def __init__(self, spec: RankSpec) -> None:
@@ -212,7 +215,7 @@ class RankHeartbeat:
         self._thread.start()
 
     def lost(self) -> list[int]:
-        """Ranks that have not beaten for `lost_after` seconds."""
+        """Ranks without a heartbeat for `lost_after` seconds."""
         now = time.monotonic()
         return [r for r, (_, at) in self._seen.items() if now - at > self._spec.lost_after]
 
@@ -243,14 +246,14 @@ class RankHeartbeat:
             self._seen[rank] = (beat, time.monotonic())
 
     def _end(self) -> None:
-        """Rank 0 is gone. A thread inside a collective cannot be woken: the process ends."""
+        """End the process, since rank 0 is gone: a thread inside a collective cannot be woken."""
         if not self._closed.wait(GRACE):
             logger.error("trainer rank %d ends: rank 0 is gone", self._spec.rank)
             os._exit(1)
 
 
 def _report_failure(ranks: Ranks, error: BaseException) -> None:
-    """Tell rank 0 why this rank ends."""
+    """Report to rank 0 why this rank ends."""
     text = f"{type(error).__name__}: {error}"
     report = {"communication": _is_communication(error), "text": text}
     with suppress(dist.DistError):  # rank 0 may be gone itself
@@ -258,7 +261,7 @@ def _report_failure(ranks: Ranks, error: BaseException) -> None:
 
 
 def _await_command(ranks: Ranks, number: int) -> dict[str, Any]:
-    """The next command, however long that takes. Raises RankLost where rank 0 is gone."""
+    """Wait for the next command, however long that takes. Raises RankLost if rank 0 is gone."""
     while True:
         try:
             ranks.store.wait([f"command/{number}"], _WAIT)

@@ -1,14 +1,14 @@
-"""Learning: prepares each batch before its loss, and holds what a run's train steps share.
+"""Learning: prepares each batch before its loss, and stores the state that a run's train steps
+share.
 
-Shared are the critic, coefficients that adapt, and how many steps there were. A resume needs
-`state`. The reference scores a row of a data set in every epoch anew: to its last bit a score
-depends on the batch, so that stored scores would make a resumed run differ from one without a
-break.
+The shared state is the critic, adaptive coefficients, and the number of steps. A resume needs
+`state`. The reference scores a data set's row again in every epoch: a score's last bits depend on
+the batch, so that stored scores would make a resumed run differ from an uninterrupted one.
 
 A batch gets, in this order: experts, pairs and labels, weights, the reference's scores, the
 trainer's old log-probabilities, values, rewards less the KL penalty, advantages; then the critic
-learns. What a loss chooses or measures of the whole batch is renewed before each optimizer
-step.
+learns. Values that a loss selects or measures over the whole batch are renewed before each
+optimizer step.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from trireme.trainer.critic import Critic
 
 
 class TrainState:
-    """Made once for a run; changed by its train steps."""
+    """The state that a run's train steps share and change."""
 
     def __init__(
         self, recipe: Recipe, critic: Critic | None = None, *, critic_warmup: int = 0
     ) -> None:
-        """`critic` where `recipe.needs_critic`; for `critic_warmup` steps it alone learns."""
+        """`critic` if `recipe.needs_critic`; for `critic_warmup` steps only the critic learns."""
         self.critic = critic
         self._critic_warmup = critic_warmup if critic is not None else 0
         self.steps = 0
         self.tokens: TrainedTokens | None = None
-        """The tokens of the last step, stored for people to look at."""
+        """The tokens of the last step, for people to look at."""
         self.coefficients = {kind: part.coefficient for kind, part in recipe.parts.items()}
         self._settings = {kind: part.settings for kind, part in recipe.parts.items()}
 
     @property
     def trains_policy(self) -> bool:
-        """True if the policy learns in this step, and not the critic alone."""
+        """True if the policy learns in this step, and not only the critic."""
         return self.steps >= self._critic_warmup
 
     def step(self) -> Tensor:
@@ -57,7 +57,7 @@ class TrainState:
         return torch.tensor(self.steps)
 
     def adapt(self, kind: str, divergence: float, count: int) -> None:
-        """Move a KL coefficient towards its target, where it is adaptive."""
+        """Move a KL coefficient towards its target, if it is adaptive."""
         settings = self._settings[kind]
         if settings.get("adaptive"):
             self.coefficients[kind] = adapted(
@@ -69,14 +69,14 @@ class TrainState:
             )
 
     def state(self) -> dict[str, Any]:
-        """JSON values; the critic's tensors are in the checkpoint's own folder."""
+        """Return JSON values; the critic's tensors are in the checkpoint's own folder."""
         return {"steps": self.steps, "coefficients": self.coefficients}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.steps = state["steps"]
         for kind, coefficient in state["coefficients"].items():
-            if self._settings.get(kind, {}).get("adaptive"):  # others are as they are set now
+            if self._settings.get(kind, {}).get("adaptive"):  # others keep their settings
                 self.coefficients[kind] = coefficient
 
 
@@ -87,7 +87,7 @@ def prepare(
     batch: Batch,
     train_state: TrainState,
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with all that its loss asks for, and metrics of what was done for it."""
+    """Add all inputs of the loss to the batch; returns it with metrics of this work."""
     if recipe.schema == "dpo":
         batch = with_pairs(batch)
     experts = None
@@ -116,7 +116,7 @@ def prepare(
 def renewed(
     backend: Backend, recipe: Recipe, experiences: Sequence[Experience], batch: Batch
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with what its loss takes from the weights before each optimizer step."""
+    """Update the inputs of the loss that depend on the weights, before each optimizer step."""
     if recipe.asks("reference_point"):
         point = reference_point(backend, experiences)
         batch = batch.with_fields(reference_point=torch.full((batch.num_tokens,), point))
@@ -124,8 +124,8 @@ def renewed(
 
 
 def reference_point(backend: Backend, experiences: Sequence[Experience]) -> float:
-    """KTO's z: the mean over prompts of sum log(p / p_ref) of the reply to the prompt before, the
-    first prompt's being the last reply; at least 0. A single experience gives z = 0.
+    """Compute KTO's z: the mean over prompts of sum log(p / p_ref) of the reply to the prompt
+    before, the first prompt's being the last reply; at least 0. A single experience gives z = 0.
 
     A row is cut at the length of the longest one, which the model can read.
     """
@@ -151,8 +151,8 @@ def _first_trained(e: Experience) -> int:
 
 
 def with_selected(backend: Backend, recipe: Recipe, batch: Batch) -> tuple[Batch, dict[str, float]]:
-    """`selected` [M], which tokens the policy learns from, where the recipe chooses; the metric is
-    the share that it leaves out.
+    """Add `selected` [M], the tokens that the policy learns from, if the recipe selects; the metric
+    is the share that it leaves out.
     """
     if not recipe.selects:
         return batch, {}
@@ -162,9 +162,9 @@ def with_selected(backend: Backend, recipe: Recipe, batch: Batch) -> tuple[Batch
 
 
 def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
-    """The factors of each entry's policy loss [M], mostly 0 or 1. They are chosen from the whole
-    batch, before its gradient: a micro-batch that chose for itself would make the loss depend on
-    how it is cut.
+    """Return the factors of each entry's policy loss [M], mostly 0 or 1. They are chosen from the
+    whole batch, before its gradient: choosing per micro-batch would make the loss depend on how the
+    batch is cut.
     """
     selected = torch.ones(batch.num_tokens, dtype=torch.bool)
     if recipe.top_entropy < 1:
@@ -202,7 +202,7 @@ def _with_advantages(
     batch: Batch,
     train_state: TrainState,
 ) -> tuple[Batch, dict[str, float]]:
-    """`advantages` and `returns`; the critic, where there is one, has learnt from them."""
+    """Add `advantages` and `returns`; if there is a critic, it has learned from them."""
     given: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
     given["step"] = train_state.step()
     wanted = advantage.data()
@@ -243,8 +243,8 @@ def _with_advantages(
 def _penalties(
     recipe: Recipe, batch: Batch, given: dict[str, Tensor], train_state: TrainState
 ) -> tuple[Tensor, dict[str, float]]:
-    """The amounts that the KL takes off the reward of each entry [M], and metrics. Columns of
-    `given` take precedence over the batch's own.
+    """Return the KL subtracted from the reward of each entry [M], and metrics. Columns of `given`
+    take precedence over the batch's own.
     """
     part = recipe.penalty
     assert part is not None, "a recipe without one takes nothing off"
@@ -264,7 +264,9 @@ def _with_group_advantages(
     batch: Batch,
     train_state: TrainState,
 ) -> tuple[Batch, dict[str, float]]:
-    """`advantages` of whole groups anew, whose rewards are less the sum of the KL over a run."""
+    """Recompute `advantages` of whole groups after the sum of the KL over a run is subtracted from
+    their rewards.
+    """
     own = {} if recipe.bypass_old_logprobs else {"old_logprobs": backend.logprobs(batch)}
     penalties, metrics = _penalties(recipe, batch, own, train_state)
     costs = torch.zeros(batch.num_samples).index_add_(0, batch.sample_ids, penalties)
@@ -288,9 +290,10 @@ def _refuse_not_finite(whose: str, values: Tensor, batch: Batch) -> None:
 
 
 def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: str) -> Tensor:
-    """The reward of each entry [M]: the workflow's own, else the scalar one on the last entry.
+    """Return the reward of each entry [M]: the workflow's own, else the scalar one on the last
+    entry.
 
-    A reward on a token that is not trained goes to the last trained one before it.
+    A reward on a token that is not trained moves to the last trained one before it.
     """
     rows: list[Tensor] = []
     for e, count in zip(experiences, batch.counts.tolist(), strict=True):
@@ -343,13 +346,13 @@ def split_pairs(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def with_pairs(batch: Batch) -> Batch:
-    """`pair_ids` and `chosen` [M] of a batch whose samples are `split_pairs`."""
+    """Add `pair_ids` and `chosen` [M] to a batch whose samples are `split_pairs`."""
     return batch.with_fields(pair_ids=batch.sample_ids // 2, chosen=batch.sample_ids % 2 == 0)
 
 
 def _flags(experiences: Sequence[Experience], *, key: str, default: bool | None = None) -> Tensor:
-    """The truth of `info[key]` for each experience [N]. Raises ValueError for one that lacks the
-    key, unless there is a `default`.
+    """Return `info[key]` of each experience as booleans [N]. Raises ValueError for one that lacks
+    the key, unless there is a `default`.
     """
     said = [e.info.get(key, default) for e in experiences]
     if None in said:

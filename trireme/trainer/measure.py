@@ -1,8 +1,8 @@
 """Measures a train step: arithmetic, seconds of its phases, memory, and a profiler's trace.
 
-The arithmetic is that of the packed layout: what a shared prefix saves is not counted, nor is what
-gradient checkpointing and the output head compute again. A multiplication with its addition is two
-operations. Attention counts the keys that a query sees, not those that a kernel's padding adds.
+The arithmetic is that of the packed layout: work that a shared prefix saves is not counted, nor is
+recomputation by gradient checkpointing and the output head. A multiplication with its addition is
+two operations. Attention counts the keys that a query sees, not those that a kernel's padding adds.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("L40", 181.0),
     ("L4", 121.0),
 )
-"""Dense bfloat16 TFLOP/s by the data sheets; the first whose name is in the device's counts."""
+"""Dense bfloat16 TFLOP/s by the data sheets; the first entry whose name is part of the device's
+applies."""
 
 
 def peak_flops(device: torch.device, *, half: bool, tflops: float | None = None) -> float | None:
-    """FLOP/s that a device could do: `tflops` where the user says it, else by its name; None where
-    neither tells, as for float32, whose peak depends on what torch is allowed to round.
+    """Return the FLOP/s that a device could do: the user's `tflops`, else by its name; None if
+    neither is known, as for float32, whose peak depends on torch's rounding settings.
     """
     if tflops is not None:
         return tflops * 1e12
@@ -57,24 +58,23 @@ def peak_flops(device: torch.device, *, half: bool, tflops: float | None = None)
 
 @dataclass(frozen=True)
 class Passes:
-    """Sizes that decide what a pass of a decoder costs."""
+    """Sizes that determine the cost of a decoder's pass."""
 
     trained: int
-    """Weights of its linear layers that a token meets and that are trained: of experts those that
-    are chosen. Embeddings are looked up, and cost nothing.
-    """
+    """Trained weights of its linear layers that a token passes: of experts the chosen ones.
+    Embeddings are looked up, and cost nothing."""
     frozen: int
     head: int
     """Weights of the output head; 0 for a model without one."""
     head_trained: bool
     query_width: int
     windows: tuple[int, ...]
-    """The number of keys that a query of each layer sees at most; 0: all before it."""
+    """The largest number of keys that a query of each layer sees; 0: all before it."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Passes | None:
-        """Count a model's weights, before it is spread over ranks or after; None if it is no
-        decoder that the memory plan knows.
+        """Count a model's weights, before it is spread over ranks or after; None if it is an
+        unknown kind of decoder.
         """
         text = model.config.get_text_config()
         shape = shape_of(text.to_dict())
@@ -101,7 +101,8 @@ class Passes:
         )
 
     def flops(self, tokens: Any, pairs: Any, nodes: Any, *, backward: bool) -> Any:
-        """FLOPs of one pass over `tokens`, with so many logits rows (`nodes`); numbers, or tensors.
+        """Return the FLOPs of one pass over `tokens` with `nodes` rows of logits; numbers, or
+        tensors.
 
         `pairs`: the number of pairs of a query and a key that it sees, all layers together.
         """
@@ -111,10 +112,10 @@ class Passes:
 
 
 class Arithmetic:
-    """The cost of models' passes, counted as they are made and read once a step."""
+    """The cost of models' passes, counted as they are made and read once per step."""
 
     def __init__(self, *models: PreTrainedModel) -> None:
-        """Count nothing for models whose cost is not known."""
+        """Count nothing for models of unknown cost."""
         self._total: Tensor | None = None
         self.known = True
         for model in models:
@@ -125,14 +126,14 @@ class Arithmetic:
                 self._watch(model, passes)
 
     def take(self) -> float:
-        """FLOPs since the last call, on this rank."""
+        """Return the FLOPs since the last call, on this rank."""
         total, self._total = self._total, None
         return 0.0 if total is None else float(total)
 
     def _watch(self, model: PreTrainedModel, passes: Passes) -> None:
         def count(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             layout = options.get("packed")
-            if layout is not None:  # counted on the device: reading it here would wait for that
+            if layout is not None:  # counted on the device: reading it here would wait for it
                 backward = torch.is_grad_enabled()
                 cost = passes.flops(*counted(layout, passes.windows), backward=backward)
                 self._total = cost if self._total is None else self._total + cost
@@ -141,7 +142,9 @@ class Arithmetic:
 
 
 def counted(layout: PackedBatch, windows: Sequence[int]) -> tuple[int, Tensor, Tensor]:
-    """Tokens of a layout, pairs of queries and keys in all layers, and nodes that need logits."""
+    """Return the tokens of a layout, pairs of queries and keys in all layers, and nodes that need
+    logits.
+    """
     seen = (layout.positions + 1).double()
     pairs = torch.zeros_like(seen[0])
     for window in set(windows):
@@ -153,7 +156,7 @@ def counted(layout: PackedBatch, windows: Sequence[int]) -> tuple[int, Tensor, T
 
 
 class Phases:
-    """Seconds of the parts of a train step, by the names of their metrics."""
+    """The seconds of each part of a train step, by the names of their metrics."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -164,19 +167,19 @@ class Phases:
         """Add the time spent inside to the metric `name`."""
         begun = time.monotonic()
         yield
-        if self._device.type == "cuda":  # its work may be asked for and not done
+        if self._device.type == "cuda":  # its work may be queued and not done
             torch.cuda.synchronize(self._device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begun
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 def peak_memory(device: torch.device) -> float:
-    """The peak memory of this process's device in GiB since the last call; on a CPU the process's
-    memory since it started.
+    """Return the peak memory of this process's device in GiB since the last call; on a CPU the
+    process's memory since it started.
     """
     if device.type == "cuda":
         held = torch.cuda.max_memory_allocated(device)
@@ -188,21 +191,21 @@ def peak_memory(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """The train steps that the profiler watches."""
+    """The train steps that are profiled."""
 
     steps: frozenset[int]
     folder: Path
     """The folder of the traces; all ranks see it."""
 
     def stem(self, step: int) -> str | None:
-        """The beginning of the names of a step's files; None where it is not watched."""
+        """Return the prefix of the names of a step's files; None if it is not profiled."""
         return str(self.folder / f"step_{step}") if step in self.steps else None
 
 
 @contextmanager
 def profiled(stem: str | None, rank: int, device: torch.device) -> Iterator[None]:
-    """torch's profiler over what happens inside, where there is a `stem` for its files; on a GPU
-    also a snapshot of its memory. Raises OSError where they cannot be written.
+    """Run torch's profiler over the block if there is a `stem` for its files; on a GPU also take a
+    snapshot of its memory. Raises OSError if they cannot be written.
     """
     if stem is None:
         yield

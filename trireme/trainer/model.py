@@ -1,4 +1,5 @@
-"""Model: log-probabilities of a packed micro-batch from a Hugging Face causal language model.
+"""Model: computes log-probabilities of a packed micro-batch with a Hugging Face causal language
+model.
 
 The base model runs on the flat tokens; logits are made only where an entry needs them.
 """
@@ -28,7 +29,7 @@ from trireme.trainer.ranks import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
-_AGREEMENT = 1e-3  # largest difference to the model's own forward pass, nats, float32
+_AGREEMENT = 1e-3  # largest difference from the model's own forward pass, nats, float32
 
 
 def load_model(
@@ -38,9 +39,9 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a folder with packed attention; ValueError if it cannot have it.
+    """Load a folder's model with packed attention; ValueError if it cannot have it.
 
-    That is proved in float32: where `dtype` is another one, by the first layers.
+    This is verified in float32: if `dtype` is another one, with the first layers.
     """
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -61,14 +62,14 @@ def load_model(
 def empty_model(
     path: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel | None:
-    """The model of a folder with packed attention, without its weights: `fill_rows`.
+    """Make a folder's model with packed attention, without its weights: see `fill_rows`.
 
-    They are in float32 without a device; with a `dtype`, in that and on the CPU, so that an adapter
-    can be made next to them. None where its files hold tensors by other names than `names_in`
-    knows: they are converted as a whole model is loaded. Whether it takes packed attention is for
-    `prove_first_layers`.
+    They are in float32 without a device; with a `dtype`, in that dtype and on the CPU, so that an
+    adapter can be added. None if its files name tensors in a way that `names_in` does not know:
+    loading a whole model converts them. `prove_first_layers` checks whether it supports packed
+    attention.
     """
-    from accelerate import init_empty_weights  # slow to load, and needed by ranks alone
+    from accelerate import init_empty_weights  # slow to import, and needed only by ranks
 
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -94,7 +95,7 @@ def empty_model(
 
 
 def replace_weights(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """Put what `make` gives in the place of each weight; tied ones stay tied."""
+    """Replace each weight by the result of `make`; tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -109,30 +110,30 @@ def is_empty(weight: Tensor) -> bool:
 
 
 def without_numbers(weight: Tensor) -> Tensor:
-    """A weight of an `empty_model` without a device; any other as it is."""
+    """Return a weight of an `empty_model` without a device; any other as it is."""
     return weight.new_empty(weight.shape, device="meta") if is_empty(weight) else weight
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
-    """The safetensors file of each tensor of a folder; empty where there are none."""
+    """Return the safetensors file of each tensor of a folder; empty if there are none."""
     return {name: file for file in weight_files(Path(path)) for name in read_shapes(file)}
 
 
 @torch.no_grad()
 def fill_rows(named: Mapping[str, Tensor], path: str | Path) -> None:
-    """Read the rows of each weight that this rank holds; what the folder does not have stays."""
+    """Read the rows of each weight that this rank has; tensors that the folder lacks stay."""
     files = tensor_files(path)
     for name, parameter in named.items():
         held = names_in(files, name)
         if not isinstance(held, str):
             assign(parameter, ExpertRows(files, held))
-        elif held in files:  # opened each time: pages that were read are given back
+        elif held in files:  # opened each time: this releases the pages that were read
             with safe_open(files[held], framework="pt") as file:
                 assign(parameter, FileRows(file, held))
 
 
 def prove_first_layers(path: str | Path, *, trust_remote_code: bool = False) -> None:
-    """`prove_packed` of as many layers as show every kind that there is, two at least."""
+    """Run `prove_packed` on as many layers as show every kind that there is, at least two."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     kinds: list[str] = list(getattr(text, "layer_types", None) or [])
@@ -142,7 +143,7 @@ def prove_first_layers(path: str | Path, *, trust_remote_code: bool = False) -> 
     if kinds:
         text.layer_types = kinds[: text.num_hidden_layers]
     level = verbosity.get_verbosity()
-    verbosity.set_verbosity_error()  # the other layers are not missed
+    verbosity.set_verbosity_error()  # the other layers are left out on purpose
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -153,7 +154,7 @@ def prove_first_layers(path: str | Path, *, trust_remote_code: bool = False) -> 
 
 
 def once(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict in which tied weights appear under their first name only; not copied."""
+    """Return a state dict in which tied weights appear under their first name only; not copied."""
     first: dict[int, str] = {}
     for name, tensor in named.items():
         first.setdefault(tensor.data_ptr(), name)
@@ -161,19 +162,19 @@ def once(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Compute each block's activations again in the backward pass instead of keeping them."""
-    # transformers 5 renames the one to the other on its way to 6.
+    """Recompute each block's activations in the backward pass instead of storing them."""
+    # transformers 5 renames one to the other on its way to 6.
     older = model.gradient_checkpointing_enable
     enable = getattr(model, "activation_checkpointing_enable", older)
     enable({"use_reentrant": False})
 
 
-_RANDOM = ("dropout", "_pdrop", "layerdrop", "jitter_noise")  # how names of chances end
+_RANDOM = ("dropout", "_pdrop", "layerdrop", "jitter_noise")  # endings of names of probabilities
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Switch off the model's own dropout in training, so that a probability is the same when it is
-    sampled, scored and trained.
+    """Switch off the model's own dropout in training, so that a probability is the same in
+    sampling, scoring and training.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -184,9 +185,9 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def prove_packed(model: PreTrainedModel) -> None:
-    """Switch to packed attention, having compared a small trie with the model's own forward pass.
+    """Switch to packed attention after comparing a small trie with the model's own forward pass.
 
-    Raises ValueError where the two differ: an architecture with extras that are not computed here.
+    Raises ValueError if the two differ: an architecture with extras that are not computed here.
     """
     batch = of_tokens([[7, 2, 3, 5], [7, 2, 3, 5], [7, 4, 3, 6]])
     name = model.config.model_type
@@ -217,10 +218,11 @@ def token_logprobs(
     kernel: Kernel = "sdpa",
     sequence: SequenceGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target | earlier) of each entry at its temperature [M], and the entropy there [1, M].
+    """Compute log p(target | earlier) of each entry at its temperature [M], and the entropy there
+    [1, M].
 
     Without gradients there is a second row after the entropy: the mean of p (H + log p) over the
-    vocabulary. All are float32 at least, and on the model's device; alike on the ranks of a
+    vocabulary. All are float32 at least, on the model's device, and equal on the ranks of a
     `sequence`.
     """
     device = next(model.parameters()).device
@@ -242,8 +244,8 @@ def read_entries(
     sequence: SequenceGroup | None,
     compute: Callable[[Tensor, Tensor, Tensor | slice], list[Tensor]],
 ) -> list[Tensor]:
-    """`compute`'s numbers of all entries [M], see `ulysses.sliced`; without a `sequence` it is
-    called once, for all of them.
+    """Return `compute`'s numbers of all entries [M], see `ulysses.sliced`; without a `sequence` it
+    is called once, for all of them.
     """
     if sequence is not None:
         return ulysses.sliced(model, layout, sequence, compute)
@@ -251,7 +253,7 @@ def read_entries(
 
 
 def hidden_states(model: PreTrainedModel, layout: PackedBatch) -> Tensor:
-    """Last hidden states [T, D] of the flat tokens."""
+    """Return the last hidden states [T, D] of the flat tokens."""
     out = model.base_model(
         input_ids=layout.tokens[None],
         position_ids=layout.positions[None],

@@ -1,6 +1,6 @@
 """Optim: builds the optimizer and its learning-rate schedule, clips the gradient, takes the step.
 
-The weights may be whole or sharded over ranks; a step whose gradient is not finite moves nothing.
+The weights may be whole or sharded over ranks; a step whose gradient is not finite changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trireme.trainer.ranks import whole
 def make_optimizer(
     parameters: Iterable[nn.Parameter], settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """AdamW (fused, which is fastest on a CPU too) or SGD over the trainable parameters."""
+    """Make AdamW (fused, the fastest on a CPU too) or SGD over the trainable parameters."""
     trainable = [p for p in parameters if p.requires_grad]
     if settings.optimizer_type == "sgd":
         return torch.optim.SGD(trainable, lr=settings.lr, weight_decay=settings.weight_decay)
@@ -34,10 +34,12 @@ def make_optimizer(
 
 
 class Schedule:
-    """Learning rate by train step: linear warm-up, then constant, half a cosine or a line down."""
+    """The learning rate by train step: linear warm-up, then constant, half a cosine or a
+    line down.
+    """
 
     def __init__(self, settings: OptimizerConfig, total_steps: int | None) -> None:
-        """`total_steps` is needed for a warm-up that is a share of it, and for a way down."""
+        """`total_steps` is needed for a relative warm-up, and for a decay."""
         self.kind = settings.warmup_style or settings.lr_scheduler_type
         by_share = settings.lr_warmup_steps < 0 and settings.lr_warmup_steps_ratio > 0
         if total_steps is None and (by_share or self.kind != "constant"):
@@ -54,7 +56,7 @@ class Schedule:
         self.floor = settings.min_lr_ratio or 0.0
 
     def lr(self, step: int) -> float:
-        """Learning rate of train step `step`, counted from 0; the first is not 0."""
+        """Return the learning rate of train step `step`, counted from 0; the first is not 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.kind == "constant":
@@ -65,7 +67,7 @@ class Schedule:
 
 
 class ScheduledOptimizer:
-    """An optimizer with its schedule and the steps that it has made."""
+    """An optimizer with its schedule and its step count."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class ScheduledOptimizer:
         self.steps = 0
         self._grad_clip = grad_clip
         self._parked: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        """Memory of the state that holds nothing now, and what has its numbers."""
+        """Device memory of the parked state, and the CPU memory with its numbers."""
 
     @torch.no_grad()
     def park(self) -> None:
@@ -92,7 +94,7 @@ class ScheduledOptimizer:
                 if isinstance(tensor, Tensor) and tensor.numel() > 1:
                     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                     storage, pin = local.untyped_storage(), local.device.type == "cuda"
-                    if storage.resizable():  # not what is mapped from a file
+                    if storage.resizable():  # memory-mapped files are not
                         flat = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
                         flat.untyped_storage().copy_(storage)
                         self._parked.append((storage, flat.untyped_storage()))
@@ -108,12 +110,12 @@ class ScheduledOptimizer:
     def step(self) -> tuple[float, float]:
         """Do one step and drop the gradients; returns the gradient's norm and the learning rate.
 
-        Nothing moves where the norm is not finite. A collective where parameters are sharded.
+        Nothing changes if the norm is not finite. A collective if parameters are sharded.
         """
         self._unpark()
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         for parameter in parameters:
-            # No gradient is one of 0: momentum and weight decay continue.
+            # A missing gradient counts as 0: momentum and weight decay continue.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         total = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
@@ -128,7 +130,7 @@ class ScheduledOptimizer:
         return norm, lr
 
     def state(self) -> dict[str, Any]:
-        """The state of optimizer and schedule."""
+        """Return the state of optimizer and schedule."""
         self._unpark()
         return {
             "optimizer": self.inner.state_dict(),
@@ -136,7 +138,7 @@ class ScheduledOptimizer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; decay rates and the like stay as they are set now."""
+        """Restore what `state` returned; decay rates and the like keep their configured values."""
         self._unpark()
         options = [
             {key: value for key, value in group.items() if key != "params"}

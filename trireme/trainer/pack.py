@@ -1,9 +1,9 @@
 """Pack: lays samples out so that a token prefix shared by several is computed once.
 
 The samples of a micro-batch are sorted by their token ids. Neighbours then share the longest
-prefixes, and together they form a trie: the flat tokens [T] are its nodes. Equal rollouts, rollouts
-of one prompt and steps that extend one another all fall out of it. Layout only, the loss stays what
-it is: every trained token of every sample is still an entry of its own.
+prefixes, and together they form a trie: the flat tokens [T] are its nodes. This covers equal
+rollouts, rollouts of one prompt and steps that extend one another. Only the layout changes, not the
+loss: every trained token of every sample is still a separate entry.
 
 Invariants:
 - every flat token is a query in exactly one attention row; a row's keys are the whole path from the
@@ -29,20 +29,19 @@ from trireme.trainer.compiled import handle_of
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch as the model computes it."""
+    """A micro-batch in the form that the model computes."""
 
     tokens: Tensor
     """[T] flat token ids, each computed once."""
     positions: Tensor
-    """[T] how many tokens come before each on its path."""
+    """[T] the number of tokens before each on its path."""
     attention: Layout
-    """The layout of attention, as the kernel takes it."""
+    """The layout of attention, in the kernel's form."""
     predecessors: Tensor
     """[M] flat index of the token that predicts each entry of the batch."""
     handle: Tensor = field(default_factory=Tensor)
-    """The handle of `attention`, for blocks that are compiled. Callers leave it out; FSDP, which
-    casts what goes into a block, makes copies with a value for each field.
-    """
+    """The handle of `attention`, for blocks that are compiled. Callers omit it; FSDP, which casts a
+    block's inputs, makes copies with a value for each field."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_of(self.attention))
@@ -60,10 +59,10 @@ class PackedBatch:
 def pack(
     batch: Batch, *, share_prefix: bool = True, align: bool = False, kernel: Kernel = "sdpa"
 ) -> PackedBatch:
-    """The layout of a batch that has at least one entry.
+    """Lay out a batch that has at least one entry.
 
-    `align`, for a GPU: rows side by side begin at the same token, so that none needs a mask, and
-    have multiples of 128 queries. More rows are alone; a CPU attends with a mask as fast.
+    `align`, for a GPU: rows of a bucket begin at the same token, so that none needs a mask, and
+    have multiples of 128 queries. This leaves more rows alone; a CPU attends with a mask as fast.
     """
     inputs = _inputs(batch)
     order, shared = _sorted(inputs, share_prefix)
@@ -75,7 +74,7 @@ def pack(
     ends = np.empty(sum(map(len, inputs)), np.int64)
     for n, common in zip(order, shared, strict=True):
         new = len(inputs[n]) - common
-        ends[before[common:]] = total  # nothing continues these any more
+        ends[before[common:]] = total  # no later token continues these
         path = np.concatenate([before[:common], np.arange(total, total + new)])
         if new:
             if common and common == len(before):
@@ -104,15 +103,15 @@ def pack(
 def pack_on(
     device: torch.device, batch: Batch, *, share_prefix: bool = True, kernel: Kernel = "sdpa"
 ) -> PackedBatch:
-    """`pack` as the device wants it, and there."""
+    """Return `pack` in the form for a device, and on it."""
     align = device.type == "cuda"
     return pack(batch, share_prefix=share_prefix, align=align, kernel=kernel).to(device)
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:
-    """Micro-batches of at most `max_tokens` computed tokens (a longer sample stays alone).
+    """Yield micro-batches of at most `max_tokens` computed tokens (a longer sample is alone).
 
-    A group goes into one micro-batch where it fits, and the two samples of a pair always. Samples
+    A group goes into one micro-batch if it fits, and the two samples of a pair always. Samples
     without an entry are left out.
     """
     inputs = _inputs(batch)
@@ -123,7 +122,7 @@ def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator
     chosen: list[int] = []
     room = max_tokens
     for begin, end in _neighbours(batch, order):
-        # A group's samples share their prompt: what it costs alone is the first one whole.
+        # A group's samples share their prompt: its cost alone is that of the first sample whole.
         whole = sizes[begin] + sum(added[begin + 1 : end])
         fits = paired or whole <= max_tokens
         if chosen and room < whole - sizes[begin] + added[begin] and fits:
@@ -143,14 +142,16 @@ def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator
 
 
 def packed_tokens(batch: Batch, *, share_prefix: bool = True) -> int:
-    """The number of tokens that the model computes if the whole batch is one micro-batch."""
+    """Return the number of tokens that the model computes if the whole batch is one micro-batch."""
     inputs = _inputs(batch)
     _, shared = _sorted(inputs, share_prefix)
     return sum(len(row) for row in inputs) - sum(shared)
 
 
 def _inputs(batch: Batch) -> list[np.ndarray]:
-    """The tokens of each sample that the model must read: up to the last that predicts an entry."""
+    """Return the tokens of each sample that the model must read: up to the last that predicts an
+    entry.
+    """
     ends = np.cumsum(batch.counts)
     positions = batch.positions.numpy()
     return [
@@ -160,10 +161,12 @@ def _inputs(batch: Batch) -> list[np.ndarray]:
 
 
 def _sorted(inputs: Sequence[np.ndarray], share: bool) -> tuple[list[int], list[int]]:
-    """Samples in order of their ids, and how many tokens each shares with the one before."""
+    """Sort samples by their ids; also return the number of tokens that each shares with the one
+    before.
+    """
     if not share:
         return list(range(len(inputs))), [0] * len(inputs)
-    # Big-endian bytes compare like the ids they hold.
+    # Big-endian bytes compare like the ids themselves.
     keys = [row.astype(">u4").tobytes() for row in inputs]
     order = sorted(range(len(inputs)), key=keys.__getitem__)
     shared = [0]
@@ -175,7 +178,7 @@ def _sorted(inputs: Sequence[np.ndarray], share: bool) -> tuple[list[int], list[
 
 
 def _neighbours(batch: Batch, order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Stretches [begin, end) of the order that belong to one group."""
+    """Yield the ranges [begin, end) of the order that belong to one group."""
     begin = 0
     for at in range(1, len(order) + 1):
         if at == len(order) or batch.groups[order[at]] != batch.groups[order[begin]]:

@@ -1,7 +1,7 @@
-"""Steering: who may end a training, or ask for a checkpoint, while it runs.
+"""Steering: lets other code end a training, or request a checkpoint, while it runs.
 
-Each kind is a class of the table STEERINGS. It is called without arguments, once to examine a
-configuration and once where a trainer is made, in that one's process.
+Each kind is a class of the table STEERINGS. It is called without arguments, once to check a
+configuration and once in the process of a trainer that is being made.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ EVENTS += ("on_train_end",)
 
 
 class Steering(Protocol):
-    """Hears of each event of a training, which then looks at its two attributes."""
+    """Receives each event of a training, which then reads its two attributes."""
 
     ended_by: str
-    """The name and place of whoever ended the training, as a sentence; empty: nobody."""
+    """The name and place of the code that ended the training, as a sentence; empty if none did."""
     saves: bool
-    """A checkpoint was asked for. The trainer sets it to False when it saves one."""
+    """Whether a checkpoint was requested. The trainer resets it when it saves one."""
 
     async def tell(self, event: str, step: int, **facts: Any) -> None:
-        """Take note of one of EVENTS; `step` train steps are done. The training waits for it."""
+        """Handle one of EVENTS; `step` train steps are done. The training waits for it."""
         ...
 
 
 @dataclass(frozen=True)
 class SteeringParts:
-    """The training that is about to begin."""
+    """The parts of the training that is about to begin."""
 
     plan: Plan
     folder: JobFolder
     model: Any
-    """The module that is trained."""
+    """The trained module."""
     broken_weights: Callable[[], Sequence[str]]
-    """The names of those weights that are not finite."""
+    """Returns the names of weights that are not finite."""
     emit: Emit
 
 
@@ -54,7 +54,7 @@ class SteeringKind(Protocol):
         ...
 
     def make(self, parts: SteeringParts) -> Steering | None:
-        """Make the steering of this training; None where the configuration asks for nothing."""
+        """Make the steering of this training; None if the configuration requests none."""
         ...
 
 
@@ -64,13 +64,13 @@ def examine_steering(name: str, plan: Plan) -> list[Problem]:
 
 
 def make_steering(parts: SteeringParts) -> list[Steering]:
-    """All that steer a training."""
+    """Make all steerings of a training."""
     made = (_kind_named(name).make(parts) for name in STEERINGS)
     return [one for one in made if one is not None]
 
 
 def _kind_named(name: str) -> SteeringKind:
-    """Make one. Raises ImportError, with its name, where its module cannot be imported."""
+    """Make one. Raises ImportError, with its name, if its module cannot be imported."""
     try:
         return STEERINGS.get(name)()
     except ImportError as error:

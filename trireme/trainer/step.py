@@ -2,8 +2,8 @@
 
 The loss is policy loss - entropy_coef * entropy + kl_coef * KL, to a reference, a teacher or both,
 each weighted per token over the whole batch. There are `num_iterations` optimizer steps a batch,
-one by default; the old log-probabilities are the sampler's in all of them. What else a recipe wants
-is put into the batch before: the reference's scores, values, advantages of tokens (which a critic
+one by default; the old log-probabilities are the sampler's in all of them. Other inputs of a recipe
+are added to the batch before: the reference's scores, values, advantages of tokens (which a critic
 learns from first).
 """
 
@@ -38,19 +38,20 @@ def train_step(
     train_state: TrainState | None = None,
     profile: str | None = None,
 ) -> dict[str, float]:
-    """Train on these experiences. `version` is that of the engine's weights now; returns metrics.
+    """Train on these experiences. `version` is that of the engine's current weights; returns
+    metrics.
 
-    All ranks call it alike. `train_state` is what the steps of a run share; none: this step is the
-    first.
+    All ranks make the same call. `train_state` is the shared state of a run's steps; None: this
+    step is the first.
 
-    `moved`: the trainer's weights are newer than those, so that the two cannot be compared.
+    `moved`: the trainer's weights are newer, so that the two cannot be compared.
 
     `skip_idle` leaves out samples whose gradient is 0 because all their advantages are (groups with
     equal rewards, mostly). They count in every average; metrics of single tokens are without them.
 
-    `profile`: how names of files begin that get the profiler's trace of this step, of every rank.
+    `profile`: the prefix of the files with the profiler's trace of this step, one per rank.
 
-    Raises ValueError where the recipe asks for data that they lack, NotFinite for a broken loss.
+    Raises ValueError if the recipe needs data that they lack, NotFinite for a broken loss.
     """
     train_state = train_state or TrainState(recipe)
     with profiled(profile, backend.rank, backend.device), backend.in_order():
@@ -68,12 +69,12 @@ def train_step(
 
 
 def _measured(backend: Backend, train_state: TrainState, seconds: float) -> dict[str, float]:
-    """Metrics of all ranks' devices in a train step that took `seconds`."""
+    """Return the metrics of all ranks' devices in a train step that took `seconds`."""
     counts = [backend.arithmetic, *([train_state.critic.arithmetic] if train_state.critic else [])]
     flops = sum(count.take() for count in counts)
     readings = backend.gather([peak_memory(backend.device), flops], every=True)
     metrics: dict[str, float] = {"perf/peak_memory_gib": max(peak for peak, _ in readings)}
-    # ranks that share a sequence count the whole of it, each of them
+    # each of the ranks that share a sequence counts the whole of it
     same = backend.ranks.spec.sequence if backend.ranks else 1
     total = sum(flops for _, flops in readings[::same])
     if total and all(count.known for count in counts):
@@ -119,7 +120,7 @@ def _learn(
     metrics |= sampler_measures(metrics)
     for kind, (name, _) in recipe.divergences.items():
         metrics[f"actor/{name}_coef"] = train_state.coefficients[kind]
-        if train_state.trains_policy:  # else nothing was measured
+        if train_state.trains_policy:  # otherwise nothing was measured
             train_state.adapt(kind, metrics[f"actor/{name}_loss"], len(experiences))
     train_state.steps += 1
     return metrics
@@ -147,8 +148,8 @@ def _optimizer_step(
 
 
 def _over_iterations(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of all optimizer steps on one batch together: means over those that have them,
-    but for what is a largest value, a count, or the learning rate, which is the last.
+    """Combine the metrics of all optimizer steps on one batch: means over the steps that have them,
+    except for maxima, counts, and the learning rate, which is the last.
     """
     out: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in steps for name in metrics):
@@ -173,7 +174,7 @@ def batch_loss(
     train_state: TrainState,
     iteration: int = 0,
 ) -> Tensor:
-    """The part's addition to the loss, a scalar; `totals` gets what is to be reported.
+    """Return the part's contribution to the loss, a scalar; `totals` receives the metrics.
 
     `iteration`: optimizer steps on this batch so far.
     """
@@ -191,7 +192,7 @@ def batch_loss(
     policy, reported = _split(recipe.policy_loss(columns))
     _check(policy, batch, recipe)
     if recipe.correction:
-        # of sampler and trainer on equal weights: what the policy has moved since is not in it
+        # of sampler and trainer on equal weights: the policy's own change since then is not in it
         factors, corrected = recipe.correction(columns.replaced(logprobs=before))
         policy = policy * factors
         for name, values in corrected.items():
@@ -199,7 +200,7 @@ def batch_loss(
     if "selected" in columns:
         policy = policy * columns.get("selected")
     total = policy
-    # without a policy gradient the loss has the name of what it is
+    # without a policy gradient the loss is named after its schema
     kind = "pg" if recipe.schema == "experience" else recipe.schema
     totals.sum(f"actor/{kind}_loss", policy * weights)
     for kind, (name, model) in recipe.divergences.items():
@@ -235,7 +236,7 @@ def _split(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _check(policy: Tensor, batch: Batch, recipe: Recipe) -> None:
-    """A user's loss that averages by itself is the likeliest mistake."""
+    """Check a user's loss for the likeliest mistake: averaging by itself."""
     if policy.shape != batch.targets.shape:
         raise ValueError(
             f"algorithm.{recipe.policy_loss.label} gave {list(policy.shape)}: expected one "
@@ -258,7 +259,9 @@ def _blame(total: Tensor, batch: Batch, recipe: Recipe) -> None:
 def _compare_with_sampler(
     batch: Batch, logprobs: Tensor, fresh: int | None, totals: MetricTotals
 ) -> None:
-    """|engine - trainer| on tokens that the current weights sampled: rounding, nothing else."""
+    """Record |engine - trainer| on tokens that the current weights sampled: rounding,
+    nothing else.
+    """
     if fresh is None or "versions" not in batch.fields or "old_logprobs" not in batch.fields:
         return
     current = batch.fields["versions"] == fresh
@@ -301,19 +304,19 @@ class MetricTotals:
         self._maxima: dict[str, Tensor] = {}
 
     def sum(self, name: str, values: Tensor) -> None:
-        """Add all of `values`: of quantities that are weighted already."""
+        """Add up all of `values`, quantities that are already weighted."""
         total = values.detach().sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def mean(self, name: str, values: Tensor) -> None:
-        """Report the mean over all values given under this name, if there are any."""
+        """Report the mean over all values recorded under this name, if there are any."""
         if not values.numel():
             return
         self.sum(name, values)
         self._counts[name] = self._counts.get(name, 0) + values.numel()
 
     def max(self, name: str, values: Tensor) -> None:
-        """Report the largest value given under this name."""
+        """Report the largest value recorded under this name."""
         largest = values.detach().max()
         known = self._maxima.get(name)
         self._maxima[name] = largest if known is None else largest.maximum(known)

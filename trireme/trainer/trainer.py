@@ -1,7 +1,8 @@
 """Trainer: takes batches from the buffer, learns from them, publishes weights, saves checkpoints.
 
 Invariants:
-- What is taken is committed when the checkpoint that learned from it is whole, and not before.
+- Taken experiences are committed when the checkpoint that learned from them is whole, and not
+  before.
 - A checkpoint is written at once, or during the train steps that follow it (`save_behind`); one
   that cannot be written ends the run.
 - The trainer catches nothing: the first error ends the run.
@@ -41,7 +42,7 @@ NOTHING = (
 
 
 class Stopped(Exception):
-    """The run was asked to end; what it learned is in the checkpoint of `step` (0: nothing)."""
+    """The run was asked to end; its progress is in the checkpoint of `step` (0: none)."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
@@ -52,26 +53,26 @@ class Checkpointer(Protocol):
     """Writes whole checkpoints."""
 
     async def snapshot(self) -> dict[str, Any]:
-        """The positions of explorer, taskset and buffer, all at the same moment."""
+        """Return the positions of explorer, taskset and buffer, all at the same moment."""
         ...
 
     def begin_save(self, step: int, run_state: dict[str, Any], last: bool, behind: bool) -> None:
         """Begin to write everything that belongs to `step`; on the device, next to the weights.
 
-        `behind`: the training continues meanwhile; else it is written when this returns.
+        `behind`: the training continues meanwhile; otherwise it is written when this returns.
         """
         ...
 
     def await_save(self) -> None:
-        """Until this process has written its files; in a thread that may wait."""
+        """Wait until this process has written its files; in a thread that may wait."""
         ...
 
     def end_save(self) -> None:
-        """Everything is written, by all ranks; on the device. Raises what could not be."""
+        """Wait until all ranks have written everything; on the device. Raises write errors."""
         ...
 
     def seal_save(self) -> None:
-        """The checkpoint gets its name; in a thread that may wait."""
+        """Give the checkpoint its name; in a thread that may wait."""
         ...
 
 
@@ -82,13 +83,13 @@ class TrainerSettings:
     batch_size: int
     """Experiences of a train step."""
     total_steps: int | None
-    """The step at which the training ends; None: with the experiences."""
+    """The step at which the training ends; None: when the experiences end."""
     save_interval: int
-    """Train steps from one checkpoint to the next; 0: the last alone is saved."""
+    """Train steps from one checkpoint to the next; 0: only the last is saved."""
     save_behind: bool
-    """Checkpoints are written while the training continues."""
+    """Whether checkpoints are written while the training continues."""
     save_timeout: float
-    """Seconds for a checkpoint that is being written when the training fails."""
+    """Seconds allowed for a checkpoint that is being written when the training fails."""
 
 
 class Trainer:
@@ -109,10 +110,10 @@ class Trainer:
         profile: Profile | None = None,
         steering: Sequence[Steering] = (),
     ) -> None:
-        """Some of a batch is from `auxiliary` where the models' recipe mixes.
+        """A part of each batch is from `auxiliary` if the models' recipe mixes data.
 
-        `turn()` returns when the trainer may work on what it has taken. Without `sync` no engine
-        follows the weights. `emit` gets each step, what it learned from, and checkpoints.
+        `turn()` returns when the trainer may work on the batch that it has taken. Without `sync` no
+        engine follows the weights. `emit` receives each step, its experiences, and checkpoints.
         """
         self.models = models
         self.recipe = models.recipe
@@ -129,25 +130,25 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0
         self.ended_by = ""
-        """The callback that has ended the training, as a sentence; empty where none has."""
+        """The callback that ended the training, as a sentence; empty if none did."""
         self.doing = ""
-        """The present activity, as a noun; empty before `train` and after it."""
+        """The current activity, as a noun; empty before `train` and after it."""
         self._saved = 0
         """The step of the newest checkpoint, which may still be written."""
         self._saving: asyncio.Task[None] | None = None
         self._looked = (0.0, 0.0)
-        """The time of the last look at the device's work, and the amount of work then."""
+        """The time of the last reading of the device's work, and the amount of work then."""
         self._save_seconds = 0.0
-        """Seconds that the last checkpoint held the training up, until they are reported."""
+        """Seconds for which the last checkpoint delayed the training, until they are reported."""
         self._stopping = False
         self._taking: asyncio.Task[Any] | None = None
         """The task that waits for experiences, while it can be cancelled and loses none."""
 
     async def train(self) -> None:
-        """The loop. Always ends with a checkpoint of the last step."""
+        """Run the loop. Always ends with a checkpoint of the last step."""
         try:
             await self._train()
-        except (Exception, asyncio.CancelledError):  # cancelled where the explorer has failed
+        except (Exception, asyncio.CancelledError):  # cancelled if the explorer has failed
             await self._finish_save()
             raise
 
@@ -184,8 +185,8 @@ class Trainer:
             raise RuntimeError(ended if self.ended_by else NOTHING)
 
     def stop(self) -> bool:
-        """Save and end at the next safe point: now, where it waits for experiences. False where it
-        does not train, so that there is nothing to save.
+        """Save and end at the next safe point: now, if it waits for experiences. False if it is not
+        training, so that there is nothing to save.
         """
         self._stopping = bool(self.doing)
         if self._taking is not None:
@@ -269,7 +270,7 @@ class Trainer:
         await self._tell("on_log", logs=dict(metrics))
 
     def _idle(self) -> float:
-        """The share of the time since the last step in which the device did nothing."""
+        """Return the share of the time since the last step in which the device was idle."""
         (since, busy), now = self._looked, (time.monotonic(), self.device.busy)
         self._looked = now
         return max(0.0, 1 - (now[1] - busy) / max(now[0] - since, 1e-9))
@@ -285,13 +286,13 @@ class Trainer:
             )
         except NotFinite as error:
             broken = self.models.backend.broken_weights()
-            if broken:  # which no experience is to blame for
+            if broken:  # no experience is to blame for these
                 raise BrokenWeights(a_few(broken), f" before train step {self.step + 1}") from error
             raise
         if self.models.train_state.tokens is not None:
             self.models.train_state.tokens.end(self.step + 1)
         self.emit(Trained(self.step + 1, experiences))
-        self.step += 1  # on the device: who pushes next there finds weights and step together
+        self.step += 1  # on the device: the next push finds matching weights and step there
         return metrics
 
     async def _save(self, *, last: bool) -> None:
@@ -329,15 +330,17 @@ class Trainer:
         await self._tell("on_save", step)
 
     async def _end_save(self) -> None:
-        """The checkpoint that is being written is whole and committed. Raises what failed."""
+        """Wait until the checkpoint that is being written is whole, and commit it. Raises its
+        errors.
+        """
         if self._saving is not None:
-            await asyncio.wait({self._saving})  # which, cancelled, does not cancel the writing
+            await asyncio.wait({self._saving})  # cancelling this does not cancel the writing
             saving, self._saving = self._saving, None
             saving.result()
 
     async def _finish_save(self) -> None:
-        """Finish the save of a training that has failed: `save_timeout` is waited for what was
-        learned before. The failure is raised; what becomes of the checkpoint is logged.
+        """Finish the save of a training that has failed, for at most `save_timeout`, so that
+        earlier progress is not lost. The failure is raised; the fate of the checkpoint is logged.
         """
         if (saving := self._saving) is None:
             return

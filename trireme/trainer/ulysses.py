@@ -1,8 +1,8 @@
 """Ulysses: several ranks share one micro-batch, each a slice of its tokens (arXiv:2309.14509).
 
-Everything but attention sees a rank's own slice of the flat tokens. Around attention an all-to-all
-trades slices of tokens for slices of heads: there a rank sees all tokens of its heads, so that the
-packed layout, shared prefixes included, is computed as in one process.
+Everything except attention works on a rank's own slice of the flat tokens. Around attention an
+all-to-all exchanges slices of tokens for slices of heads: there a rank sees all tokens of its
+heads, so that the packed layout, shared prefixes included, is computed as in one process.
 
 Invariants:
 - ranks of a group get the same micro-batch and call the same collectives, in the backward pass too;
@@ -29,7 +29,9 @@ NAME = "trireme_ulysses"
 
 
 def switch(model: PreTrainedModel, sequence: SequenceGroup) -> None:
-    """Have a model attend over several ranks. Raises ValueError where its heads forbid it."""
+    """Make a model attend over several ranks. Raises ValueError if its number of heads
+    forbids it.
+    """
     heads = model.config.get_text_config().num_attention_heads
     if heads % sequence.size:
         raise ValueError(
@@ -46,11 +48,11 @@ def sliced(
     sequence: SequenceGroup,
     compute: Callable[[Tensor, Tensor, Tensor], list[Tensor]],
 ) -> list[Tensor]:
-    """`compute`'s numbers of all entries [M], on every rank of the group.
+    """Return `compute`'s numbers of all entries [M], on every rank of the group.
 
-    The layout is on this rank's device. `compute(hidden, at, chosen)` gives those of some entries:
-    `chosen` are their indices, `at` is where the tokens before them lie in the hidden states of
-    this rank's slice.
+    The layout is on this rank's device. `compute(hidden, at, chosen)` returns those of some
+    entries: `chosen` are their indices, `at` the positions of the tokens before them in the hidden
+    states of this rank's slice.
     """
     length = -(-len(layout.tokens) // sequence.size)
     padding = length * sequence.size - len(layout.tokens)
@@ -65,7 +67,7 @@ def sliced(
     ).last_hidden_state[0]
     owners = layout.predecessors // length
     mine = (owners == sequence.rank).nonzero().squeeze(1)
-    # A rank without an entry computes one for nothing: the head needs a gradient on every rank.
+    # A rank without an entry computes one anyway: the head needs a gradient on every rank.
     chosen = mine if len(mine) else mine.new_zeros(1)
     at = (layout.predecessors[chosen] - begin).clamp(0, length - 1)
     order = owners.argsort(stable=True)
@@ -89,12 +91,14 @@ def ulysses_attention(
     packed: PackedBatch,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T/s, D], key, value [1, Hkv, T/s, D] of a slice -> ([1, T/s, H, D], None)."""
+    """Attend: query [1, H, T/s, D], key, value [1, Hkv, T/s, D] of a slice -> ([1, T/s, H, D],
+    None).
+    """
     repeats = head_repeats(query.shape[1], key.shape[1], sequence.size)
     num_tokens = len(packed.tokens)
 
     def whole(x: Tensor) -> Tensor:
-        # The padding behind the last token attends to nothing.
+        # The padding after the last token attends to nothing.
         return _Exchange.apply(x, sequence)[:, :, :num_tokens]
 
     key, value = _repeat(key, repeats), _repeat(value, repeats)
@@ -107,7 +111,7 @@ def ulysses_attention(
 
 
 def head_repeats(heads: int, key_heads: int, size: int) -> int:
-    """The number of copies of each key-value head with which every rank gets whole heads."""
+    """Return the number of copies of each key-value head with which every rank gets whole heads."""
     group = heads // key_heads
     return next(r for r in range(1, group + 1) if group % r == 0 and key_heads * r % size == 0)
 
@@ -119,7 +123,7 @@ def _repeat(x: Tensor, times: int) -> Tensor:
 class _Exchange(torch.autograd.Function):
     """The all-to-all, and in the backward pass its reverse.
 
-    [1, A, B/s, D] -> [1, A/s, B, D]: all of the second, of one part of the first.
+    [1, A, B/s, D] -> [1, A/s, B, D]: all of the second axis, for one part of the first.
     """
 
     @staticmethod
@@ -129,7 +133,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """[1, A/s, B, D] -> [1, A, B/s, D], which is the same with A and B exchanged."""
+        """Return [1, A/s, B, D] -> [1, A, B/s, D], which is the same with A and B exchanged."""
         back = _swap(gradient.transpose(1, 2), ctx.sequence)
         return back.transpose(1, 2), None
 
@@ -143,11 +147,13 @@ def _swap(x: Tensor, sequence: SequenceGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank's values end to end; their gradient is the same on all, and each takes its own."""
+    """Concatenates every rank's values; their gradient is equal on all, and each takes its own
+    part.
+    """
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, counts: list[int], sequence: SequenceGroup) -> Tensor:
-        """own [counts[rank]] -> [sum of counts]."""
+        """Gather own [counts[rank]] -> [sum of counts]."""
         ctx.counts, ctx.rank = counts, sequence.rank
         longest = max(counts)
         rows = [mine.new_empty(longest) for _ in counts]

@@ -1,7 +1,7 @@
-"""Write: a rank's files of a checkpoint, at once or behind the training.
+"""Write: writes a rank's files of a checkpoint, at once or while the training continues.
 
-Every rank writes its own rows of the weights that others load: no rank gathers the model. Behind
-the training a rank writes a copy that it holds in the CPU's memory meanwhile.
+Every rank writes its own rows of the exported weights: no rank gathers the model. While the
+training continues, a rank writes from a copy in the CPU's memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Trained(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """The rest of what a resume needs."""
+        """Return the rest of the state that a resume needs."""
         ...
 
 
@@ -50,7 +50,7 @@ class Writing:
         alone: bool,
         behind: bool,
     ) -> None:
-        """`files`: those that several ranks write rows of; `alone`: there is one process."""
+        """`files`: those that several ranks write rows of; `alone`: there is only one process."""
         state = trained.state()
         shards: Callable[[], Iterable[tuple[str, Tensor]]] = trained.each_shard
         if behind or not alone:  # with LoRA one merged layer at a time is on a GPU
@@ -78,7 +78,7 @@ class Writing:
         self._thread: threading.Thread | None = None
         team.attempt(begin if team.rank == 0 else lambda: None)
         if behind:
-            # a daemon: where the training has failed, the process waits only as long as `Trainer`
+            # a daemon: if the training has failed, the process waits only as long as `Trainer`
             name = "checkpoint"
             self._thread = threading.Thread(target=self._run, args=[write], name=name, daemon=True)
             self._thread.start()
@@ -86,12 +86,12 @@ class Writing:
             self._run(write)
 
     def wait(self) -> None:
-        """Until this rank has written its files, or failed to; in any thread."""
+        """Wait until this rank has written its files, or failed to; in any thread."""
         if self._thread is not None:
             self._thread.join()
 
     def end(self) -> None:
-        """Everything is written when this returns. Raises what any rank could not write."""
+        """Wait until all ranks have written everything. Raises any rank's write error."""
         self.wait()
         self._team.agree(self._error)
         self._team.attempt(self._finish if self._team.rank == 0 else lambda: None)
@@ -99,7 +99,7 @@ class Writing:
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # for `end`
+        except Exception as error:  # raised by `end`
             self._error = error
 
     def _finish(self) -> None:
@@ -114,9 +114,9 @@ def shared_files(
     export: torch.dtype | None,
     alone: bool,
 ) -> list[SharedFiles]:
-    """The files of weights next to the ranks' own: the export in its dtype, if there is one; and
-    for a single process, which has no other copy, the trained weights. Integers stay as they are.
-    Only names, shapes and dtypes of `weights` are read.
+    """Describe the files of weights besides the ranks' own: the export in its dtype, if there is
+    one; and for a single process, which has no other copy, the trained weights. Integers keep their
+    dtype. Only names, shapes and dtypes of `weights` are read.
     """
     found = sorted((name, Spec(tuple(tensor.shape), tensor.dtype)) for name, tensor in weights)
 

@@ -1,1 +1,1 @@
-"""Workflows: what a rollout does with a task and a model."""
+"""Workflows: the procedures that try a task with a model."""

@@ -1,13 +1,13 @@
-"""Episode: a conversation with an environment or a user, turn by turn, and what is trained of it.
+"""Episode: a conversation with an environment or a user, turn by turn, and its training data.
 
-A `MultiTurnWorkflow` holds the conversation as messages, in a `run` of its own; it is trained as
-one experience. What the model said in it keeps the ids and log-probabilities that were sampled;
-everything else is encoded and not trained.
+A `MultiTurnWorkflow` builds the conversation as messages, in its own `run`; it is trained as one
+experience. The model's replies keep the sampled ids and log-probabilities; everything else is
+encoded and not trained.
 
 An `EpisodeWorkflow` observes, replies and acts until the end: a subclass names its environment and
 how observations become messages and replies become actions. An episode is one experience (the whole
-conversation), or with `per_step` one for every turn. What does not fit into the model any more ends
-the episode, and is counted (`env_no_room`).
+conversation), or with `per_step` one for every turn. A conversation that no longer fits into the
+model ends the episode, and is counted (`env_no_room`).
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 class MultiTurnWorkflow(Workflow):
-    """Base of workflows with one experience a conversation. Give `run`, plain or `async def`."""
+    """The base of workflows with one experience per conversation. Define `run`, plain or `async
+    def`.
+    """
 
     max_env_steps: int = 30
-    """Most turns of an episode; `workflow_args.max_env_steps` goes over it."""
+    """Most turns of an episode; `workflow_args.max_env_steps` overrides it."""
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task."""
+        """Set the attributes that users' methods read from the task."""
         super().bind(task)
         self.max_env_steps = int(task.workflow_args.get("max_env_steps", type(self).max_env_steps))
 
     def get_model_response(self, messages: Sequence[Message]) -> list[Experience]:
-        """The model's reply to a conversation, as a list of one experience."""
+        """Return the model's reply to a conversation, as a list of one experience."""
         return self.model.chat(messages, n=1)
 
     def get_model_response_text(self, messages: Sequence[Message]) -> str:
-        """The text of the model's reply to a conversation."""
+        """Return the text of the model's reply to a conversation."""
         return self.get_model_response(messages)[0].response_text or ""
 
     async def get_model_response_async(self, messages: Sequence[Message]) -> list[Experience]:
-        """`get_model_response`, to be awaited."""
+        """Await `get_model_response`."""
         return await self.model.chat_async(messages, n=1)
 
     async def get_model_response_text_async(self, messages: Sequence[Message]) -> str:
-        """`get_model_response_text`, to be awaited."""
+        """Await `get_model_response_text`."""
         return (await self.get_model_response_async(messages))[0].response_text or ""
 
     def process_messages_to_experience(
@@ -61,7 +63,7 @@ class MultiTurnWorkflow(Workflow):
         info: Mapping[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """The experience of a whole conversation, all of its sampled replies trained.
+        """Return the experience of a whole conversation, with all of its sampled replies trained.
 
         Numbers of `info` become metrics, the rest stays in the experience's `info`. A conversation
         that did not fit into the model has reward 0.
@@ -88,32 +90,32 @@ class MultiTurnWorkflow(Workflow):
         info: Mapping[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """`process_messages_to_experience`; it waits for nothing."""
+        """Run `process_messages_to_experience`, which needs no waiting."""
         return self.process_messages_to_experience(messages, reward, info, truncate_status)
 
 
 class EpisodeWorkflow(MultiTurnWorkflow):
-    """Base of workflows over an `Env`. Give `make_env`; all else has a default.
+    """The base of workflows over an `Env`. Define `make_env`; all else has a default.
 
     A subclass may instead play the episode itself: `generate_env_inference_samples(self, env,
-    rollout_num)`, a plain method; `rollout_num` is 1, for each rollout is an object of its own.
+    rollout_num)`, a plain method; `rollout_num` is 1, since each rollout is a separate object.
     """
 
     is_async = True
     calls = ("generate_env_inference_samples",)
     per_step: bool = False
-    """One experience a turn in place of one a conversation."""
+    """Whether each turn is an experience, instead of the conversation."""
     unfinished_reward: float = -0.1
     """Reward of an episode that did not reach its end."""
     default_system_prompt: str | None = None
-    """The prompt where the YAML gives none."""
+    """The prompt if the YAML sets none."""
     tagged_actions: bool = False
-    """A reply's action stands in <action>; else all of the reply is one."""
+    """Whether a reply's action is in <action>; otherwise the whole reply is the action."""
     blocking_env: bool = True
-    """`reset` and `step` take time: they run in a thread, and hold up no other episode."""
+    """Whether `reset` and `step` take time: they run in a thread, and block no other episode."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that plays by itself does so in a thread, like any plain `run`."""
+        """Run a class that plays by itself in a thread, like any plain `run`."""
         super().__init_subclass__(**options)
         if "generate_env_inference_samples" in vars(cls) and "run" not in vars(cls):
             cls.is_async = False
@@ -127,27 +129,29 @@ class EpisodeWorkflow(MultiTurnWorkflow):
             getattr(env, "close", lambda: None)()
 
     def generate_env_inference_samples(self, env: Any, rollout_num: int) -> list[Experience]:
-        """Experiences of an episode; by default `run` plays it."""
+        """Return the experiences of an episode; by default `run` plays it."""
         raise NotImplementedError(f"{type(self).__name__} plays its episodes in `run`")
 
     def make_env(self) -> Any:
-        """The environment of `self.task`; may be a coroutine."""
+        """Return the environment of `self.task`; may be a coroutine."""
         raise NotImplementedError(f"{type(self).__name__} must define `make_env(self)`")
 
     def format_observation(self, seen: Seen) -> str:
-        """The user's message that shows what the environment did."""
+        """Return the user's message that describes the environment's response."""
         return str(seen.observation)
 
     def parse_action(self, reply: str) -> str:
-        """The action that a reply asks for."""
+        """Return the action in a reply."""
         return parse_action(reply) if self.tagged_actions else reply.strip()
 
     def final_reward(self, seen: Seen, total: float) -> float:
-        """The episode's reward: the last step's if it ended, by default. `total` is their sum."""
+        """Return the episode's reward: by default the last step's if it ended. `total` is their
+        sum.
+        """
         return seen.reward if seen.done else self.unfinished_reward
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task."""
+        """Set the attributes that users' methods read from the task."""
         super().bind(task)
         self.system_prompt = self.system_prompt or self.default_system_prompt
 
@@ -168,7 +172,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
             await opened.close()
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
-        """Play one episode from its beginning; `told` stands before the first observation."""
+        """Play one episode from its beginning; `told` precedes the first observation."""
         seen = after_reset(await call(env.reset))
         memory: list[dict[str, Any]] = []
         if self.system_prompt:
@@ -204,7 +208,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
 
 
 def parse_action(reply: str) -> str:
-    """The text of the first <action>; empty without one."""
+    """Return the text of the first <action>; empty without one."""
     match = _ACTION.search(reply)
     return match[1].strip() if match else ""
 

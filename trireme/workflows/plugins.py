@@ -1,6 +1,6 @@
 """Plug-ins: loads users' files before a run, so that the YAML can name what they register.
 
-A file is loaded once, as the module of its own name: `my_file:name` finds `my_file.py` too.
+A file is loaded once, as the module of its name: `my_file:name` finds `my_file.py` too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _load_file(file: Path) -> str:
                 )
             ]
         )
-    for folder in (str(file.parent), os.getcwd()):  # what it imports is in either
+    for folder in (str(file.parent), os.getcwd()):  # its imports are in either
         if folder not in sys.path:
             sys.path.append(folder)
     spec = spec_from_file_location(name, file)
@@ -86,7 +86,7 @@ def _origin(module: ModuleType) -> Path | None:
 
 
 def guarded(what: str, load: object) -> None:
-    """Run a user's code; an exception becomes one sentence with the line that raised it."""
+    """Run user code; an exception becomes one sentence with the line that raised it."""
     assert callable(load)
     try:
         with UserCode(what):

@@ -65,7 +65,7 @@ class SimpleWorkflow(Workflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
-        """Take a task; whatever depends on it is set here."""
+        """Switch to a task; everything that depends on it is set here."""
         super().reset(task)
         if self.system_prompt is None:
             self.system_prompt = self.default_system_prompt
@@ -80,13 +80,14 @@ class SimpleWorkflow(Workflow):
         return self.task.reward_fn or self.default_reward or self._no_reward()
 
     def reward_options(self) -> dict[str, Any]:
-        """Options of the reward: `reward_fn_args` of the YAML."""
+        """The options of the reward: `reward_fn_args` of the YAML."""
         return dict(self.task.reward_fn_args)
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """The conversation to reply to: system prompt, task, and the reply's beginning if given.
+        """Return the conversation to reply to: system prompt, task, and the reply's prefix if there
+        is one.
 
-        A task in chat format keeps its messages; a system message of its own goes before ours.
+        A task in chat format keeps its messages; its own system message replaces ours.
         """
         messages = conversation_of(self.task, self.task_desc, self.system_prompt)
         if self.reply_prefix:
@@ -94,16 +95,16 @@ class SimpleWorkflow(Workflow):
         return messages
 
     async def ask(self) -> list[Experience]:
-        """The model's reply, as an experience without its reward."""
+        """Return the model's reply, as an experience without its reward."""
         return await self.model.chat_async(self.format_messages())
 
     def reward_arguments(self) -> dict[str, Any]:
-        """The arguments of a reward of the class form, passed by name where it takes them."""
+        """Return the arguments of a reward of the class form, passed by name if it takes them."""
         return {"truth": self.truth}
 
     @also_blocking
     async def run(self) -> list[Experience]:
-        """Ask, and judge what comes."""
+        """Ask, and judge the replies."""
         experiences = await self.ask()
         for experience in experiences:
             if experience.truncate_status == "prompt_truncated" or self.reward_fn is None:
@@ -146,7 +147,7 @@ class SimpleWorkflow(Workflow):
     async def judge(
         cls, task: Task, experiences: Sequence[Experience], models: Sequence[Any]
     ) -> None:
-        """Give all rollouts of a task their rewards, where they are given together."""
+        """Set the rewards of all rollouts of a task, if they are set together."""
         if is_grouped(task.reward_fn or cls.default_reward, task.reward_fn_args):
             judge = cls.judges.of(task, cls.default_reward)
             await reward_group(judge, task, experiences, models)
@@ -158,7 +159,7 @@ class MathWorkflow(SimpleWorkflow):
     default_reward = "math_reward"
 
     def reset(self, task: Task) -> None:
-        """Take a task."""
+        """Switch to a task."""
         if task.reward_fn in (None, "math_reward", self.default_reward):
             self.default_system_prompt = THINK_ANSWER
         super().reset(task)
@@ -175,14 +176,14 @@ class MathBoxedWorkflow(SimpleWorkflow):
     default_reward = "math_boxed_reward"
 
     def reset(self, task: Task) -> None:
-        """Take a task."""
+        """Switch to a task."""
         self.use_base = bool(task.workflow_args.get("use_base", False))
         self.with_think = bool(task.workflow_args.get("with_think", False))
         self.default_system_prompt = THINK_BOXED if self.with_think else BOXED
         super().reset(task)
 
     def reward_options(self) -> dict[str, Any]:
-        """`reward_fn_args`, and of `workflow_args` what the reward takes too."""
+        """Return `reward_fn_args`, and those of `workflow_args` that the reward takes too."""
         options = super().reward_options()
         name = self.reward_name
         known = option_names(REWARDS.get(name)) if isinstance(name, str) else []
@@ -192,13 +193,13 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return options
 
     def reward_arguments(self) -> dict[str, Any]:
-        """The arguments of SimpleWorkflow, and those from `workflow_args`."""
+        """Return the arguments of SimpleWorkflow, and those from `workflow_args`."""
         coefficient = self.workflow_args.get("format_score_coef", 0.1)
         named = {"with_think": self.with_think, "format_score_coef": coefficient}
         return super().reward_arguments() | named
 
     async def ask(self) -> list[Experience]:
-        """The reply to the conversation, or what follows it as plain text."""
+        """Return the reply to the conversation, or its continuation as plain text."""
         if not self.use_base:
             return await super().ask()
         turns = conversation_of(self.task, self.task_desc, None)
@@ -213,12 +214,12 @@ class MathEvalWorkflow(MathBoxedWorkflow):
     """
 
     async def ask(self) -> list[Experience]:
-        """The reply, sampled the same way in every run."""
+        """Return the reply, sampled in the same way in every run."""
         return await self.model.chat_async(self.format_messages(), temperature=0.6, top_p=0.8)
 
     @also_blocking
     async def run(self) -> list[Experience]:
-        """Ask, and measure."""
+        """Ask, and compute the accuracy."""
         experiences = await super().run()
         for experience in experiences:
             experience.reward = None
@@ -233,7 +234,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
     """
 
     def reset(self, task: Task) -> None:
-        """Take a task."""
+        """Switch to a task."""
         self.measures = bool(task.reward_fn or self.default_reward)
         if self.measures:
             super().reset(task)
@@ -242,7 +243,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
 
     @also_blocking
     async def run(self) -> list[Experience]:
-        """Ask, and measure; the runner has the teacher score the reply."""
+        """Ask, and compute the reward; the runner has the teacher score the reply."""
         experiences = await (super().run() if self.measures else self.ask())
         for experience in experiences:
             experience.reward = experience.reward or 0.0
@@ -250,7 +251,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
 
     @classmethod
     def asks_a_model(cls, task: Task) -> bool:
-        """True if the task has to have a teacher: where it is trained."""
+        """True if the task must have a teacher: if it is trained."""
         return not task.is_eval
 
 
@@ -261,17 +262,17 @@ class OnPolicyDistillMathWorkflow(OnPolicyDistillWorkflow, MathWorkflow):
 class ToolCallWorkflow(SimpleWorkflow):
     """A conversation with tools, whose next reply is to hold the right calls, and no more.
 
-    The calls are not made: `tool_call_reward` compares them with those of the row. A row has the
-    tools' schemas (`tools`, a JSON list), a system prompt (`raw_system`), what was said so far
-    (`conversations`, each with `from` and `value`) and the calls that are right (`answer`, a JSON
-    list of `name` and `arguments`), as ToolACE's rows are prepared for Tool-N1 (arXiv:2505.00024).
+    The calls are not executed: `tool_call_reward` compares them with those of the row. A row has
+    the tools' schemas (`tools`, a JSON list), a system prompt (`raw_system`), the conversation so
+    far (`conversations`, each with `from` and `value`) and the right calls (`answer`, a JSON list
+    of `name` and `arguments`), as ToolACE's rows are prepared for Tool-N1 (arXiv:2505.00024).
     """
 
     default_reward = "tool_call_reward"
     reads_prompt = False
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """The system prompt with the tools, and the conversation so far."""
+        """Return the system prompt with the tools, and the conversation so far."""
         return _dialogue_of(self.task)
 
     @classmethod
@@ -284,7 +285,7 @@ class ToolCallWorkflow(SimpleWorkflow):
 
 
 def _dialogue_of(task: Task) -> list[dict[str, Any]]:
-    """A row's conversation. Raises ValueError for what it lacks."""
+    """Return a row's conversation. Raises ValueError for missing columns."""
     row = task.raw_task
     said, tools = row.get("conversations"), row.get("tools")
     if not isinstance(said, list) or not said:

@@ -1,4 +1,4 @@
-"""Step-wise: every step of an episode is an experience of its own, so that contexts may be long.
+"""Step-wise: every step of an episode is a separate experience, so that contexts may be long.
 
 A step that extends the one before shares its prefix in training, so that nothing is computed twice.
 `step` and `reward` (or `step_async`, `reward_async`) are plain methods or `async def`.
@@ -30,7 +30,7 @@ class _Episode(Workflow):
         auxiliary_models: Sequence[Any] | None = None,
         use_openai_client: bool = True,
     ) -> None:
-        """`use_openai_client` has no effect: `client` is made where it is used."""
+        """`use_openai_client` has no effect: `client` is made on first use."""
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -42,7 +42,7 @@ class _Episode(Workflow):
 
     @classmethod
     def method(cls, name: str) -> Callable[..., Any]:
-        """`name` or `<name>_async`, whichever the most derived class defines."""
+        """Return `name` or `<name>_async`, whichever the most derived class defines."""
         for owner in cls.__mro__:
             for spelled in (f"{name}_async", name):
                 if spelled in vars(owner):
@@ -51,12 +51,12 @@ class _Episode(Workflow):
 
     @cached_property
     def client(self) -> Any:
-        """An OpenAI client of the rollout model; what it is answered is recorded."""
+        """An OpenAI client of the rollout model; its replies are recorded."""
         return self._client(self.model)
 
     @property
     def max_step_num(self) -> int:
-        """Most steps of an episode: `workflow_args.max_env_steps`, else 30."""
+        """The most steps of an episode: `workflow_args.max_env_steps`, else 30."""
         return int(self.workflow_args.get("max_env_steps", 30))
 
     def step(self, step_num: int) -> bool:
@@ -64,17 +64,19 @@ class _Episode(Workflow):
         raise NotImplementedError(f"{type(self).__name__} must define `step(self, step_num)`")
 
     def open(self) -> None:
-        """Make what the episode needs. Called once, before the first step."""
+        """Make the resources that the episode needs. Called once, before the first step."""
 
     def close(self) -> None:
-        """Give back what the episode holds (an environment, say). Called once, however it ends."""
+        """Release the episode's resources (such as an environment). Called once, however it
+        ends.
+        """
 
     def run(self) -> list[Experience]:
-        """All steps, one after the other; each experience has its step's number."""
+        """Run all steps, one after the other; each experience has its step's number."""
         return at_once(self.run_async())  # plain methods wait for nothing
 
     async def run_async(self) -> list[Experience]:
-        """`run`, where a method is a coroutine."""
+        """Run the steps if a method is a coroutine."""
         step = self.method("step")
         episode: list[Experience] = []
         try:
@@ -99,17 +101,17 @@ class _Episode(Workflow):
         return recorded
 
     async def _judge_step(self, mine: list[Experience], number: int) -> None:
-        """Rewards of the step that has just ended."""
+        """Set rewards of the step that has just ended."""
 
     async def _judge_end(self, episode: list[Experience]) -> None:
-        """Rewards after the last step."""
+        """Set rewards after the last step."""
 
 
 class StepWiseRewardWorkflow(_Episode):
-    """A reward for every step, by itself. Give `step` and `reward`."""
+    """A reward for every step separately. Define `step` and `reward`."""
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """The reward of one step, given to all of its experiences."""
+        """Return the reward of one step, which all of its experiences get."""
         raise NotImplementedError(
             f"{type(self).__name__} must define `reward(self, exps, step_num)`"
         )
@@ -120,10 +122,10 @@ class StepWiseRewardWorkflow(_Episode):
 
 
 class RewardPropagationWorkflow(_Episode):
-    """One reward when the episode has ended, given to all of its steps. Give `step`, `reward`."""
+    """One reward when the episode has ended, for all of its steps. Define `step` and `reward`."""
 
     def reward(self, exps: list[Experience]) -> float:
-        """The reward of the episode, from the experiences of all its steps."""
+        """Return the reward of the episode, from the experiences of all its steps."""
         raise NotImplementedError(f"{type(self).__name__} must define `reward(self, exps)`")
 
     async def _judge_end(self, episode: list[Experience]) -> None:

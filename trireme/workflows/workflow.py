@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class WrongExperience(Refused):
-    """A workflow returned something else than a list of experiences, or one that cannot be
+    """A workflow returned something other than a list of experiences, or one that cannot be
     trained.
     """
 
@@ -47,35 +47,36 @@ class WrongExperience(Refused):
 class NoExperience(Refused):
     """A workflow returned nothing."""
 
-    lasting = False  # of another reply something may come
+    lasting = False  # another attempt may return something
 
 
 @dataclass(frozen=True)
 class WorkflowSpec:
-    """A workflow as the Runner needs it."""
+    """A workflow in the form that the Runner needs."""
 
     name: str
     blocking: bool
-    """Its code may wait: it needs a thread of its own, and a BlockingModel."""
+    """Whether its code may block: it needs its own thread, and a BlockingModel."""
     can_repeat: bool
-    """One call gives all n runs; each experience says by `eid.run` which it belongs to."""
+    """Whether one call returns all n runs; each experience names its run in `eid.run`."""
     call: Callable[[Task, Any, int, int], Any]
-    """`(task, model, repeat_times, run_id_base)` -> experiences; awaitable where not blocking."""
+    """`(task, model, repeat_times, run_id_base)` -> experiences; awaitable unless blocking."""
     judge: Callable[[Task, list[Experience], Sequence[Any]], Awaitable[None]] | None = None
-    """Sets the rewards of all rollouts of a task together, when the last has ended; given the
+    """Sets the rewards of all rollouts of a task together, when the last has ended; receives the
     auxiliary models."""
     examine: Callable[[Task], None] | None = None
-    """Raises ValueError for a task's options that cannot be; not given: the reward is looked at."""
+    """Raises ValueError for invalid options of a task; not given: the reward is checked."""
     first_prompt: Callable[[Task], tuple[list[dict[str, Any]], Any] | None] | None = None
-    """The messages and tools of a task's first call, where the workflow knows them beforehand."""
+    """The messages and tools of a task's first call, if the workflow knows them beforehand."""
     code: Any = None
     """The function or class that the user wrote."""
     one_at_a_time: bool = False
-    """A runner begins the repeats of a task one after the other, unless the YAML says otherwise."""
+    """Whether a runner begins the repeats of a task one after the other, unless the YAML says
+    otherwise."""
 
     def needs(self, task: Task) -> Mapping[str, str]:
-        """The extras that a class needs: see `Workflow.needs`. None where a subclass of the class
-        that says so makes an environment of its own.
+        """Return the extras that a class needs: see `Workflow.needs`. Empty if a subclass of the
+        class that declares them makes its own environment.
         """
         says = _class_method(self.code, "needs") if inspect.isclass(self.code) else None
         if says is None:
@@ -103,8 +104,8 @@ class WorkflowSpec:
 
     @property
     def reads_prompt(self) -> bool:
-        """True if rows need the columns of prompt and answer: a user's class with a `run` of its
-        own may read what it likes.
+        """True if rows need the columns of prompt and answer: a user's class with its own `run` may
+        read any.
         """
         for cls in self.code.__mro__ if inspect.isclass(self.code) else ():
             if "reads_prompt" in vars(cls):
@@ -116,7 +117,7 @@ class WorkflowSpec:
     @property
     def reward_parts(self) -> bool | None:
         """True if its rewards come with their parts: see `Workflow.reward_parts`. None: only the
-        run knows, as with users' code that does not declare it.
+        run knows, as for user code that does not declare it.
         """
         code = self.code
         if not inspect.isclass(code):
@@ -130,7 +131,7 @@ class WorkflowSpec:
         return None
 
     def refuse_no_parts(self, asked_by: str) -> None:
-        """Raise ValueError where its rewards have no parts, for an advantage that compares them."""
+        """Raise ValueError if its rewards have no parts, for an advantage that compares them."""
         if self.reward_parts is False:
             raise ValueError(
                 f"{self.label} gives rewards without parts, and {asked_by} compares the rewards "
@@ -145,7 +146,7 @@ class WorkflowSpec:
 
 
 def resolve(workflow: Any) -> WorkflowSpec:
-    """The workflow that a name, path, function or class is. Raises ValueError for others."""
+    """Find the workflow of a name, path, function or class. Raises ValueError for others."""
     if workflow is None:
         raise ValueError(
             "a task names no workflow: set default_workflow_type of its taskset "
@@ -169,7 +170,7 @@ def resolve(workflow: Any) -> WorkflowSpec:
 def check_experiences(
     returned: Any, name: str, runs: Sequence[int] | None = None
 ) -> list[Experience]:
-    """Check a workflow's return value and return it; `runs` where it repeats by itself."""
+    """Check a workflow's return value and return it; `runs` if it repeats by itself."""
     if inspect.iscoroutine(returned):
         returned.close()
         raise WrongExperience(
@@ -197,7 +198,7 @@ def check_experiences(
             "that was not awaited is not recorded"
         )
     if runs is not None and len(returned) == len(runs) and not any(e.eid.run for e in returned):
-        for e, run in zip(returned, runs, strict=True):  # none says whose run it is: in their order
+        for e, run in zip(returned, runs, strict=True):  # none names its run: assign them in order
             e.eid = dataclasses.replace(e.eid, run=run)
     if runs is not None and {e.eid.run for e in returned} != set(runs):
         raise WrongExperience(
@@ -209,7 +210,7 @@ def check_experiences(
 
 
 def _check_json(experience: Experience, whose: str) -> None:
-    """Raise WrongExperience, with the key, for a value that no store holds."""
+    """Raise WrongExperience, with the key, for a value that no store can hold."""
     for field in TEXT_FIELDS:
         if not isinstance(text := getattr(experience, field), str | None):
             raise WrongExperience(f"{whose} whose {field} is {type(text).__name__}: expected text")
@@ -228,7 +229,7 @@ def _no_json(value: Any) -> str | None:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-    # who stores it may have less of the stack left
+    # code that stores it may have less of the stack left
     lists = text.count("[") + text.count("{")
     return "it is nested too deeply" if lists > DEEPEST and _is_deep(value, DEEPEST) else None
 
@@ -242,7 +243,8 @@ def _is_deep(value: Any, most: int) -> bool:
 
 
 def _check_numbers(experience: Experience, whose: str) -> None:
-    """Raise WrongExperience for fields that do not fit its tokens, and for what is no number.
+    """Raise WrongExperience for fields that do not fit its tokens, and for values that are no
+    numbers.
 
     Code that has changed an experience may have left it in a state that its constructor refuses.
     """
@@ -258,7 +260,7 @@ def _check_numbers(experience: Experience, whose: str) -> None:
             raise WrongExperience(
                 f"{whose} whose {field} is {shape}: expected [{size}], its tokens'"
             )
-        # a sum is looked at first, in a fraction of the time; one that overflows says nothing
+        # a sum is checked first, in a fraction of the time; one that overflows proves nothing
         summed = values.is_floating_point() and not math.isfinite(values.sum().item())
         if summed and not bool(values.isfinite().all()):
             first = int((~values.isfinite()).nonzero()[0])
@@ -277,7 +279,7 @@ def _check_numbers(experience: Experience, whose: str) -> None:
 
 
 def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
-    """The spec of a function `(task, model)`, or of an object that is called like one."""
+    """Return the spec of a function `(task, model)`, or of a callable object."""
     refuse_signature(f"workflow '{name}'", function, function, "(task, model)")
 
     async def call(task: Task, model: Model, repeat_times: int, run_id_base: int) -> Any:
@@ -301,7 +303,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
 
 
 def _of_class(name: str, cls: type) -> WorkflowSpec:
-    """The spec of a class with `run`. A new object is made for every call."""
+    """Return the spec of a class with `run`. A new object is made for every call."""
     method, is_async = run_method(cls)
     if method is None:
         raise ValueError(f"workflow '{name}' ({cls.__name__}) has no method `run`")
@@ -309,7 +311,7 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
     can_repeat = bool(getattr(cls, "can_repeat", False))
 
     def make(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
-        # whoever loops over the task's or its own repeat_times loops over this call's
+        # code that loops over the task's or its own repeat_times loops over this call's
         single = dataclasses.replace(task, repeat_times=repeat_times)
         instance = cls(task=single, model=model, auxiliary_models=model.auxiliary or None)
         if can_repeat:
@@ -347,7 +349,7 @@ _SEAMS = ("generate_env_inference_samples", "step", "step_async", "reward", "rew
 
 @lru_cache(maxsize=256)
 def _warn_of_unused(name: str, cls: type, method: str) -> None:
-    """Say where a class gives a method for which its base has no use."""
+    """Warn if a class defines a method that its base does not use."""
     owner = next(base for base in cls.__mro__ if method in vars(base))
     played = getattr(owner, method).__module__.startswith("trireme.")
     defined = [seam for seam in _SEAMS if seam in vars(cls)]
@@ -362,6 +364,6 @@ def _warn_of_unused(name: str, cls: type, method: str) -> None:
 
 
 def _class_method(cls: type, name: str) -> Any:
-    """A class method of this name; a user's plain method that is called so is another thing."""
+    """Return a class method of this name; a user's plain method of that name is something else."""
     attribute = getattr(cls, name, None)
     return attribute if inspect.ismethod(attribute) else None

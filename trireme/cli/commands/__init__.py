@@ -1,1 +1,3 @@
-"""The commands: one function each, with its options and help; what it runs is imported late."""
+"""The commands: one function each, with its options and help; its implementation is
+imported late.
+"""

@@ -1,9 +1,9 @@
 """Linear: float32 products on a CPU by oneDNN where it is twice as fast as torch's choice, MKL.
 
-torch multiplies float32 matrices by MKL, which leaves AVX-512 aside on AMD's processors; oneDNN,
-which torch contains as well, uses it on all. Where the processor is not such a one, or the matrix
-is small, products are torch's own. Both sum in float32, in orders of their own: results differ in
-the last bits, so that byte-equal runs need processors of one maker. TRIREME_NATIVE=0 turns it off.
+torch multiplies float32 matrices with MKL, which does not use AVX-512 on AMD's processors; oneDNN,
+which torch contains as well, uses it on all. On other processors, and for small matrices, products
+are torch's own. Both sum in float32, in different orders: results differ in the last bits, so that
+byte-equal runs need processors of one maker. TRIREME_NATIVE=0 turns it off.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GRID = 16
-"""oneDNN prepares itself for each shape that it meets (0.3 ms) and keeps 1,024 of them: whoever
-multiplies ever other numbers of rows, row by row of a decode step, rounds them up to this."""
+"""oneDNN prepares itself for each new shape (0.3 ms) and caches 1,024 of them: callers with ever
+new numbers of rows, such as a decode step, round them up to a multiple of this."""
 _LEAST_PRODUCT, _LEAST_WEIGHTS = 1 << 20, 1 << 14
 """Multiplications, and weights, below which a call costs more than it saves."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] by weight [N, K], plus bias [N]: [..., N], with gradients where they are asked
-    for.
-    """
+    """Multiply x [..., K] by weight [N, K], plus bias [N]: [..., N], with gradients if required."""
     if not _suits(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -36,10 +34,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [T, N], b [T, K] -> a' b [N, K], without gradients.
+    """Multiply a [T, N], b [T, K] -> a' b [N, K], without gradients.
 
-    oneDNN copies a first factor that is transposed: it is the smaller one, but for a slice, which
-    is no second factor of it (`_is_whole`).
+    oneDNN copies a transposed first factor: so it is the smaller one, unless the other is a slice,
+    which oneDNN cannot use as second factor (`_is_whole`).
     """
     if a.shape[1] > b.shape[1] and _is_whole(a):
         return linear(b.t(), a.t()).t()
@@ -47,14 +45,14 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def quicken(model: nn.Module) -> None:
-    """Let the linear layers of a model multiply by `linear`."""
+    """Make the linear layers of a model use `linear`."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = QuickLinear
 
 
 class QuickLinear(nn.Linear):
-    """nn.Linear by `linear`."""
+    """nn.Linear that uses `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by `linear`."""
@@ -94,7 +92,7 @@ def _is_whole(weight: Tensor) -> bool:
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
     return (
-        not torch.compiler.is_compiling()  # which chooses by itself, and does not know how here
+        not torch.compiler.is_compiling()  # a compiler chooses by itself, and cannot compile this
         and x.dtype is torch.float32
         and weight.dtype is torch.float32
         and weight.numel() >= _LEAST_WEIGHTS

@@ -31,7 +31,7 @@ class ParkedSequence:
 
 
 class PrefixCache:
-    """Finds the entry that shares the longest beginning, in steps of BLOCK tokens to find it."""
+    """Finds the entry with the longest common prefix, in steps of BLOCK tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -41,7 +41,9 @@ class PrefixCache:
         self._next = 0
 
     def find(self, ids: Sequence[int]) -> tuple[list[Tensor] | None, int]:
-        """Saved tensors, and how many leading tokens of `ids` they serve (never all of them)."""
+        """Return saved tensors, and the number of leading tokens of `ids` that they serve (never
+        all).
+        """
         for block in reversed(_chain(ids)):
             numbers = self._by_block.get(block, [])[-CANDIDATES:]
             if numbers:
@@ -54,7 +56,7 @@ class PrefixCache:
         return self._entries[best].saved, lengths[best]
 
     def add(self, ids: Sequence[int], saved: list[Tensor]) -> None:
-        """Keep a sequence; `saved` covers all of `ids`."""
+        """Store a sequence; `saved` covers all of `ids`."""
         blocks = _chain(ids)
         if not blocks or len(ids) > self.max_tokens:
             return
@@ -67,7 +69,7 @@ class PrefixCache:
             self._drop_oldest()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         self._entries.clear()
         self._by_block.clear()
         self._tokens = 0
@@ -82,21 +84,21 @@ class PrefixCache:
 
 
 class SharedPrompts:
-    """Prompts that several running requests begin with: stored once, a slot each."""
+    """Prompts that several running requests share: stored once, one slot each."""
 
     def __init__(self, max_tokens: int) -> None:
         self.store = RowStore(max_tokens)
         self._slots: dict[tuple[int, ...], int] = {}
-        """Prompts that the present weights have read."""
+        """Prompts computed with the current weights."""
         self._members: dict[int, int] = {}
-        """How many requests each used slot has."""
+        """The number of requests of each used slot."""
 
     def slot(self, ids: tuple[int, ...]) -> int | None:
         """Return a prompt's slot; None if it has none."""
         return self._slots.get(ids)
 
     def add(self, ids: tuple[int, ...]) -> int:
-        """A slot for a prompt that is read next."""
+        """Assign a slot to a prompt that is read next."""
         self.reserve(1, len(ids))
         slot = next(n for n in range(len(self._members) + 1) if n not in self._members)
         self._slots[ids] = slot
@@ -104,20 +106,20 @@ class SharedPrompts:
         return slot
 
     def reserve(self, count: int, length: int) -> None:
-        """Room for `count` prompts more of at most `length` tokens. To grow copies what is there,
-        so that some room is made ahead.
+        """Make room for `count` more prompts of at most `length` tokens. Growing copies the present
+        ones, so some room is made ahead.
         """
         needed, have = len(self._members) + count, self.store.num_rows
         ahead = 0 if needed <= have else have + have // 4
         self.store.reserve(max(needed, ahead), length)
 
     def join(self, request: Request, slot: int, length: int) -> None:
-        """The request's first `length` tokens lie in the slot."""
+        """Note that the request's first `length` tokens are in the slot."""
         self._members[slot] += 1
         request.slot, request.shared, request.cached = slot, length, length
 
     def leave(self, request: Request) -> None:
-        """A slot that is no longer used is free."""
+        """Remove a request from its slot; an unused slot becomes free."""
         if request.shared:
             self._members[request.slot] -= 1
             if not self._members[request.slot]:
@@ -126,7 +128,7 @@ class SharedPrompts:
             request.slot = request.shared = 0
 
     def forget(self) -> None:
-        """No request joins the prompts that are there: they were read with other weights."""
+        """Let no request join the present prompts: they were computed with other weights."""
         self._slots.clear()
 
     def clear(self) -> None:
@@ -137,15 +139,15 @@ class SharedPrompts:
 
 
 def _common(kept: Sequence[int], ids: Sequence[int]) -> int:
-    """How many leading tokens are the same, the last of `ids` left out."""
+    """Count the equal leading tokens, without the last of `ids`."""
     most = min(len(kept), len(ids) - 1)
-    if tuple(kept[:most]) == tuple(ids[:most]):  # a later turn, mostly
+    if tuple(kept[:most]) == tuple(ids[:most]):  # usually a later turn
         return most
     return next(n for n in range(most) if kept[n] != ids[n])
 
 
 def _chain(ids: Sequence[int]) -> list[int]:
-    """A hash of each beginning of whole blocks."""
+    """Return a hash of each prefix of whole blocks."""
     out, last = [], 0
     for start in range(0, len(ids) - BLOCK + 1, BLOCK):
         last = hash((last, tuple(ids[start : start + BLOCK])))

@@ -1,8 +1,8 @@
 """AgentScope: agents of the package `agentscope` as rollouts, over the rollout's own OpenAI client.
 
-The package is imported where an agent is made. The model's sampling is the run's, whatever an agent
-asks for, and what agents say is not printed. Programs that an agent needs are those that are
-installed: none is fetched.
+The package is imported when an agent is made. The model's sampling is the run's, whatever an agent
+requests, and agents' messages are not printed. An agent's programs must be installed: none is
+downloaded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TOOL_LIMIT_S = 30.0
 
 
 def chat_model(model: Any) -> Any:
-    """An `OpenAIChatModel` of agentscope that asks a rollout's model: its calls are recorded.
+    """Make an `OpenAIChatModel` of agentscope that calls a rollout's model: its calls are recorded.
 
     Raises ModuleNotFoundError saying how to install the package.
     """
@@ -95,7 +95,7 @@ class AgentScopeWorkflow(Workflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for functions that there are not, or where the package is missing."""
+        """Raise ValueError for functions that do not exist, or if the package is missing."""
         functions_of(task)
         if task.reward_fn is not None:
             raise ValueError(
@@ -118,7 +118,7 @@ class Settings:
     """`workflow_args` of the agent."""
 
     type: Literal["gsm8k"] = "gsm8k"
-    """What Trinity calls the kind of task; there is one."""
+    """Trinity's name for the kind of task; there is one."""
     tools: Sequence[Any] = ("python",)
     """Names as for tool_call_scheduler, or paths of functions."""
     max_iters: Annotated[int, Ge(1)] = 10
@@ -149,7 +149,7 @@ class AgentScopeReActWorkflow(Workflow):
         return experiences
 
     async def ask(self) -> tuple[str, int]:
-        """The agent's answer, and how many messages it remembers."""
+        """Return the agent's answer, and the number of messages in its memory."""
         settings = _settings(self.settings, self.task)
         toolkit = _agentscope("tool").Toolkit()
         for tool in map(python_tool, settings.tools):
@@ -160,7 +160,7 @@ class AgentScopeReActWorkflow(Workflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a wrong option, or where the package is not installed."""
+        """Raise ValueError for a wrong option, or if the package is not installed."""
         settings = _settings(cls.settings, task)
         _refuse_messages(task)
         for tool in settings.tools:
@@ -215,7 +215,7 @@ class AgentScopeSearchWorkflow(Workflow):
     """
 
     async def run(self) -> list[Experience]:
-        """Let the agent search, and have its answer judged."""
+        """Let the agent search, and judge its answer."""
         settings = _settings(SearchSettings, self.task)
         program, variable = settings.program
         client = _agentscope("mcp").StdIOStatefulClient(
@@ -238,7 +238,9 @@ class AgentScopeSearchWorkflow(Workflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a wrong option, and for what is not installed or not set."""
+        """Raise ValueError for a wrong option, and for anything that is not installed or
+        not set.
+        """
         settings = _settings(SearchSettings, task)
         _refuse_messages(task)
         if task.reward_fn is not None:
@@ -257,7 +259,7 @@ class AgentScopeSearchWorkflow(Workflow):
 
     @classmethod
     def asks_a_model(cls, task: Task) -> bool:
-        """Its judge is one of `explorer.auxiliary_models`."""
+        """Return True: its judge is one of `explorer.auxiliary_models`."""
         return True
 
 
@@ -276,7 +278,9 @@ class Found(BaseModel):
 async def _answered(
     asked: Workflow, system: str, toolkit: Any, turns: int, form: type[BaseModel]
 ) -> tuple[str, int]:
-    """The answer of a ReActAgent to the task's prompt, and how many messages it remembers."""
+    """Return the answer of a ReActAgent to the task's prompt, and the number of messages in its
+    memory.
+    """
     agent = _agentscope("agent").ReActAgent(
         name="agent",
         sys_prompt=system,
@@ -311,7 +315,7 @@ def _installed(program: str) -> str:
 
 
 def functions_of(task: Task) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """The functions that `workflow_args` name. Raises ValueError for what they cannot be."""
+    """Return the functions that `workflow_args` name. Raises ValueError for invalid ones."""
     settings = _settings(Functions, task)
     play = _function("workflow_func", settings.workflow_func, ("task", "model"))
     if settings.judge_func is None:
@@ -338,7 +342,7 @@ def _function(key: str, named: Any, names: Sequence[str]) -> Callable[..., Any]:
 async def _called(
     key: str, function: Callable[..., Any], there: Mapping[str, Any]
 ) -> tuple[float | None, dict[str, float], Any]:
-    """Reward, metrics and response that a function gave. Raises Refused for anything else."""
+    """Return reward, metrics and response of a function. Raises Refused for anything else."""
     whose = f"{key} '{function.__name__}'"
     with UserCode(whose, function):
         output = await function(**accepted(function, there))
@@ -378,7 +382,7 @@ def _refuse_other_version() -> None:
     try:
         version = metadata.version("agentscope")
     except metadata.PackageNotFoundError:
-        return  # how to install it is said where it is imported
+        return  # the import reports how to install it
     if version.partition(".")[0] != "1":
         raise ImportError(
             f"agentscope {version} is installed, and its agents are not those of AgentScope 1: pip "
@@ -387,7 +391,7 @@ def _refuse_other_version() -> None:
 
 
 def _as_agentscope(tool: Tool) -> Callable[..., Any]:
-    """A tool as agentscope's Toolkit takes it. Its error is its result."""
+    """Convert a tool for agentscope's Toolkit. Its error is its result."""
     message, toolkit = _agentscope("message"), _agentscope("tool")
 
     async def call(**arguments: Any) -> Any:
@@ -395,7 +399,7 @@ def _as_agentscope(tool: Tool) -> Callable[..., Any]:
             text = as_text(await tool.call(arguments, TOOL_LIMIT_S))
         except TimeoutError:
             text = f"Error: {tool.name} took longer than {TOOL_LIMIT_S:g} s"
-        except Exception as raised:  # foreign code: the model is told
+        except Exception as raised:  # foreign code: the model gets the error
             text = f"Error: {raised!s}" if str(raised) else f"Error: {raised!r}"
         return toolkit.ToolResponse([message.TextBlock(type="text", text=text)])
 

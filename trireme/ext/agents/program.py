@@ -1,7 +1,7 @@
-"""Program: runs a program in a process group of its own, with limits, and keeps what it prints.
+"""Program: runs a program in its own process group, with limits, and stores its output.
 
-The group is killed when the program has ended, however that was, and when this process has: nothing
-of a rollout outlives it, except what has left the group.
+The group is killed when the program has ended, for whatever reason, and when this process has: no
+process of a rollout outlives it, except those that have left the group.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from trireme.usercode import Refused
 logger = get_logger("explorer")
 
 OUTER = 4
-"""Processes of bubblewrap's own and of the shell before it."""
+"""Processes of bubblewrap and of the shell before it."""
 TAIL = 4000
-"""Characters of a program's output that the log and the experience keep."""
+"""Characters of a program's output in the log and the experience."""
 LONGEST = 4000
 """Characters of an output that the model sees: half from each end."""
 LIMITED = """
@@ -45,20 +45,22 @@ done
 shift
 exec "$@"
 """
-"""A shell's: limits up to `--`, unless there are tighter ones already, on what follows, which
-replaces the shell."""
+"""A shell script: sets limits up to `--`, unless there are tighter ones, on the command after it,
+which replaces the shell."""
 ENTER = 'echo $$ > "$1" || exit 126; shift; exec "$@"'
-"""A shell's: the group whose file it is given, and then what follows in place of the shell."""
+"""A shell script: joins the group whose file it is given, then is replaced by the rest of its
+arguments."""
 WATCH = """
 while read -r line; do group=$line; done
 [ -z "$group" ] || kill -9 -"$group"
 [ -z "$1" ] || rm -rf -- "$1"
 """
-"""A shell's: when its input ends, so does the process group named last in it, and a folder goes."""
+"""A shell script: when its input ends, it kills the process group last named in it, and deletes a
+folder."""
 
 
 class ProgramFailed(Refused):
-    """A program did not end as it should; another try may."""
+    """A program did not end as it should; a retry may succeed."""
 
     lasting = False
 
@@ -76,7 +78,9 @@ class Limits(BaseModel):
     """Size of each file that it writes, its output included."""
 
     def before(self, words: Sequence[str], *more: str) -> list[str]:
-        """The command behind a shell that sets its limits, and `more` as `ulimit` takes them."""
+        """Return the command behind a shell that sets its limits, and `more` in the form of
+        `ulimit`.
+        """
         limits = ["-f", str(self.file_mb * 2048), *more]
         if self.cpu_seconds is not None:
             limits += ["-t", str(self.cpu_seconds)]
@@ -118,7 +122,7 @@ _NUMBERS = itertools.count()
 
 @contextmanager
 def _group(place: Path, processes: int) -> Iterator[Path]:
-    """A control group; what is left in it at its end is killed."""
+    """Make a control group; processes that are left in it at its end are killed."""
     group = place / f"trireme-{os.getpid()}-{next(_NUMBERS)}"
     group.mkdir()
     try:
@@ -155,7 +159,7 @@ def counted_apart() -> bool:
 
 
 def limited_processes(words: Sequence[str], processes: int) -> list[str]:
-    """The command of a program behind bubblewrap with at most so many processes, where the kernel
+    """Return the command of a program behind bubblewrap with a limit of processes, if the kernel
     counts them.
     """
     if not counted_apart():
@@ -165,8 +169,8 @@ def limited_processes(words: Sequence[str], processes: int) -> list[str]:
 
 @asynccontextmanager
 async def at_most(processes: int, *, sandbox: bool) -> AsyncIterator[list[str]]:
-    """Words in front of a program's by which it, and all that it starts, are so many processes at
-    most; none where `limited_processes` does it, or where this machine has no way.
+    """Yield words before a program's that limit it, and everything that it starts, to this many
+    processes; none if `limited_processes` does it, or if this machine cannot.
     """
     if sandbox and counted_apart():
         yield []
@@ -194,10 +198,10 @@ def _say_unlimited() -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended, and what it printed."""
+    """The end of a program, and its output."""
 
     code: int | None
-    """Its exit code, -N where signal N killed it; None: it took too long."""
+    """Its exit code, -N if signal N killed it; None: it took too long."""
     output: str
     errors: str
 
@@ -212,7 +216,7 @@ async def run_program(
     timeout: float | None,
     watch: IO[bytes],
 ) -> Ended:
-    """Run it to its end, or for `timeout` seconds. What it prints goes to files in `logs`."""
+    """Run a program to its end, or for `timeout` seconds. Its output goes to files in `logs`."""
     begun = time.monotonic()
     paths = [logs / file for file in ("stdout.txt", "stderr.txt")]
     files = [path.open("wb") for path in paths]
@@ -249,8 +253,8 @@ async def run_program(
 
 @contextmanager
 def watching(folder: Path | None) -> Iterator[IO[bytes]]:
-    """A process that outlives this one, whatever ends it, and then clears up: it has the end of a
-    pipe and sees it close. Yields the pipe, which takes the number of a process group.
+    """Start a process that outlives this one, however it ends, and then cleans up: it has the end
+    of a pipe and sees it close. Yields the pipe, which takes the number of a process group.
     """
     with subprocess.Popen(
         ["/bin/sh", "-c", WATCH, "sh", str(folder or "")],
@@ -264,14 +268,15 @@ def watching(folder: Path | None) -> Iterator[IO[bytes]]:
         try:
             yield process.stdin
         finally:
-            process.kill()  # before its pipe closes: there is nothing left to clear up
+            process.kill()  # before its pipe closes: there is nothing left to clean up
 
 
 @asynccontextmanager
 async def rollout_folder(name: str, keep: str | None) -> AsyncIterator[tuple[Path, IO[bytes]]]:
-    """A rollout's own folder, whose name begins with `name`, and the pipe that `watching` yields.
+    """Make a rollout's own folder, whose name begins with `name`; also yields the pipe of
+    `watching`.
 
-    It lies in the folder `keep` and stays there; None: it is deleted, also where this process dies.
+    It is in the folder `keep` and stays there; None: it is deleted, even if this process dies.
     """
     parent = None if keep is None else Path(keep).expanduser()
     if parent is not None:
@@ -289,7 +294,7 @@ async def rollout_folder(name: str, keep: str | None) -> AsyncIterator[tuple[Pat
 
 
 def refuse_unasked(model: Model, program: str, ended: Ended) -> None:
-    """Raise ProgramFailed where a program has ended without a request to the model."""
+    """Raise ProgramFailed if a program has ended without a request to the model."""
     if not len(model.recorder):
         raise ProgramFailed(
             f"{program} never asked the model: expected requests to its OPENAI_BASE_URL (or "
@@ -299,7 +304,7 @@ def refuse_unasked(model: Model, program: str, ended: Ended) -> None:
 
 @contextmanager
 def _ended_with_us(group: int, watch: IO[bytes]) -> Iterator[None]:
-    """A process group that ends with the block, and with this process."""
+    """Make a process group end with the block, and with this process."""
     try:
         watch.write(f"{group}\n".encode())
         yield
@@ -310,7 +315,7 @@ def _ended_with_us(group: int, watch: IO[bytes]) -> Iterator[None]:
 
 
 def how(code: int | None, timeout: float | None, limit: str) -> str | None:
-    """How a program ended that did not end well."""
+    """Describe how a program ended that did not end well."""
     if code is None:
         return f"took longer than {limit} ({timeout:g} s) and was killed"
     if code == 0:
@@ -321,7 +326,7 @@ def how(code: int | None, timeout: float | None, limit: str) -> str | None:
 
 
 def shown(output: str) -> str:
-    """The last line of an output, and below it the end of the whole."""
+    """Return the last line of an output, and below it the end of the whole."""
     text = output.strip()
     last = text.rpartition("\n")[2]
     return f"it said: {last:.200}\n{text[-TAIL:]}" if text else "it said nothing"
@@ -338,7 +343,7 @@ def middle_out(text: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """A file's text: its end, where it is long."""
+    """Return a file's text: only its end, if it is long."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2**20))
         return file.read().decode("utf-8", "replace")

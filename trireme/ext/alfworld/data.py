@@ -1,4 +1,6 @@
-"""Data: which games lie in $ALFWORLD_DATA, and the data set of their files for the taskset."""
+"""Data: finds the games in $ALFWORLD_DATA, and writes the data set of their files for the
+taskset.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ SPLITS = {"train": "train", "test": "valid_seen"}
 
 
 def find_games(root: Path, split: str) -> list[Path]:
-    """Every game file of a split, sorted. Raises ValueError where there is none."""
+    """Return every game file of a split, sorted. Raises ValueError if there is none."""
     games = sorted(root.glob(f"json_2.1.*/{split}/*/*/game.tw-pddl"))
     if not games:
         raise ValueError(
@@ -29,7 +31,7 @@ def find_games(root: Path, split: str) -> list[Path]:
 
 
 def data_folder(folder: str | None) -> Path:
-    """The folder that was given, else $ALFWORLD_DATA. Raises ValueError saying what to do."""
+    """Return the given folder, else $ALFWORLD_DATA. Raises ValueError with the remedy."""
     path = folder or os.environ.get("ALFWORLD_DATA")
     if not path:
         raise ValueError(f"ALFWORLD_DATA is not set: {HOW}")
@@ -41,9 +43,10 @@ def data_folder(folder: str | None) -> Path:
 def write_dataset(
     root: Path, out: Path, sizes: dict[str, int | None], *, seed: int = 42, test: str = "valid_seen"
 ) -> dict[str, int]:
-    """Write `<split>.jsonl` with a row a game, and `dataset_dict.json`; the rows of each.
+    """Write `<split>.jsonl` with one row per game, and `dataset_dict.json`; returns the rows of
+    each.
 
-    `sizes`: how many games of each split, drawn with `seed`; None for all.
+    `sizes`: the number of games of each split, drawn with `seed`; None for all.
     """
     splits = {}
     for name, folder in {**SPLITS, "test": test}.items():
@@ -60,7 +63,9 @@ def write_dataset(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command of examples/grpo_alfworld/get_alfworld_data.py and of scripts/data_prepare."""
+    """Run the command of examples/grpo_alfworld/get_alfworld_data.py and of
+    scripts/data_prepare.
+    """
     parser = argparse.ArgumentParser(description="Writes the data set of the ALFWorld games.")
     parser.add_argument("--game_data_path", help="default: $ALFWORLD_DATA")
     parser.add_argument("--local_dir", default="examples/grpo_alfworld/alfworld_data")

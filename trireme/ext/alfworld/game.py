@@ -1,10 +1,10 @@
-"""Game: one ALFWorld game on the real TextWorld engine. Lives in a worker process of a pool.
+"""Game: one ALFWorld game on the real TextWorld engine, in a worker process of a pool.
 
-TextWorld bears no second thread, overwrites `sys.argv`, and loads a copy of its planner (34 MB of
-disk until the process ends) for every game: none of that belongs into the trainer's process. A game
-that is closed leaves its copy to the next. Two caches make a repeated reset ten times and a step
-twice as fast: parsed texts, and translated problems (the rollouts of a group play the same game).
-What the game says is the same with and without them, and a test holds it.
+TextWorld supports only one thread, overwrites `sys.argv`, and loads a copy of its planner (34 MB of
+disk until the process ends) for every game: none of that belongs into the trainer's process. A
+closed game leaves its copy to the next. Two caches make a repeated reset ten times and a step twice
+as fast: parsed texts, and translated problems (the rollouts of a group play the same game). The
+game's texts are the same with and without them, and a test verifies it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Game:
     ) -> None:
         """`expert` adds the handcoded expert's next action to the info (`expert_plan`).
 
-        Raises ValueError naming the file where it is no game.
+        Raises ValueError naming the file if it is not a game.
         """
         self.file = check_game(game_file)
         textworld, gym = engine("textworld"), engine("textworld.gym")
@@ -56,7 +56,7 @@ class Game:
         self._env = self._with_planners(lambda: gym.make(name))
 
     def reset(self) -> tuple[str, dict[str, Any]]:
-        """The beginning: where the agent is, what it sees, what its task is."""
+        """Return the beginning: where the agent is, what it sees, what its task is."""
         observation, infos = self._with_planners(self._env.reset)
         return observation, _info(infos)
 
@@ -66,7 +66,7 @@ class Game:
         return observation, float(score), bool(done), _info(infos)
 
     def close(self) -> None:
-        """Let the engine go; its planners serve the next game."""
+        """Release the engine; its planners serve the next game."""
         self._env.close()
         _idle.extend(self._planners)
         self._planners = []
@@ -83,13 +83,13 @@ class Game:
 
 
 def engine(module: str) -> Any:
-    """A module of ALFWorld or of what it brings."""
+    """Import a module of ALFWorld or of its requirements."""
     return extra(module, "ALFWorld")
 
 
 def _expert(base: Any) -> Any:
-    """The handcoded expert. It counts what it holds by the older word `put`, which is `move` now:
-    unchanged, it gets lost in tasks with two things.
+    """Return the handcoded expert. It counts the things that it carries by the older word `put`,
+    which is `move` now: unchanged, it gets lost in tasks with two things.
     """
 
     class Expert(base):
@@ -102,7 +102,7 @@ def _expert(base: Any) -> Any:
 
 
 def check_game(path: str) -> Path:
-    """The file of a game, if it is one. Raises ValueError saying what it lacks."""
+    """Return the file of a game, if it is one. Raises ValueError naming what is missing."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"game file {file}: there is no such file (column game_file of the data)")
@@ -129,7 +129,7 @@ def _info(infos: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _install_planners() -> None:
-    """Load a planner only where none is idle, in this process."""
+    """Load a planner only if none is idle, in this process."""
     fast_downward = engine("fast_downward")
     load = fast_downward.load_lib
 
@@ -142,7 +142,7 @@ def _install_planners() -> None:
 
 @lru_cache(maxsize=1)
 def _install_caches() -> None:
-    """Remember parsed texts and translated problems, in this process."""
+    """Cache parsed texts and translated problems, in this process."""
     fast_downward, textgen = engine("fast_downward"), engine("textworld.envs.pddl.textgen")
     parse, translate = textgen._parse_and_convert, fast_downward.pddl2sas
 
@@ -154,7 +154,7 @@ def _install_caches() -> None:
         if len(args) != 1 or not isinstance(args[0], str):
             return parse(*args, **options)
         value = parsed(args[0], **options)
-        # whoever derives a text changes the list of symbols, and sometimes a symbol
+        # code that derives a text changes the list of symbols, and sometimes a symbol
         return [copy.copy(item) for item in value] if isinstance(value, list) else copy.copy(value)
 
     textgen._parse_and_convert = parse_copied

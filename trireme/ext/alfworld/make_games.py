@@ -1,4 +1,5 @@
-"""Make games: valid ALFWorld games of our own household problems, where the public ones are not.
+"""Make games: makes valid ALFWorld games of our own household problems, if the public ones are
+missing.
 
 The domain, the grammar and the goals are the installed package's; rooms, things and their places
 are drawn here. All six task types are made; `valid_unseen` has rooms of other furniture than the
@@ -34,7 +35,7 @@ FURNITURE = {
 FOODS = ("Apple", "Bread", "Egg", "Potato", "Tomato")
 THINGS = ("Book", "CD", "CreditCard", "KeyChain", "Pen", "Pencil", "RemoteControl", "Watch")
 CLEANABLE = ("Apple", "Egg", "Potato", "Tomato", "Mug", "Plate")
-"""With FOODS and Mug: what can also be heated and cooled."""
+"""Things that can be cleaned; with FOODS and Mug: those that can also be heated and cooled."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Room:
     receptacles: tuple[tuple[str, str], ...]
     """(type, id)"""
     objects: tuple[tuple[str, str, str], ...]
-    """(type, id, id of the receptacle that it lies in)"""
+    """(type, id, id of the receptacle around it)"""
 
     @property
     def toggle(self) -> str:
-        """The lamp of the task, if it is one of light."""
+        """Return the lamp of the task, if it is one about light."""
         return "DeskLamp" if self.task == "look_at_obj_in_light" else ""
 
 
@@ -63,9 +64,9 @@ def draw_room(
     extra: int = 4,
     furniture: tuple[int, int] = (4, 6),
 ) -> Room:
-    """A solvable household for a task: the target never lies at its goal.
+    """Draw a solvable household for a task: the target is never at its goal.
 
-    `extra` things lie about besides; `furniture` is the fewest and the most pieces of it.
+    `extra` other things are in it; `furniture` is the fewest and the most pieces of it.
     """
     places = list(source.choices(FURNITURE[rooms], k=source.randint(*furniture)))
     if "clean" in task:
@@ -88,7 +89,7 @@ def draw_room(
         target = source.choice(FOODS)
     else:
         target = source.choice(THINGS)
-    # two of a kind lie apart: the handcoded expert gets lost where they lie together
+    # two of a kind are separate: the handcoded expert gets lost if they are together
     wanted = [(target, name) for _, name in source.sample(elsewhere, 1 + ("two" in task))]
     if task == "look_at_obj_in_light":
         tables = [item for item in usual if item[0] not in OPENABLE] or usual
@@ -103,7 +104,7 @@ def draw_room(
 
 
 def pddl_problem(home: Room, goal: str) -> str:
-    """The problem in the domain's words. `goal` closes it."""
+    """Return the problem in the domain's words. `goal` ends it."""
     place_of = {
         name: f"loc_bar_{i}_bar_1_bar_0_bar_30" for i, (_, name) in enumerate(home.receptacles)
     }
@@ -154,7 +155,9 @@ def make_games(
     extra: int = 4,
     furniture: tuple[int, int] = (4, 6),
 ) -> list[Path]:
-    """`count` games of a split, the task types in turn; their files. See `draw_household`."""
+    """Make `count` games of a split, the task types in turn; returns their files. See
+    `draw_household`.
+    """
     package = Path(engine("alfworld").__file__).parent / "data"
     domain, grammar = (package / "alfred.pddl").read_text(), (package / "alfred.twl2").read_text()
     gdict = engine("alfworld.gen.goal_library").gdict
@@ -200,14 +203,14 @@ def make_games(
 
 
 def _mangled(kind: str, number: int, source: random.Random) -> str:
-    """An id as the simulator gives them, in the characters that PDDL takes."""
+    """Return an id in the simulator's form, in the characters that PDDL allows."""
     x, z, row = source.randint(0, 99), source.randint(0, 99), number % 9
     at = f"_plus_{number:02d}_dot_{x:02d}_bar__plus_00_dot_90_bar__minus_0{row}_dot_{z:02d}"
     return f"Sink_bar_{at}_bar_SinkBasin" if kind == "SinkBasin" else f"{kind}_bar_{at}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Games of all three splits."""
+    """Make games of all three splits."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="the folder that becomes $ALFWORLD_DATA")
     parser.add_argument("--train", type=int, default=300)

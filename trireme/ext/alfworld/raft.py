@@ -1,10 +1,10 @@
-"""RAFT: episodes of which only those that reach their goal are trained (arXiv:2304.06767).
+"""RAFT: trains only those episodes that reach their goal (arXiv:2304.06767).
 
-- Of an episode that fails no token is trained, whatever the algorithm; its reward stays what it is,
-  so that the curve tells the truth.
+- No token of a failed episode is trained, whatever the algorithm; its reward is unchanged, so that
+  the curve stays true.
 - The `reflect` workflows ask the model what went wrong in a failed episode, and play it once more
-  with that note before the first observation (arXiv:2303.11366). What is trained of the second
-  episode is without the note: the sampled ids, with the log-probabilities that they have then.
+  with that note before the first observation (arXiv:2303.11366). The second episode is trained
+  without the note: the sampled ids, with the log-probabilities that they have without it.
 - Evaluation plays one episode.
 """
 
@@ -29,11 +29,11 @@ REFLECT = (
 )
 NOTE = "An earlier attempt failed. Your note on it: {}\n\n"
 Play = Callable[[str], Awaitable[list[Experience]]]
-"""An episode with this text before its first observation."""
+"""Plays an episode with this text before its first observation."""
 
 
 class RaftAlfworldWorkflow(AlfworldWorkflow):
-    """`alfworld_workflow`, of which only episodes that do the task are trained."""
+    """The `alfworld_workflow` of which only successful episodes are trained."""
 
     max_env_steps = 50
 
@@ -42,7 +42,7 @@ class RaftAlfworldWorkflow(AlfworldWorkflow):
 
 
 class RaftReflectAlfworldWorkflow(AlfworldWorkflow):
-    """`RAFT_alfworld_workflow`, where an episode that fails is tried again after a reflection."""
+    """The `RAFT_alfworld_workflow`, in which a failed episode is repeated after a reflection."""
 
     max_env_steps = 50
 
@@ -51,14 +51,14 @@ class RaftReflectAlfworldWorkflow(AlfworldWorkflow):
 
 
 class RaftHouseholdWorkflow(HouseholdWorkflow):
-    """`household_workflow`, of which only episodes that do the task are trained."""
+    """The `household_workflow` of which only successful episodes are trained."""
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return successes(await super()._play(env, call, told))
 
 
 class RaftReflectHouseholdWorkflow(HouseholdWorkflow):
-    """`RAFT_household_workflow`, where an episode that fails is tried again after a reflection."""
+    """The `RAFT_household_workflow`, in which a failed episode is repeated after a reflection."""
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return await with_reflection(self, partial(super()._play, env, call))
@@ -70,7 +70,7 @@ def succeeded(episode: list[Experience]) -> bool:
 
 
 def successes(episode: list[Experience]) -> list[Experience]:
-    """The episode; if it failed, nothing of it is trained."""
+    """Return the episode; if it failed, nothing of it is trained."""
     success = succeeded(episode)
     for experience in episode:
         experience.metrics["success"] = float(success)
@@ -80,9 +80,9 @@ def successes(episode: list[Experience]) -> list[Experience]:
 
 
 async def with_reflection(workflow: EpisodeWorkflow, play: Play) -> list[Experience]:
-    """One episode or, where it fails, a second one that knows what the model noted of the first.
+    """Play one episode or, if it fails, a second one with the model's note on the first.
 
-    There is no second one in evaluation, nor where the first left no room to think about it.
+    There is no second one in evaluation, nor if the first left no room to think about it.
     """
     model = workflow.model.model
     first = await play("")
@@ -98,7 +98,7 @@ async def with_reflection(workflow: EpisodeWorkflow, play: Play) -> list[Experie
         note = NOTE.format(noted.text.strip())
         second = await play(note)
         episode = await without_note(model, note, second, per_call=workflow.per_step)
-    reflected = float(episode is not first)  # a blank note is no reflection: nothing was tried
+    reflected = float(episode is not first)  # a blank note is no reflection: nothing was repeated
     for experience in episode:
         experience.metrics |= {"first_success": float(success), "reflected": reflected}
     return successes(episode)
@@ -107,7 +107,9 @@ async def with_reflection(workflow: EpisodeWorkflow, play: Play) -> list[Experie
 async def without_note(
     model: Model, note: str, episode: list[Experience], *, per_call: bool
 ) -> list[Experience]:
-    """The episode as if the note had not been there: the same replies to the same observations."""
+    """Return the episode as if the note had not been there: the same replies to the same
+    observations.
+    """
     clean = model.fork()
     for call in model.recorder.fresh():
         messages = [{**m, "content": m["content"].removeprefix(note)} for m in call.messages or ()]
@@ -131,7 +133,7 @@ async def without_note(
 
 
 async def _measure(model: Model, experience: Experience) -> None:
-    """Give sampled tokens the log-probabilities that they have behind what they now follow."""
+    """Set sampled tokens' log-probabilities to those after the text that they now follow."""
     if not experience.trained_tokens:
         return
     logprobs = await model.logprobs(experience.tokens.tolist(), experience.temperature)

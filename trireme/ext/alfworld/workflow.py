@@ -1,6 +1,6 @@
 """ALFWorld workflows: household tasks on the real engine, as one conversation or step by step.
 
-`format.prompt_key` names the column with the game's file. The engine lives in worker processes
+`format.prompt_key` names the column with the game's file. The engine runs in worker processes
 (`workflow_args`: env_workers, env_timeout), the rollouts of one game on one of them.
 """
 
@@ -46,13 +46,13 @@ HINT = "That is not possible here. Use one of the actions, with names as they we
 
 
 def format_observation(observation: str) -> str:
-    """The user's message of an observation, with a hint where the action did nothing."""
+    """Return the user's message for an observation, with a hint if the action had no effect."""
     text = f"Observation: {observation.strip()}"
     return f"{text}\n{HINT}" if "Nothing happens" in observation else text
 
 
 def create_environment(game_file: str, workers: int = 2, timeout_s: float = 120) -> BlockingEnv:
-    """A game in a worker process, for code in a thread of its own."""
+    """Make a game in a worker process, for code in another thread."""
     return _pool(workers, timeout_s).lend_blocking(key=game_file, game_file=game_file)
 
 
@@ -71,12 +71,12 @@ class AlfworldWorkflow(EpisodeWorkflow):
         return {"textworld": "ALFWorld", "alfworld": "ALFWorld"}
 
     def make_env(self) -> Any:
-        """The game of the task, in a worker process."""
+        """Make the game of the task, in a worker process."""
         pool = _pool(*_workers(self.workflow_args))
         return pool.lend(key=str(self.task_desc), game_file=str(self.task_desc))
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task."""
+        """Set the attributes that users' methods read from the task."""
         super().bind(task)
         self._shown = _Shown(task.workflow_args)
 
@@ -106,7 +106,7 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
         self._rewards: list[float] = []
 
     def step(self, step_num: int) -> bool:
-        """One action."""
+        """Perform one action."""
         shown = self._shown(str(self.observation), self._info)
         self.memory.append({"role": "user", "content": shown})
         [reply] = self.model.chat(self.memory)
@@ -123,7 +123,7 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
         return not self.done
 
     def reward(self, exps: list[Experience]) -> float:
-        """The last step's, or -0.1 where the task was not done in time."""
+        """Return the last step's reward, or -0.1 if the task was not done in time."""
         return self.final_reward
 
     async def _judge_end(self, episode: list[Experience]) -> None:
@@ -139,7 +139,7 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
         await super()._judge_end(episode)
 
     def close(self) -> None:
-        """Give the game back."""
+        """Release the game."""
         if (env := getattr(self, "env", None)) is not None:
             env.close()
 

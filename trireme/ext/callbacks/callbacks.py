@@ -1,13 +1,13 @@
-"""Callbacks: tells users' objects of a training's events, by transformers' names for them.
+"""Callbacks: calls users' objects at a training's events, under transformers' names for them.
 
 - They are made as `kind(args, trainer)` (ms-swift's), or as `kind()`.
 - `control.should_training_stop` ends the training after a checkpoint, as if its steps were done;
-  `should_save` asks for a checkpoint; `should_log` changes nothing, since each step is logged.
-  What else a control may ask for is refused.
-- An event that has no counterpart here is refused before the run: it would never come.
-- They are called in order, away from the event loop, on rank 0 alone. Nothing of them is saved.
-- One that does not return is noted with its place, and ends the training after a limit; so does one
-  that leaves weights that are not finite.
+  `should_save` requests a checkpoint; `should_log` changes nothing, since each step is logged.
+  Other requests of a control are refused.
+- An event without a counterpart here is refused before the run: it would never occur.
+- They are called in order, off the event loop, on rank 0 only. Their state is not saved.
+- One that does not return is reported with its place, and ends the training after a limit; so does
+  one that leaves weights that are not finite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trireme.trainer.steering import EVENTS, SteeringParts
 from trireme.usercode import Refused, UserCode, innermost, with_place
 
 NOTED = 30.0
-"""Seconds after which a line says which callback the training waits for."""
+"""Seconds after which a line names the callback that the training waits for."""
 logger = get_logger("trainer")
 _FLAGS = ("should_training_stop", "should_save", "should_log")
 
@@ -47,7 +47,7 @@ class CallbackSteering:
         return ()
 
     def make(self, parts: SteeringParts) -> Callbacks | None:
-        """The callbacks; None where the configuration names none."""
+        """Make the callbacks; None if the configuration names none."""
         plan, trainer = parts.plan, parts.plan.config.trainer
         args = {
             "output_dir": str(parts.folder.root),
@@ -70,7 +70,9 @@ class CallbackSteering:
 
 
 def examine_callbacks(names: Sequence[str]) -> None:
-    """Raise ValueError for a callback that is not there, or that waits for what never happens."""
+    """Raise ValueError for a callback that does not exist, or that waits for an event that never
+    occurs.
+    """
     for name in names:
         kind = CALLBACKS.get(name)
         whose = f"trainer.callbacks '{name}'"
@@ -125,14 +127,15 @@ class Callbacks:
         emit: Emit = lambda event: None,
         clock: Clock | None = None,
     ) -> None:
-        """`args`: what they read as attributes of `args`. An event may take `timeout` seconds.
+        """`args`: the attributes of the `args` that they receive. An event may take `timeout`
+        seconds.
 
-        `broken_weights`: the names of those that are not finite.
+        `broken_weights` returns the names of weights that are not finite.
         """
         self.ended_by = ""
-        """Which of them has said that the training is to end, and where, as a sentence."""
+        """The callback that ended the training, and its place, as a sentence."""
         self.saves = False
-        """One of them has asked for a checkpoint, since this was last set to False."""
+        """Whether a callback has requested a checkpoint since this was last reset."""
         self._names, self._args, self._model = list(names), SimpleNamespace(**args), model
         self._made: list[tuple[str, Any]] = []
         self._timeout, self._broken_weights, self._emit = timeout, broken_weights, emit
@@ -143,7 +146,7 @@ class Callbacks:
 
     @property
     def stops(self) -> bool:
-        """One of them has said that the training is to end."""
+        """True if a callback has ended the training."""
         return bool(self.ended_by)
 
     async def tell(self, event: str, step: int, **told: Any) -> None:
@@ -160,7 +163,7 @@ class Callbacks:
                 (calling if calling.done() else watching).result()
 
     async def _watch(self, event: str) -> None:
-        """Say which callback takes long. Raises TimeoutError where it takes too long."""
+        """Report a callback that takes long. Raises TimeoutError if it takes too long."""
         if self._timeout > NOTED:
             await self._clock.sleep(NOTED)
             whose, line = self._place()
@@ -173,7 +176,7 @@ class Callbacks:
         raise TimeoutError(with_place(f"{whose} did not return from {event} {limit}", line))
 
     def _place(self) -> tuple[str, str]:
-        """The callback that is being called, and the line that it is at."""
+        """Return the running callback, and its current line."""
         part, line = innermost(sys._current_frames().get(self._thread))
         return part.what if part else "trainer.callbacks", line
 
@@ -209,7 +212,7 @@ class Callbacks:
         """Return what a callback requests, by the control that it received or by one that it
         returned.
 
-        Raises Refused for what is no control, and for a flag that has no effect here.
+        Raises Refused for anything but a control, and for a flag that has no effect here.
         """
         control = self._control if returned is None else returned
         if not isinstance(control, type(self._control)):

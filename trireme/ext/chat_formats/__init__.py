@@ -1,1 +1,3 @@
-"""How models of other families than Hermes' write tool calls (gpt-oss, DeepSeek, Llama ...)."""
+"""Formats in which models of families other than Hermes write tool calls (gpt-oss, DeepSeek, Llama
+...).
+"""

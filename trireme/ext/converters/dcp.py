@@ -1,9 +1,9 @@
 """DCP: reads torch distributed checkpoints: their `.metadata` pickle, and parts of their tensors.
 
-The metadata says which tensors there are, in which pieces, and where each lies. It is the only
-pickle that is read without `weights_only`, so only the classes that describe this are let in; any
-other name is refused before anything of it is made. A part of a tensor is a box: where it begins,
-and how long it is along each dimension. Only the pieces that a box meets are read.
+The metadata lists the tensors, their pieces, and the place of each. It is the only pickle that is
+read without `weights_only`, so only the classes for these facts are allowed; any other name is
+refused before anything of it is made. A part of a tensor is a box: its start, and its length along
+each dimension. Only the pieces that a box meets are read.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _ALLOWED = {
     (f"{_DCP}.planner", "WriteItemType"),
 }
 _MEGATRON = ("MCoreMetadata", "MCoreSavePlan")
-"""Older Megatron's own kinds of two of these classes: what they add is not needed."""
+"""Older Megatron's own kinds of two of these classes: their additions are not needed."""
 
 
 class _SameAsMetadata(Metadata):
-    """Holds what Megatron's subclass held; its further fields are attributes."""
+    """Holds the state of Megatron's subclass; its further fields are attributes."""
 
 
 class _Ignored:
-    """A save plan: says who wrote what, which reading does not need."""
+    """A save plan: lists which rank wrote which part, which reading does not need."""
 
 
 _PATHS = ("PosixPath", "WindowsPath")
-"""Where it was written stands in it too, and is not needed."""
+"""Classes of the original paths, which are not needed."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -75,7 +75,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(file: IO[bytes], path: Path) -> Metadata:
-    """The metadata in a file. Raises ValueError where it is no such file, or asks for more."""
+    """Return the metadata in a file. Raises ValueError if it is not such a file, or names other
+    classes.
+    """
     try:
         metadata = _Unpickler(file).load()
     except OSError:
@@ -109,7 +111,7 @@ class DistributedCheckpoint:
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's whole shape."""
+        """Return a tensor's whole shape."""
         return tuple(self.tensors[name].size)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -119,7 +121,7 @@ class DistributedCheckpoint:
     def read(self, name: str, begin: Sequence[int], out: Tensor) -> None:
         """Fill `out` with the box of a tensor that begins at `begin`, cast to its dtype.
 
-        Raises ValueError where the box is not all there, or its file is not.
+        Raises ValueError if a part of the box, or its file, is missing.
         """
         items = list(self._items(name, begin, tuple(out.shape)))
         covered = sum(math.prod(item.lengths) for item in items)
@@ -136,7 +138,7 @@ class DistributedCheckpoint:
             raise ValueError(f"{self.folder}: {name} is damaged: {error}") from error
 
     def _items(self, name: str, begin: Sequence[int], lengths: Sequence[int]) -> Any:
-        """Yield what to copy from each piece that overlaps the box."""
+        """Yield the parts to copy from each piece that overlaps the box."""
         for chunk in self.tensors[name].chunks:
             low = [max(b, o) for b, o in zip(begin, chunk.offsets, strict=True)]
             high = [
@@ -166,7 +168,7 @@ class _Reader(FileSystemReader):
 
 
 class _Into:
-    """As much of a load planner as reading needs: where each box goes."""
+    """The part of a load planner that reading needs: the destination of each box."""
 
     def __init__(self, out: Tensor) -> None:
         self._out = out
@@ -178,4 +180,4 @@ class _Into:
         return out
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: the box was copied to its place."""
+        """Do nothing: the box was copied to its place."""

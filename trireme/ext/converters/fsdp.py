@@ -1,8 +1,8 @@
 """FSDP shards: joins them, `model_world_size_W_rank_R.pt`, into whole tensors in one process.
 
-A shard holds, under the model's own names, either DTensors, whose mesh and placements say which
-box of the tensor it is, or plain tensors: parts along dimension 0, in the order of the ranks, or
-the same whole tensor in each. Files are mapped, and mapped anew now and then: pages that were
+A shard contains, under the model's own names, either DTensors, whose mesh and placements determine
+their box of the tensor, or plain tensors: parts along dimension 0, in the order of the ranks, or
+the same whole tensor in each. Files are mapped, and remapped from time to time: pages that were
 read would otherwise stay in memory until the end.
 """
 
@@ -25,13 +25,13 @@ from trireme.checkpoint.export import Shape, Spec
 
 SHARD = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
 MAPPED_BYTES = 2**28
-"""How much is read before the files are mapped anew."""
+"""Bytes read before the files are remapped."""
 
 
 def find_shards(actor: Path) -> list[Path]:
-    """A folder's shards in the order of their ranks; none where it has none.
+    """Return a folder's shards in the order of their ranks; none if it has none.
 
-    Raises ValueError where a rank's file is missing, or where it is open which world size counts.
+    Raises ValueError if a rank's file is missing, or if the world size is ambiguous.
     """
     worlds: dict[int, dict[int, Path]] = {}
     for path in actor.glob("model_world_size_*_rank_*.pt"):
@@ -76,7 +76,9 @@ class FsdpShards:
     """The whole tensors of a model that W ranks saved."""
 
     def __init__(self, files: list[Path], expected: Mapping[str, Shape] | None = None) -> None:
-        """`expected`: shapes by the configuration, which tell plain parts from plain copies."""
+        """`expected`: shapes by the configuration, which distinguish plain parts from plain
+        copies.
+        """
         self._files = files
         self._ranks = [_load(path) for path in files]
         self._read = 0
@@ -90,7 +92,7 @@ class FsdpShards:
             self.specs[name] = Spec(self._shape(name, wanted), tensor.dtype)
 
     def fill(self, name: str, out: Tensor) -> None:
-        """Copy each rank's box into its place; what several ranks hold is copied once."""
+        """Copy each rank's box into its place; parts on several ranks are copied once."""
         if self._read > MAPPED_BYTES:
             self._ranks = []
             self._ranks, self._read = [_load(path) for path in self._files], 0
@@ -121,7 +123,7 @@ class FsdpShards:
             )
 
     def _shape(self, name: str, expected: Shape | None) -> Shape:
-        """A tensor's whole shape, on which the ranks must agree."""
+        """Return a tensor's whole shape, on which the ranks must agree."""
         parts = [tensors[name] for tensors in self._ranks]
         for path, part in zip(self._files, parts, strict=True):
             same = isinstance(part, DTensor) == isinstance(parts[0], DTensor)

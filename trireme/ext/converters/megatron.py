@@ -47,7 +47,7 @@ _LAYER: dict[str, tuple[tuple[str, str], ...]] = {
     for part in "qkv"
     for kind in ("weight", "bias")
 }
-"""A layer's tensors: under which name each may lie, and which part of that it is."""
+"""A layer's tensors: the possible names of each, and the part of that tensor."""
 
 _MODEL = {
     "model.embed_tokens.weight": ("embedding.word_embeddings.weight", "rows"),
@@ -67,7 +67,7 @@ class _Slice:
 
 
 def find_megatron(actor: Path) -> Path | None:
-    """The folder of a distributed checkpoint in or under a folder; the last iteration's."""
+    """Find the folder of a distributed checkpoint in or under a folder; the last iteration's."""
     for root in (actor, actor / "dist_ckpt"):
         iterations = sorted(root.glob("iter_*"), key=lambda p: (len(p.name), p.name))
         for folder in (root, *reversed(iterations)):
@@ -91,7 +91,7 @@ class MegatronReader:
     beside_own = False
 
     def find(self, folder: Path) -> list[Path]:
-        """The metadata of the last iteration."""
+        """Return the metadata of the last iteration."""
         found = find_megatron(folder)
         return [] if found is None else [found / METADATA]
 
@@ -128,7 +128,7 @@ class MegatronWeights:
         }
 
     def fill(self, name: str, out: Tensor) -> None:
-        """Read a tensor's part of what is stored."""
+        """Read a tensor's part of the stored one."""
         part = self._slices[name]
         if part.piece in ("q", "k", "v"):
             out.copy_(self._split(part, out))
@@ -143,9 +143,9 @@ class MegatronWeights:
         self._read(part, [begin, *[0] * (out.dim() - 1)], out)
 
     def _split(self, part: _Slice, out: Tensor) -> Tensor:
-        """The query, key or value rows of a fused projection.
+        """Return the query, key or value rows of a fused projection.
 
-        The last two read are kept, a weight and its bias, for the other parts of them.
+        The last two that were read are cached, a weight and its bias, for their other parts.
         """
         shape = self._stored_shape(part)
         heads = self._heads if part.piece == "q" else self._groups
@@ -196,7 +196,7 @@ class MegatronWeights:
             )
 
     def _check_all_used(self, tied: bool) -> None:
-        """A tensor that is left over would be missing in the model's computation."""
+        """Raise ValueError for an unused tensor: it would be missing in the model's computation."""
         used = {part.stored for part in self._slices.values()}
         used |= {f"{self._prefix}output_layer.weight"} if tied else set()
         ours = tuple(self._prefix + part for part in ("decoder.", "embedding.", "output_layer."))

@@ -1,1 +1,1 @@
-"""Data-Juicer: its filters and scores, in a process of its own Python."""
+"""Data-Juicer: its filters and scores, in a process of a separate Python."""

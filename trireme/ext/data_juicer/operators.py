@@ -1,8 +1,8 @@
 """Data-Juicer: its filters and scores as an operator, on experiences or on a taskset's rows.
 
-Its packages do not go with ours, so that it has an environment of its own, whose Python the option
-`python` or the variable TRIREME_DATA_JUICER_PYTHON names; nothing is installed by itself. A process
-of that Python gets the rows and gives back those that stay.
+Its packages conflict with ours, so it has a separate environment, whose Python the option `python`
+or the variable TRIREME_DATA_JUICER_PYTHON names; nothing is installed automatically. A process of
+that Python receives the rows and returns those that stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _NO_INSTALLING = {
     "UV_NO_INDEX": "1",
     "UV_NO_CACHE": "1",
 }
-"""Data-Juicer would install by itself what an operator lacks, from a cache or a folder too."""
+"""Settings that stop Data-Juicer from installing an operator's requirements, even from a cache or a
+folder."""
 _KNOWN = (
     "from data_juicer.ops import OPERATORS as o; import json; print(json.dumps(list(o.modules)))"
 )
@@ -49,7 +50,7 @@ _HERE = "import importlib.util as u, sys; sys.exit(u.find_spec('data_juicer') is
 
 
 class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
-    """The process, and what is asked of it."""
+    """The process, and its requests."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
         timeout: Annotated[float, Gt(0)] = 600.0,
     ) -> None:
         """`operators`: each a name with its options; or `config_path`, a recipe with `process`.
-        `np` processes work side by side. `timeout`: seconds for the rows of one step.
+        `np` processes work concurrently. `timeout`: seconds for the rows of one step.
         """
         if (operators is None) == (config_path is None):
             raise Refused("data_juicer needs operators or config_path, one of the two")
@@ -84,7 +85,7 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
             self._process = None
 
     def _ask(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The rows that stay, as the worker answers them: `row`, `changed`, `removed`. Raises
+        """Return the remaining rows, in the worker's form: `row`, `changed`, `removed`. Raises
         RuntimeError or TimeoutError, naming the interpreter.
         """
         if not rows:
@@ -122,7 +123,7 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
         return answer["rows"]
 
     def _ended(self, late: bool) -> Exception:
-        """Why there is no answer."""
+        """Return the reason why there is no answer."""
         if late:
             text = f"gave no answer within {self._timeout:g} s (option timeout)"
             return TimeoutError(f"Data-Juicer ({self._python}) {text}")
@@ -134,7 +135,7 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
 
 class DataJuicerOperator(_DataJuicer):
     """Data-Juicer's operators on experiences, as rows with `prompt_text`, `response_text`, `text`
-    (the reply) and `reward`. What they measure goes into `info`, for `reward_shaping_mapper`.
+    (the reply) and `reward`. Their measurements go into `info`, for `reward_shaping_mapper`.
     """
 
     def process(self, experiences: list[Experience]) -> Operated:
@@ -169,12 +170,12 @@ class DataJuicerOperator(_DataJuicer):
 
 
 class DataJuicerRows(_DataJuicer):
-    """Data-Juicer's operators on a taskset's rows. What they measure becomes columns, for
+    """Runs Data-Juicer's operators on a taskset's rows. Their measurements become columns, for
     `data_selector.feature_keys`.
     """
 
     def process(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows that stay, changed as the operators change them."""
+        """Return the remaining rows, as changed by the operators."""
         try:
             answers = self._ask(rows)
         finally:
@@ -189,7 +190,7 @@ class DataJuicerRows(_DataJuicer):
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill the process and its own: each of them holds the pipe of the answers open."""
+    """Kill the process and its children: each of them has the answers' pipe open."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -231,8 +232,8 @@ def _refuse_unknown(whose: str, names: Sequence[str], python: str) -> None:
 
 @lru_cache(maxsize=8)
 def _known(python: str, path: str | None) -> tuple[str, ...]:
-    """The names of its operators, asked once: the import takes seconds. `path` decides what is
-    imported. Raises Refused where it fails, or takes too long.
+    """Return the names of its operators, read once: the import takes seconds. `path` decides what
+    is imported. Raises Refused if it fails, or takes too long.
     """
     command, whose = [python, "-c", _KNOWN], f"data_juicer: Data-Juicer of {python}"
     environment = os.environ | _NO_INSTALLING
@@ -249,7 +250,7 @@ def _known(python: str, path: str | None) -> tuple[str, ...]:
 
 
 def _interpreter(python: str | None) -> str:
-    """A Python that has Data-Juicer. Raises Refused, saying how to get one."""
+    """Find a Python that has Data-Juicer. Raises Refused with a way to get one."""
     how = "make an environment for it (pip install py-data-juicer aiohttp ray torch)"
     if python is None:
         raise Refused(

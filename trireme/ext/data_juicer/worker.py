@@ -21,9 +21,9 @@ INDEX = "trireme_row"
 
 
 def main() -> None:
-    """Answer until the input ends. What operators print goes to stderr."""
+    """Answer until the input ends. Operators' output goes to stderr."""
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    # no sys.stdin: its lock, held by the thread, would stop the processes that operators fork
+    # not sys.stdin: its lock, which the thread holds, would block processes that operators fork
     threading.Thread(target=read, args=(os.dup(0), requests), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -32,14 +32,14 @@ def main() -> None:
     while True:
         try:
             answer = {"rows": processed(**json.loads(requests.get()))}
-        except Exception as error:  # foreign code: who asked is told
+        except Exception as error:  # foreign code: reported to the caller
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer, default=str) + "\n")
         answers.flush()
 
 
 def read(requests_fd: int, requests: queue.SimpleQueue[bytes]) -> None:
-    """Pass requests on; where they end, so do this process and those that operators started."""
+    """Pass requests on; when they end, end this process and those that operators started."""
     with open(requests_fd, "rb") as lines:
         for line in lines:
             requests.put(line)
@@ -62,8 +62,8 @@ def processed(process: list[Any], np: int, rows: list[dict[str, Any]]) -> list[d
 
 
 def table(rows: list[dict[str, Any]]) -> Any:
-    """The rows as a Dataset, with every column of any row. A column of several types, which Arrow
-    does not take, is text.
+    """Return the rows as a Dataset, with every column of any row. A column of several types, which
+    Arrow refuses, becomes text.
     """
     from datasets import Dataset
 
@@ -81,7 +81,7 @@ def table(rows: list[dict[str, Any]]) -> Any:
 
 
 def difference(after: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return an operators' result as changes of the row that it was. Both have been through Arrow,
+    """Return an operators' result as changes of the original row. Both have been through Arrow,
     which gives every dict of a column the same keys: the caller's own values have only theirs.
     """
     index = after.pop(INDEX, None)

@@ -1,1 +1,1 @@
-"""Recognizes in a run's metrics why it does not learn, and says what to do about it."""
+"""Diagnosis: recognizes in a run's metrics why it does not learn, and suggests a remedy."""

@@ -1,7 +1,6 @@
-"""Causes: recognizes in a run's metrics why it does not learn, and says what to do about it.
+"""Causes: recognizes in a run's metrics why it does not learn, and suggests a remedy.
 
-Each is a pure function of the figures. What is normal in a run is no cause: `Facts` says what that
-is.
+Each cause is a pure function of the figures. Normal values are no cause: `Facts` defines them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that decide what is normal in this run."""
+    """The facts that determine which values are normal in this run."""
 
     rewards_teach: bool = True
     """False: a teacher does, and rewards only measure."""
@@ -56,14 +55,14 @@ class Cause:
     part: str
     limit: float
     seen: Callable[[Course, float, Facts], str | None]
-    """What the figures say where they are past the limit."""
+    """Describes the figures if they are past the limit."""
     when: str
-    """In words, the limit as {limit}."""
+    """The limit as text, with its value as {limit}."""
     why: str
     """Of the limit."""
     do: str
     shows: bool = False
-    """Whether a rollout says more."""
+    """Whether a sample rollout helps."""
 
 
 CAUSES: list[Cause] = []

@@ -1,9 +1,10 @@
-"""Watchdog: which causes a run shows for not learning, each said once.
+"""Watchdog: reports why a run does not learn, each cause once.
 
 Invariants:
-- The same rows give the same warnings. `Watchdog.read` goes over a `metrics.jsonl` again, so that a
-  resumed run knows what the first one saw, and says nothing twice.
-- Each cause is said once. From then on `watchdog/<cause>` is 1 in the steps where it holds, else 0.
+- The same rows give the same warnings. `Watchdog.read` reads an existing `metrics.jsonl`, so that a
+  resumed run knows the earlier warnings, and repeats none.
+- Each cause is reported once. From then on `watchdog/<cause>` is 1 in the steps where it applies,
+  else 0.
 """
 
 from __future__ import annotations
@@ -34,26 +35,27 @@ class Warned:
     part: str
     step: int
     text: str
-    """What was seen, and what to do."""
+    """The observation, and the remedy."""
     sample: str = ""
     """A rollout that shows it."""
 
 
 class Watchdog:
-    """Looks at the figures of each step of each part, and says each cause once."""
+    """Checks the figures of each step of each part, and reports each cause once."""
 
     def __init__(self, facts: Facts | None = None) -> None:
         self.facts = facts or Facts()
         self.warned: dict[str, Warned] = {}
         """By cause, in the order in which they were seen."""
         self.sample = ""
-        """What the rollout that was last shown came to."""
+        """The description of the last shown rollout."""
         self._courses: dict[str, Course] = {}
 
     def look(self, part: str, step: int, figures: Figures) -> tuple[list[Warned], dict[str, float]]:
-        """The causes that this step shows for the first time, and the metrics of all known ones.
+        """Return the causes that this step shows for the first time, and the metrics of all known
+        ones.
 
-        A step that is done again after a resume changes nothing.
+        A step that is repeated after a resume changes nothing.
         """
         course = self._courses.setdefault(part, Course())
         if step > course.step:
@@ -70,7 +72,7 @@ class Watchdog:
         return new, flags
 
     def end(self) -> list[Warned]:
-        """No step follows: causes that a short run shows as well."""
+        """Return the causes that also a short run can show, once no step follows."""
         new = []
         for cause in CAUSES:
             course = self._courses.get(cause.part)
@@ -101,8 +103,8 @@ class Watchdog:
 
 
 class Alarm(RunListener):
-    """The watchdog of a run: what it says goes to the part's log, and into `watchdog.json`; that of
-    a command which has one part alone into a file of its own, since the other's is beside it.
+    """The watchdog of a run: its warnings go to the part's log, and into `watchdog.json`. A command
+    that runs only one part writes its own file, so that two commands do not overwrite each other.
     """
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class Alarm(RunListener):
         self._file = Path()
 
     def listen(self, stage: Stage) -> None:
-        """Look at each event of the run; one that resumes is read from its `metrics.jsonl`."""
+        """Check each event of the run; for a resumed one, read its `metrics.jsonl` first."""
         folder, alone = stage.folder.monitor, stage.part
         self.watchdog = Watchdog(Facts.of(stage.plan, stage.recipe))
         self._file = folder / (f"watchdog_{alone}.json" if alone else "watchdog.json")
@@ -131,7 +133,7 @@ class Alarm(RunListener):
         self.watchdog.read(part_rows, said)
 
     def complete(self, event: Event) -> Event:
-        """An event as listeners hear it: a step has the flags of the known causes."""
+        """Complete an event for listeners: a step gets the flags of the known causes."""
         if isinstance(event, StepDone | Evaluated):
             new, flags = self.watchdog.look(event.part, event.step, event.metrics)
             self._say(new)
@@ -141,7 +143,7 @@ class Alarm(RunListener):
         return event
 
     def end(self) -> list[dict[str, Any]]:
-        """All that was seen, now that no step follows."""
+        """Return all warnings, now that no step follows."""
         self._say(self.watchdog.end())
         return self._all()
 
@@ -158,7 +160,7 @@ class Alarm(RunListener):
 
 
 def sample_of(experience: Experience) -> str:
-    """A rollout in a line: the truth with its type, and what the reply ends in."""
+    """Describe a rollout in a line: the truth with its type, and the end of the reply."""
     end = in_one_line((experience.response_text or "")[-200:], 120)
     reward = "none" if experience.reward is None else f"{experience.reward:.3g}"
     truth = experience.info.get("truth")

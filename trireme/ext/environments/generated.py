@@ -1,8 +1,8 @@
-"""Generated: rows that other packages make, and what an answer to one of them is worth.
+"""Generated: rows that other packages generate, and the scores of answers to them.
 
 - `reasoning_gym:NAME?OPTIONS`: a data set of reasoning-gym by its name, made row by row.
 - `verifiers:NAME?OPTIONS`: an environment of the package `verifiers`. It leads the conversation and
-  gives the reward; it asks an OpenAI client, which is the rollout's own.
+  sets the reward; it calls an OpenAI client, which is the rollout's own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _split(path: str, scheme: str) -> tuple[str, dict[str, Any]]:
 
 
 class Problems:
-    """The rows of one data set, and what an answer to one is worth."""
+    """The rows of one data set, and the scores of answers to them."""
 
     def __init__(self, path: str) -> None:
         """Raises ModuleNotFoundError, and ValueError for an unknown name or option."""
@@ -65,7 +65,8 @@ class Problems:
             raise ValueError(f"dataset '{path}' has wrong options: {error}") from error
         self._path = path
         self.runs_answers = bool(_RUNS.search(inspect.getsource(self._dataset.score_answer)))
-        """Its score_answer gives the answer to Python's `eval`, or to sympy's parser: the same."""
+        """Whether its score_answer passes the answer to Python's `eval`, or to sympy's parser,
+        which is the same."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -80,7 +81,7 @@ class Problems:
 
 @lru_cache(maxsize=64)
 def problems(path: str) -> Problems:
-    """The data set of `reasoning_gym:NAME?OPTIONS`, made once."""
+    """Return the data set of `reasoning_gym:NAME?OPTIONS`, made once."""
     return Problems(path)
 
 
@@ -98,7 +99,9 @@ class Environment:
     """One environment, loaded once."""
 
     def __init__(self, path: str) -> None:
-        """Raises ModuleNotFoundError, and ValueError for what cannot be loaded or scored alone."""
+        """Raises ModuleNotFoundError, and ValueError for an environment that cannot be loaded or
+        scored alone.
+        """
         vf = extra("verifiers", "verifiers", "verifiers")
         name, options = _split(path, VERIFIERS)
         split = options.pop("split", "train")
@@ -131,9 +134,9 @@ class Environment:
     async def play(
         self, row: Mapping[str, Any], client: Any, model: str, sampling: Mapping[str, Any]
     ) -> Played:
-        """One rollout of a row. Raises RuntimeError where the environment ended it by an error.
+        """Run one rollout of a row. Raises RuntimeError if the environment ended it with an error.
 
-        A model that says nothing ends the rollout, which has the environment's reward all the same.
+        An empty reply of the model ends the rollout, which still has the environment's reward.
         """
         clients = extra("verifiers.clients", "verifiers", "verifiers")
         ended = await self._environment.run_rollout(
@@ -152,12 +155,12 @@ class Environment:
 
 @lru_cache(maxsize=16)
 def environment(path: str) -> Environment:
-    """The environment of `verifiers:NAME?OPTIONS`."""
+    """Return the environment of `verifiers:NAME?OPTIONS`."""
     return Environment(path)
 
 
 def made_rows(path: str) -> Problems | Environment:
-    """The rows of a path that is `generated`."""
+    """Return the rows of a path that is `generated`."""
     return environment(path) if path.startswith(VERIFIERS) else problems(path)
 
 
@@ -171,7 +174,7 @@ class GeneratedRows:
         return generated(data.path) is not None
 
     def files(self, data: DataSet) -> list[Path]:
-        """None: the rows are made."""
+        """Return none: the rows are generated."""
         return []
 
     def read(self, data: DataSet) -> Rows:

@@ -1,6 +1,6 @@
 """Gyms: environments of other packages, as text to read and text to act by.
 
-- gymnasium: discrete actions have names (`actions`), or are numbers. What is shown is the
+- gymnasium: discrete actions have names (`actions`), or are numbers. Observations are the
   environment's own text (`render_mode: ansi`), or its observation.
 - textarena: a game for one player, in the form of reset and step.
 """
@@ -44,12 +44,12 @@ class TextGym:
         )
 
     def reset(self) -> tuple[str, dict[str, Any]]:
-        """The beginning of the episode of this seed."""
+        """Begin the episode of this seed."""
         observation, info = self._env.reset(seed=self._seed)
         return self._shown(observation), dict(info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act by name or number: the last one that the text names."""
+        """Act by name or number: the last one in the text."""
         chosen: Any = action
         if self._names is not None:
             named = re.findall("|".join(map(re.escape, self._names)), action.lower())
@@ -79,35 +79,39 @@ _DRAWING = Lock()
 
 
 class ArenaGame:
-    """One episode. What is new since the last turn is shown: the model has the rest already."""
+    """One episode. Only new messages since the last turn are shown: the model has the rest
+    already.
+    """
 
     def __init__(
         self, env_id: str, *, seed: int, env_args: Mapping[str, Any] | None = None
     ) -> None:
         """Raises ModuleNotFoundError, and ValueError for an unknown game."""
         arena = extra("textarena", "textarena")
-        # without textarena's own wrappers, which say the whole game again every turn
+        # without textarena's own wrappers, which repeat the whole game every turn
         self._env = arena.make(env_id.removesuffix("-raw") + "-raw", **(env_args or {}))
         # its games draw from Python's one source of chance, which others use at the same time
         self._chance = random.Random(seed).getstate()
         self._seed = seed
 
     def reset(self) -> tuple[str, dict[str, Any]]:
-        """The beginning of the episode of this seed."""
+        """Begin the episode of this seed."""
         self._drawn(lambda: self._env.reset(num_players=1, seed=self._seed))
         return self._news(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """The game takes it as it is. The reward comes with the end, whatever the game gives."""
+        """Pass the action on unchanged. The reward is given at the end, whatever the game
+        reports.
+        """
         done, _ = self._drawn(lambda: self._env.step(action))
         rewards, facts = self._env.close() if done else ({}, {})
         reward = (rewards or {}).get(0)
-        # some games give the reason of a refusal in the reward's place
+        # some games put the reason of a refusal in the reward's place
         reward = float(reward) if isinstance(reward, int | float) else 0.0
         return self._news(), reward, done, dict(facts.get(0, {}))
 
     def _news(self) -> str:
-        """Messages since the last call, without the player's own."""
+        """Return messages since the last call, without the player's own."""
         _, messages = self._env.get_observation()
         # some games give the arguments of a player's message in another order: no text in place two
         return "\n".join(

@@ -1,8 +1,8 @@
-"""Household: a small text world of places and things, in which something has to be put somewhere.
+"""Household: a small text world of places and things, in which a thing must be put in its place.
 
 An agent goes to places, opens what is closed, takes the thing and puts it where it belongs. It sees
-only what is where it stands, so it has to search, and to remember where it has been. The same
-layout number is always the same household.
+only the things at its place, so it must search, and remember where it has been. The same layout
+number is always the same household.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Layout:
 
     @classmethod
     def numbered(cls, number: int, *, things: int = 3) -> Layout:
-        """The layout of a number; the target never lies at its goal."""
+        """Make the layout of a number; the target is never at its goal."""
         source = random.Random(f"household {number}")
         names = source.sample(THINGS, things)
         goal = source.choice(PLACES)
@@ -47,7 +47,7 @@ class Household:
         self.reset()
 
     def reset(self) -> tuple[str, dict[str, Any]]:
-        """Back to the beginning: the agent stands at no place and holds nothing."""
+        """Return to the beginning: the agent is at no place and carries nothing."""
         self.where = dict(self.layout.things)
         self.opened: set[str] = set()
         self.at: str | None = None
@@ -57,7 +57,7 @@ class Household:
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         """`go PLACE`, `open PLACE`, `take THING` or `put THING`. The reward is 1 when it is done.
 
-        Anything else, or what is not possible here, does nothing; `info["valid"]` is False then.
+        Anything else, or an impossible action, does nothing; `info["valid"]` is False then.
         """
         verb, _, name = action.strip().partition(" ")
         acts = {"go": self._go, "open": self._open, "take": self._take, "put": self._put}
@@ -68,23 +68,25 @@ class Household:
 
     @property
     def state(self) -> str:
-        """All that the world knows, as text: two equal ones cannot be told apart by acting."""
+        """Return the whole state of the world as text: equal states cannot be told apart by
+        acting.
+        """
         where = sorted(self.where.items())
         return f"{self.at} {self.held} {sorted(self.opened)} {where}"
 
     @property
     def _task(self) -> str:
-        """The task as text; every observation reminds the agent of it."""
+        """Return the task as text; every observation repeats it."""
         return f"{self.layout.target} to {self.layout.goal}"
 
     @property
     def shut(self) -> bool:
-        """True if the agent stands at something closed."""
+        """True if the agent is at something closed."""
         return self.at in CLOSED_PLACES and self.at not in self.opened
 
     @property
     def here(self) -> list[str]:
-        """The things that the agent sees where it stands."""
+        """Return the things that the agent sees at its place."""
         return [] if self.shut else [t for t, place in self.where.items() if place == self.at]
 
     def _go(self, place: str) -> str | None:
@@ -123,8 +125,8 @@ def clumsy_action(
 ) -> str:
     """Choose the action of someone who knows the rules, but forgets where he has been.
 
-    With probability `clumsiness` it is any action that is possible here; with `laziness` he leaves
-    closed things as they are and goes somewhere else.
+    With probability `clumsiness` it is any possible action; with `laziness` closed things are left
+    closed, and the action is to go somewhere else.
     """
     layout, target = env.layout, env.layout.target
     elsewhere = [place for place in PLACES if place != env.at]

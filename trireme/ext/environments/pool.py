@@ -1,10 +1,11 @@
 """Pool: runs environments in worker processes: those that block, leak, or are not thread-safe.
 
 Invariants:
-- Environments of one key (the rollouts of one game, say) live on one worker while any of them does.
+- Environments of one key (the rollouts of one game, for example) share one worker as long as any
+  exists.
 - A worker does one call at a time. One that takes longer than `timeout_s` is ended with its worker;
-  so is one whose process dies. The environments that lived there are lost, the pool goes on.
-- Every environment that was lent ends in exactly one of the counts: ended, raised, hung or died.
+  so is one whose process dies. Its environments are lost, and the pool continues.
+- Every lent environment ends in exactly one of the counts: ended, raised, hung or died.
 - A worker is replaced after `recycle_after` environments, when none lives on it.
 """
 
@@ -49,7 +50,7 @@ class EnvPool:
         timeout_s: float = 60.0,
         recycle_after: int = 500,
     ) -> None:
-        """`factory` is `package.module:name`, called in a worker with what `lend` is given."""
+        """`factory` is `package.module:name`, called in a worker with the arguments of `lend`."""
         self.factory = factory
         self.counts: dict[str, int] = {"lent": 0, "ended": 0, "raised": 0, "hung": 0, "died": 0}
         self._workers = [_Worker(factory, i, timeout_s, recycle_after) for i in range(workers)]
@@ -58,11 +59,11 @@ class EnvPool:
         self._numbers = itertools.count()
 
     def lend(self, *, key: str = "", **kwargs: Any) -> LentEnv:
-        """An environment, to be awaited; `async with` closes it."""
+        """Return an environment for coroutines; `async with` closes it."""
         return LentEnv(self, key, kwargs)
 
     def lend_blocking(self, *, key: str = "", **kwargs: Any) -> BlockingEnv:
-        """An environment for code in a thread of its own; `with` closes it."""
+        """Return an environment for code in another thread; `with` closes it."""
         return BlockingEnv(self, key, kwargs)
 
     def close(self) -> None:
@@ -71,7 +72,7 @@ class EnvPool:
             worker.close()
 
     def _place(self, key: str) -> tuple[_Worker, int]:
-        """The worker of a key, else the one with the fewest environments; and a number."""
+        """Return the worker of a key, else the one with the fewest environments; and a number."""
         with self._lock:
             self.counts["lent"] += 1
             worker, users = self._pinned.get(key, (None, 0)) if key else (None, 0)
@@ -106,7 +107,7 @@ class _Lent:
         self._closed = False
 
     def close(self) -> None:
-        """Give it back; waits for nothing. A second time does nothing."""
+        """Release it, without waiting. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -131,7 +132,7 @@ class LentEnv(_Lent):
         return other
 
     async def reset(self) -> tuple[Any, ...]:
-        """The first observation and its info. Raises EnvError and EnvLost."""
+        """Return the first observation and its info. Raises EnvError and EnvLost."""
         return _pair(await asyncio.wrap_future(self._reset()))
 
     async def step(self, action: str) -> tuple[Any, ...]:
@@ -139,11 +140,11 @@ class LentEnv(_Lent):
         return tuple(await asyncio.wrap_future(self._step(action)))
 
     async def __aenter__(self) -> LentEnv:
-        """Itself."""
+        """Return itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give it back."""
+        """Release it."""
         self.close()
 
 
@@ -159,11 +160,11 @@ class BlockingEnv(_Lent):
         return tuple(self._step(action).result())
 
     def __enter__(self) -> BlockingEnv:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give it back."""
+        """Release it."""
         self.close()
 
 
@@ -206,7 +207,7 @@ class _Worker:
         return job.future
 
     def close(self) -> None:
-        """End the process; calls that still wait are told."""
+        """End the process; waiting calls fail."""
         self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout=5.0)
@@ -298,14 +299,16 @@ class _Hung(EnvLost):
 
 @cache
 def shared_pool(factory: str, *, workers: int = 2, timeout_s: float = 60.0) -> EnvPool:
-    """The pool of a factory that all episodes of this process use; it ends with the process."""
+    """Return the pool of a factory for all episodes of this process; it ends with the process."""
     pool = EnvPool(factory, workers=workers, timeout_s=timeout_s)
     atexit.register(pool.close)
     return pool
 
 
 def _pair(returned: Any) -> tuple[Any, ...]:
-    """`(observation, info)` of what `reset` returned; JSON has made a list of the tuple."""
+    """Return `(observation, info)` from the result of `reset`; JSON has made a list of the
+    tuple.
+    """
     if isinstance(returned, list) and len(returned) == 2 and isinstance(returned[1], dict | None):
         return returned[0], returned[1] or {}
     return returned, {}

@@ -1,7 +1,7 @@
-"""Shared: workflows over environments that others publish: of `verifiers`, and OpenEnv's servers.
+"""Shared: workflows over published environments: those of `verifiers`, and OpenEnv's servers.
 
-- An environment of `verifiers` leads the conversation itself, and says what it is worth.
-- A server of OpenEnv is asked turn by turn, each episode over a connection of its own.
+- An environment of `verifiers` leads the conversation itself, and sets the reward.
+- A server of OpenEnv is called turn by turn, each episode over its own connection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class VerifiersWorkflow(Workflow):
     """
 
     async def run(self) -> list[Experience]:
-        """Let the environment ask the model until it ends."""
+        """Let the environment call the model until it ends."""
         model = self.model.model
         model.keeps_sampling = True
         env = environment(self.raw_task["generated_by"])
@@ -59,11 +59,11 @@ class Settings(BaseModel):
     url: str
     """The server's address, http://127.0.0.1:8000 for example."""
     action: str | None = None
-    """The field of an action that a reply becomes; not given: a reply is the action, as JSON."""
+    """The field of an action that a reply fills; not given: a reply is the action, as JSON."""
     observation: str | None = None
     """The field of an observation that is shown; not given: all of it, as JSON."""
     reset: dict[str, Any] = {}
-    """What an episode begins with, beside `seed`, the task's."""
+    """Arguments of an episode's `reset`, besides `seed`, the task's."""
     per_step: bool = False
     """One experience a turn in place of one an episode."""
     max_env_steps: Annotated[int, Field(gt=0)] = 30
@@ -79,12 +79,12 @@ class Remote:
         self._settings, self._seed = settings, seed
 
     async def reset(self) -> tuple[str, dict[str, Any]]:
-        """The first observation."""
+        """Return the first observation."""
         begun = await self._client.reset(**{"seed": self._seed, **self._settings.reset})
         return self._shown(begun.observation), {}
 
     async def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Act. A reply that is no action changes nothing, and the observation says so."""
+        """Act. An invalid action changes nothing, and the observation says so."""
         if self._settings.action is not None:
             sent: Any = {self._settings.action: action}
         else:
@@ -123,22 +123,22 @@ class OpenEnvWorkflow(EpisodeWorkflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a wrong option, or where the package is not installed."""
+        """Raise ValueError for a wrong option, or if the package is not installed."""
         _settings(task)
         extra("openenv.core.generic_client", "OpenEnv", "openenv")
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task."""
+        """Set the attributes that users' methods read from the task."""
         super().bind(task)
         settings = _settings(task)
         self.per_step, self.max_env_steps = settings.per_step, settings.max_env_steps
 
     def make_env(self) -> Remote:
-        """A connection of the episode's own."""
+        """Open the episode's own connection."""
         return Remote(_settings(self.task), int(self.task_desc))
 
     def final_reward(self, seen: Seen, total: float) -> float:
-        """The sum of all steps."""
+        """Return the sum of all steps."""
         return total
 
 

@@ -1,7 +1,7 @@
 """Sudoku: a puzzle with one solution, filled in a cell at a time.
 
-The same number, size and count of empty cells are always the same puzzle. A digit that stands
-already in the row, the column or the block is refused, so a full grid is a solved one.
+The same number, size and count of empty cells are always the same puzzle. A digit that is already
+in the row, the column or the block is refused, so a full grid is a solved one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Grid = tuple[int, ...]
 
 @lru_cache(maxsize=4096)
 def make_puzzle(number: int, *, size: int = 4, empty: int = 6) -> Grid:
-    """The puzzle of a number: `empty` cells are empty, or as many as leave it one solution.
+    """Make the puzzle of a number: `empty` cells are empty, or as many as leave it one solution.
 
     Raises ValueError for a size that is not 4 or 9.
     """
@@ -39,11 +39,11 @@ def make_puzzle(number: int, *, size: int = 4, empty: int = 6) -> Grid:
 
 
 def solutions(grid: Grid, limit: int = 2) -> list[Grid]:
-    """The ways to fill the grid, `limit` at most."""
+    """Return the ways to fill the grid, at most `limit`."""
     empty = [cell for cell, digit in enumerate(grid) if not digit]
     if not empty:
         return [grid]
-    # the cell with the fewest digits left: what is wrong shows soon
+    # the cell with the fewest digits left: errors show soon
     cell, left = min(((c, allowed(grid, c)) for c in empty), key=lambda pair: len(pair[1]))
     grids: list[Grid] = []
     for digit in left:
@@ -53,7 +53,7 @@ def solutions(grid: Grid, limit: int = 2) -> list[Grid]:
 
 
 def allowed(grid: Grid, cell: int) -> list[int]:
-    """The digits that stand neither in the cell's row nor in its column or block."""
+    """Return the digits that are neither in the cell's row nor in its column or block."""
     taken = {grid[other] for other in _seen_from(cell, isqrt(len(grid)))}
     return [digit for digit in range(1, isqrt(len(grid)) + 1) if digit not in taken]
 
@@ -66,7 +66,7 @@ class Sudoku:
         self.size = isqrt(len(puzzle))
 
     def reset(self) -> tuple[str, dict[str, Any]]:
-        """The rules, and the puzzle as it is given."""
+        """Return the rules, and the puzzle."""
         self.grid = self.puzzle
         side = isqrt(self.size)
         rules = (
@@ -77,9 +77,9 @@ class Sudoku:
         return f"{rules}\n{self.text}", {"env_state_hash": self.text}
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """The last move that the text names. The reward is 1 when the puzzle is solved.
+        """Make the last move in the text. The reward is 1 when the puzzle is solved.
 
-        A move that is not possible changes nothing and says why; `info["valid"]` is False then.
+        An impossible move changes nothing and gives the reason; `info["valid"]` is False then.
         """
         wrong = self._move(action)
         solved = 0 not in self.grid
@@ -88,14 +88,14 @@ class Sudoku:
 
     @property
     def text(self) -> str:
-        """A line a row: its name, and its cells with a dot for an empty one."""
+        """Return one line per row: its name, and its cells with a dot for an empty one."""
         rows = (self.grid[i : i + self.size] for i in range(0, len(self.grid), self.size))
         return "\n".join(
             f"r{i} {' '.join(str(d or '.') for d in row)}" for i, row in enumerate(rows, 1)
         )
 
     def _move(self, action: str) -> str | None:
-        """Make the move; what is wrong with it, if anything."""
+        """Make the move; returns the reason if it is impossible."""
         moves = _MOVE.findall(action)
         if not moves:
             return "Say a move, r1c2=3 for example."
@@ -113,8 +113,7 @@ class Sudoku:
 
 
 def _full(size: int, source: random.Random) -> Grid:
-    """A solved grid: a regular one with its digits, and its lines within and with their bands,
-    in another order."""
+    """Make a solved grid: a regular one with permuted digits, lines and bands."""
     side = isqrt(size)
     digits = source.sample(range(1, size + 1), size)
 
@@ -128,7 +127,7 @@ def _full(size: int, source: random.Random) -> Grid:
 
 @lru_cache(maxsize=128)
 def _seen_from(cell: int, size: int) -> tuple[int, ...]:
-    """The other cells of the cell's row, column and block."""
+    """Return the other cells of the cell's row, column and block."""
     side, (row, column) = isqrt(size), divmod(cell, size)
     return tuple(
         other

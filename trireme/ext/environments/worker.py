@@ -1,8 +1,8 @@
-"""Worker: the process in which a pool's environments live. One request a line, one reply a line.
+"""Worker: the process of a pool's environments. One request per line, one reply per line.
 
-Run as `python -m trireme.ext.environments.worker package.module:factory`. What an environment
-prints goes to the standard error; the pipe that the pool reads is ours alone. It ends when its
-input does.
+Run as `python -m trireme.ext.environments.worker package.module:factory`. An environment's output
+goes to the standard error; only we write to the pipe that the pool reads. It ends when its input
+does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
         try:
             factory = getattr(importlib.import_module(module), name)
             answer = {"value": _do(factory, envs, request)}
-        except Exception as error:  # foreign code: told to who asked
+        except Exception as error:  # foreign code: reported to the caller
             shown = f"{type(error).__name__}: {error}"
             answer = {"error": shown, "trace": traceback.format_exc()}
         replies.write(json.dumps(answer, default=_plain) + "\n")
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _do(factory: Callable[..., Any], envs: dict[int, Any], request: dict[str, Any]) -> Any:
-    """One request: reset (which makes it first), step or close an environment."""
+    """Handle one request: reset (which makes it first), step or close an environment."""
     number, what = request["env"], request["do"]
     if what == "reset" and number not in envs:
         envs[number] = factory(**request["kwargs"])
@@ -48,7 +48,7 @@ def _do(factory: Callable[..., Any], envs: dict[int, Any], request: dict[str, An
 
 
 def _plain(value: Any) -> Any:
-    """A form that JSON has: numbers of numpy as numbers, all else as text."""
+    """Convert to a form that JSON has: numpy's numbers to numbers, all else to text."""
     for convert in ("item", "tolist"):
         if hasattr(value, convert):
             return getattr(value, convert)()

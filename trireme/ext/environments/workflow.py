@@ -1,4 +1,4 @@
-"""Gym: workflows over environments that give the reward themselves (gymnasium, sudoku, textarena).
+"""Gym: workflows over environments that set the reward themselves (gymnasium, sudoku, textarena).
 
 The prompt column is the episode's seed (gym, textarena), the number of the layout (household) or of
 the puzzle (sudoku); the reward is the sum of the environment's. A reasoning gym asks one question.
@@ -27,7 +27,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class GymWorkflow(EpisodeWorkflow):
-    """The action is what stands in <action>, or else the whole reply.
+    """The action is the text in <action>, or else the whole reply.
 
     Any gymnasium environment with discrete or text actions. `workflow_args`: env_id, env_args,
     actions (names), per_step.
@@ -41,12 +41,12 @@ class GymWorkflow(EpisodeWorkflow):
         return {"gymnasium": "gymnasium"}
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task."""
+        """Set the attributes that users' methods read from the task."""
         super().bind(task)
         self.per_step = bool(task.workflow_args.get("per_step", False))
 
     def make_env(self) -> Any:
-        """The environment that the YAML names, at the task's seed."""
+        """Make the environment that the YAML names, at the task's seed."""
         args = self.workflow_args
         if "env_id" not in args:
             raise ValueError("gym_workflow needs workflow_args.env_id, FrozenLake-v1 for example")
@@ -62,12 +62,12 @@ class GymWorkflow(EpisodeWorkflow):
         return parse_action(reply) or reply.strip()
 
     def final_reward(self, seen: Seen, total: float) -> float:
-        """The sum of all steps."""
+        """Return the sum of all steps."""
         return total
 
 
 class FrozenLakeWorkflow(GymWorkflow):
-    """The action is what stands in <action>, or else the whole reply: left, down, right, up.
+    """The action is the text in <action>, or else the whole reply: left, down, right, up.
 
     Columns `size`, `p` and `seed` draw the lake (4, 0.8, the prompt's number). `workflow_args`:
     is_slippery, agent_max_steps (replies), env_max_steps (moves), per_step, and those columns for
@@ -77,7 +77,7 @@ class FrozenLakeWorkflow(GymWorkflow):
     reads_prompt = False
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task."""
+        """Set the attributes that users' methods read from the task."""
         super().bind(task)
         self.max_env_steps = int(task.workflow_args.get("agent_max_steps", self.max_env_steps))
 
@@ -91,7 +91,7 @@ class FrozenLakeWorkflow(GymWorkflow):
             )
 
     def make_env(self) -> TextGym:
-        """The lake of the row."""
+        """Make the lake of the row."""
         maps = importlib.import_module("gymnasium.envs.toy_text.frozen_lake")
         given = {**self.workflow_args, **self.task.raw_task}
         seed = int(given.get("seed", self.task_desc))
@@ -119,24 +119,24 @@ class HouseholdWorkflow(EpisodeWorkflow):
     unfinished_reward = 0.0
 
     def make_env(self) -> Household:
-        """The household of the task's layout."""
+        """Make the household of the task's layout."""
         return Household(Layout.numbered(int(self.task_desc)))
 
 
 class SudokuWorkflow(GymWorkflow):
-    """The action is what stands in <action>, or else the whole reply.
+    """The action is the text in <action>, or else the whole reply.
 
     A puzzle is filled in, one move a turn. `workflow_args`: size (4 or 9), empty (cells), per_step.
     """
 
     def make_env(self) -> Sudoku:
-        """The puzzle of the task's number."""
+        """Make the puzzle of the task's number."""
         options = {k: int(v) for k, v in self.workflow_args.items() if k in ("size", "empty")}
         return Sudoku(make_puzzle(int(self.task_desc), **options))
 
 
 class TextArenaWorkflow(GymWorkflow):
-    """The action is what stands in <action>, or else the whole reply.
+    """The action is the text in <action>, or else the whole reply.
 
     A textarena game for one player. `workflow_args`: env_id, env_args, per_step.
     """
@@ -147,7 +147,7 @@ class TextArenaWorkflow(GymWorkflow):
         return {"textarena": "textarena"}
 
     def make_env(self) -> ArenaGame:
-        """The game that the YAML names, at the task's seed."""
+        """Make the game that the YAML names, at the task's seed."""
         args = self.workflow_args
         if "env_id" not in args:
             raise ValueError(
@@ -157,7 +157,7 @@ class TextArenaWorkflow(GymWorkflow):
 
 
 class ReasoningGymWorkflow(SimpleWorkflow):
-    """The answer is what stands in the last <answer>; without one there is none.
+    """The answer is the text in the last <answer>; without one there is no answer.
 
     Many data sets give a part for a text that holds the answer somewhere, and a whole reply does.
     `workflow_args.run_answers` lets a data set run the model's answers as Python code.
@@ -171,7 +171,7 @@ class ReasoningGymWorkflow(SimpleWorkflow):
         return {"reasoning_gym": "reasoning-gym"}
 
     def reset(self, task: Task) -> None:
-        """Take a task. Raises ValueError where its data set would run answers and may not."""
+        """Switch to a task. Raises ValueError if its data set would run answers and may not."""
         super().reset(task)
         path = task.raw_task.get("generated_by")
         if path is None:

@@ -14,7 +14,7 @@ from trireme.config.lookup import model_facts
 from trireme.text import say
 
 LONGEST = 4096
-"""Tokens of a conversation, where the model allows as many."""
+"""Tokens of a conversation, if the model allows as many."""
 
 
 def chat(folder: Path, *, system: str | None, temperature: float, max_tokens: int) -> int:
@@ -36,7 +36,7 @@ def chat(folder: Path, *, system: str | None, temperature: float, max_tokens: in
 def model_in(root: Path) -> Path:
     """A model's folder, that of a checkpoint, or of the newest one in a run's.
 
-    Raises ValueError where there is none, or it has no weights that others load.
+    Raises ValueError if there is none, or if it has no exported weights.
     """
     folder = _folder_in(root)
     try:
@@ -65,7 +65,9 @@ def _folder_in(root: Path) -> Path:
 def _talk(
     runner: asyncio.Runner, folder: Path, system: str | None, temperature: float, max_tokens: int
 ) -> None:
-    """Lines are read in the main thread, where Ctrl-C is heard at once."""
+    """Chat with the lines of standard input, read in the main thread, where Ctrl-C takes effect at
+    once.
+    """
     import torch
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

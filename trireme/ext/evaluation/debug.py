@@ -1,4 +1,4 @@
-"""`trireme debug`: a YAML's workflow on one task, with every token and what would be trained."""
+"""`trireme debug`: runs a YAML's workflow on one task, and shows every token and its training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Scores: pass@k and mean@n of rollouts, how certain they are, and which of two models is better.
+"""Scores: computes pass@k and mean@n of rollouts, their intervals, and which of two models is
+better.
 
-Tasks are what is drawn at random, so that errors are of the means over tasks (arXiv:2411.00640):
-several rollouts of one task say little more than one of it.
+Tasks are the random sample, so errors are those of means over tasks (arXiv:2411.00640): several
+rollouts of one task add little information to one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from itertools import product
 
 Z = 1.959964
-"""Of the normal distribution: 95 % lies within so many standard deviations."""
+"""Of the normal distribution: 95 % is within this many standard deviations."""
 DRAWS = 10_000
-"""Random signs of a permutation test, where all of them are too many."""
+"""Random signs of a permutation test, if there are too many to try all."""
 _MOST_EXACT = 12
 """Tasks up to which all signs are tried."""
 
@@ -35,11 +36,11 @@ class Difference(Estimate):
     """The difference between the second model's mean and the first one's over the same tasks."""
 
     p: float
-    """How likely so large a difference is where the models are equally good."""
+    """The probability of so large a difference if the models are equally good."""
 
 
 def pass_at(k: int, values: Sequence[float], success: float = 1.0) -> float:
-    """1 - C(n - c, k) / C(n, k): unbiased for k of n rollouts, c with a value of at least
+    """Return 1 - C(n - c, k) / C(n, k): unbiased for k of n rollouts, c with a value of at least
     `success` (arXiv:2107.03374).
     """
     n, right = len(values), sum(value >= success for value in values)
@@ -49,8 +50,9 @@ def pass_at(k: int, values: Sequence[float], success: float = 1.0) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of one value a task: normal, or, where all lie between 0 and 1, Wilson's interval
-    of as many tasks of 0 or 1 as have the same standard error: it stays between 0 and 1.
+    """Return the mean of one value per task with its interval: normal, or, if all are between 0 and
+    1, Wilson's interval of as many tasks of 0 or 1 as have the same standard error: it stays
+    between 0 and 1.
     """
     size, mean, error = len(values), statistics.fmean(values), _standard_error(values)
     if all(0 <= value <= 1 for value in values):
@@ -64,9 +66,10 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 42) -> Difference:
-    """The second less the first, task by task; `p` is of a permutation test of the signs.
+    """Return the second less the first, task by task; `p` is that of a permutation test of the
+    signs.
 
-    Raises ValueError where they are not of the same tasks.
+    Raises ValueError if they are not of the same tasks.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} tasks: expected the same ones")
@@ -76,7 +79,7 @@ def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 4
 
 
 def _sign_test(gains: Sequence[float], seed: int) -> float:
-    """The share of random signs under which the sum is as far from 0 as it is."""
+    """Return the share of random signs under which the sum is at least as far from 0."""
     moved = [gain for gain in gains if gain]
     seen = abs(math.fsum(moved)) - 1e-12
     if len(moved) <= _MOST_EXACT:

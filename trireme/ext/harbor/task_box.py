@@ -2,8 +2,8 @@
 
 Behind bubblewrap a program sees the task's folders at their absolute paths (/app, /tests, /logs),
 this machine's system read-only, no other file, and no network unless it is asked for. Without it
-the folders are named by variables alone (APP_DIR, TESTS_DIR, LOGS_DIR), and programs have all that
-the run's user has.
+the folders are only named by variables (APP_DIR, TESTS_DIR, LOGS_DIR), and programs have all rights
+of the run's user.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TaskBox:
         visible: Sequence[str] = (),
         tmp_mb: int = TMP_MB,
     ) -> None:
-        """`visible`: further paths of this machine, read-only behind bubblewrap; `tmp_mb`: most of
-        what a program may write outside of the task's folders, which is in memory.
+        """`visible`: further paths of this machine, read-only behind bubblewrap; `tmp_mb`: the
+        limit, in memory, of files that a program writes outside of the task's folders.
         """
         self._tmp_mb = tmp_mb
         self.task, self.root, self.sandbox = task, root, sandbox
@@ -62,7 +62,7 @@ class TaskBox:
         for source, target in task.copies:
             context = task.folder / "environment"
             _copy(context / source, self.at(target), root, context)
-        for path in root.rglob("*"):  # what is written later must not go through a link either
+        for path in root.rglob("*"):  # later writes must not go through a link either
             if path.is_symlink():
                 _inside(path, root)
 
@@ -76,22 +76,22 @@ class TaskBox:
         return self.at(self.task.workdir)
 
     def put(self, name: str) -> None:
-        """Copy a folder of the task, `tests` or `solution`, over what is there of that name."""
+        """Copy a folder of the task, `tests` or `solution`, over an existing one of that name."""
         remove(self.root / name)
         _copy(self.task.folder / name, self.root / name, self.root, self.task.folder / name)
 
     def show_tests(self) -> None:
-        """Copy the tests, and forget what the agent has left in their place and the reward's."""
+        """Copy the tests, after removing the agent's files in their place and the reward's."""
         self.put("tests")
         left = self.root / "logs" / "verifier"
         remove(left)
         left.mkdir(parents=True)
 
     def words(self, command: Sequence[str], *, network: bool = False) -> list[str]:
-        """The command as it runs among the task's files."""
+        """Return the command as it runs among the task's files."""
         if not self.sandbox:
             return list(command)
-        mine = []  # first, since Python itself may lie below one of them
+        mine = []  # first, since Python itself may be below one of them
         for folder in sorted(path.name for path in self.root.iterdir()):
             mine += ["--bind", str(self.root / folder), f"/{folder}"]
         words = [*wall_around(mine, self._tmp_mb), "--die-with-parent"]
@@ -104,11 +104,11 @@ class TaskBox:
         return [*words, "--chdir", self.task.workdir, "--", *command]
 
     def script(self, name: str) -> list[str]:
-        """The words that run a script of the task, `tests/test.sh` say."""
+        """Return the command that runs a script of the task, such as `tests/test.sh`."""
         return ["bash", f"/{name}" if self.sandbox else str(self.root / name)]
 
     def environment(self, /, **more: str) -> dict[str, str]:
-        """The variables of a program of the task: none of this process's but PATH."""
+        """Return the variables of a program of the task: of this process's only PATH."""
         system = os.environ.get("PATH", "/usr/bin:/bin")
         path = f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin" if self.sandbox else system
         named = {"PATH": path, "LANG": "C.UTF-8", "TERM": "dumb", **self.folders}
@@ -116,17 +116,17 @@ class TaskBox:
 
     @property
     def folders(self) -> dict[str, str]:
-        """APP_DIR and the like, and the home folder, as a program of the task sees them."""
+        """Return APP_DIR and the like, and the home folder, as a program of the task sees them."""
         base = Path("/") if self.sandbox else self.root
         named = {f"{name.upper()}_DIR": str(base / name) for name in OWN}
         app = self.task.workdir if self.sandbox else str(self.cwd)
         return named | {"APP_DIR": app, "HOME": str(base / "root")}
 
     def reward(self) -> dict[str, float]:
-        """The verifier's reward by its parts. Raises NoReward where it left none.
+        """Return the verifier's reward by its parts. Raises NoReward if it left none.
 
-        What a stranger's program has left may be anything: a link to a file of this machine, a
-        pipe, gigabytes. A regular file is read, and nothing else is opened.
+        An unknown program may have left anything: a link to a file of this machine, a pipe,
+        gigabytes. A regular file is read, and nothing else is opened.
         """
         name = f"the verifier of task {self.task.folder.name}"
         said: Any = None
@@ -154,7 +154,7 @@ class TaskBox:
 
 
 def total(parts: Mapping[str, float]) -> float:
-    """The reward: the part of that name, or else the sum of all."""
+    """Return the reward: the part of that name, or else the sum of all."""
     return parts["reward"] if "reward" in parts else sum(parts.values())
 
 
@@ -165,9 +165,9 @@ def _number(value: Any, what: str) -> float:
 
 
 def _copy(source: Path, target: Path, root: Path, context: Path) -> None:
-    """As COPY does: a folder's contents, or a file. Raises ValueError outside `root`.
+    """Copy as COPY does: a folder's contents, or a file. Raises ValueError outside `root`.
 
-    Links that stay within `context` are copied as links, of others the files that they lead to.
+    Links that stay within `context` are copied as links, others as the files that they lead to.
     """
     _inside(target, root)
     if not source.is_dir():

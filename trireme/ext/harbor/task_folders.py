@@ -2,8 +2,8 @@
 
 A folder has `task.toml`, `instruction.md`, `environment/` (a Dockerfile and its files), `tests/`
 (`test.sh` leaves the reward in /logs/verifier) and perhaps `solution/solve.sh`. There is no
-container: of a Dockerfile the files, the folder and the variables are taken, and what else it does
-is refused.
+container: a Dockerfile's files, folder and variables are used, and its other instructions are
+refused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from trireme.files import LARGEST, Unreadable, read_text
 
 TOML = "task.toml"
 COLUMNS = ("name", "prompt", "folder")
-"""Of the rows: the folder's name, `instruction.md`, and where the folder is."""
+"""The columns of the rows: the folder's name, `instruction.md`, and the folder's path."""
 OWN = ("app", "tests", "logs", "solution")
 """Folders of the root that tasks name by their absolute paths."""
 _SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr")
 _SILENT = ("FROM", "ARG", "LABEL", "EXPOSE", "CMD", "USER", "MAINTAINER", "SHELL", "STOPSIGNAL")
 _NEEDED = ("instruction.md", "tests/test.sh")
 MOST_FILES, DEEPEST = 100_000, 100
-"""Of a task's folder: how many files and folders it has, and how deep they lie."""
+"""Most files and folders of a task's folder, and their greatest depth."""
 FILE_MB = 1024
-"""The largest file of a task, unless `workflow_args.file_mb` says otherwise."""
+"""The largest file of a task, unless `workflow_args.file_mb` overrides it."""
 MOST_S = 1e9
-"""The longest time-out of a task: what waits takes no larger number."""
+"""The longest time-out of a task: waiting functions take no larger number."""
 _LARGEST = 1 << 20
 """Bytes of a file that is looked through for absolute paths."""
 
@@ -52,7 +52,7 @@ class TaskFolder:
     verifier_env: dict[str, str]
     workdir: str = "/app"
     copies: tuple[tuple[str, str], ...] = ()
-    """Paths below `environment/`, each with the absolute one where it goes."""
+    """Paths below `environment/`, each with its absolute destination."""
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -91,8 +91,8 @@ class TaskFolders:
 
 
 def task_files(location: Path, split: str) -> list[Path]:
-    """`task.toml` and `instruction.md` of every task of a split, in the order of their names; none
-    where the folder is no set of tasks. A folder without splits is the split `train`.
+    """Return `task.toml` and `instruction.md` of every task of a split, in the order of their
+    names; none if the folder is not a set of tasks. A folder without splits is the split `train`.
     """
     places = [location / split, *([location] if split == "train" else [])]
     for place in places:
@@ -103,7 +103,7 @@ def task_files(location: Path, split: str) -> list[Path]:
 
 
 def task_rows(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place and row of each task of `task_files`. Raises ValueError for one that is not whole."""
+    """Yield place and row of each task of `task_files`. Raises ValueError for an incomplete one."""
     for toml in files:
         if toml.name != TOML:
             continue
@@ -119,10 +119,11 @@ def task_rows(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_task(folder: Path, *, skip_run: bool = False, file_mb: int = FILE_MB) -> TaskFolder:
-    """The task in a folder. `skip_run`: what its Dockerfile runs is on this machine already.
+    """Read the task in a folder. `skip_run`: the results of its Dockerfile's RUN are on this
+    machine already.
 
-    Raises ValueError, naming file and line, for what cannot be done without a container, and for
-    what may not be copied: a link that leaves the task, what is no file, one beyond `file_mb`.
+    Raises ValueError, naming file and line, for anything that needs a container, and for files that
+    may not be copied: a link that leaves the task, anything but a file, one beyond `file_mb`.
     """
     name = f"task {folder.name}"
     _refuse_what_is_no_file(name, folder, file_mb)
@@ -195,7 +196,7 @@ def _variables(name: str, said: dict[str, Any], section: str) -> dict[str, str]:
 
 
 def _settable(variables: dict[str, str], where: str = "") -> dict[str, str]:
-    """The variables. Raises ValueError for one that no process can be given."""
+    """Return the variables. Raises ValueError for one that no process can be given."""
     for key, value in variables.items():
         if not key or "=" in key or "\0" in f"{key}{value}":
             raise ValueError(f"{where}no variable can be called {key!r:.60} and hold {value!r:.60}")
@@ -210,7 +211,7 @@ def _seconds(name: str, said: dict[str, Any], section: str) -> float:
 
 
 def _with(task: TaskFolder, **changes: Any) -> TaskFolder:
-    """The task with these, where all of its folders may be made. Raises ValueError."""
+    """Return the task with these changes, if all of its folders may be made. Raises ValueError."""
     changed = TaskFolder(**{**vars(task), **changes})
     for root in changed.roots:
         if root in _SYSTEM:
@@ -222,7 +223,7 @@ def _with(task: TaskFolder, **changes: Any) -> TaskFolder:
 
 
 def _text(folder: Path, name: str) -> str:
-    """A text of a task. Raises Unreadable, also for a link that leaves the task's folder."""
+    """Return a text of a task. Raises Unreadable, also for a link that leaves the task's folder."""
     whole = Path(os.path.realpath(folder))
     path = Path(os.path.realpath(folder / name))
     if not path.is_relative_to(whole):
@@ -231,11 +232,11 @@ def _text(folder: Path, name: str) -> str:
 
 
 def _refuse_what_is_no_file(name: str, folder: Path, file_mb: int) -> None:
-    """Raise ValueError for what a task's folder may not hold, wherever it lies: its scripts run on
-    this machine, and its files are copied.
+    """Raise ValueError for entries that a task's folder may not contain, anywhere: its scripts run
+    on this machine, and its files are copied.
 
-    A link may lead to another file of the task; in `environment/`, and to a folder, it stays within
-    the folder that is copied.
+    A link may lead to another file of the task; in `environment/`, and to a folder, it must stay
+    within the copied folder.
     """
     whole = Path(os.path.realpath(folder))
     for path in _entries(name, folder):
@@ -259,7 +260,7 @@ def _refuse_what_is_no_file(name: str, folder: Path, file_mb: int) -> None:
 
 
 def _entries(name: str, folder: Path) -> Iterator[Path]:
-    """All that lies in a folder, no link followed. Raises ValueError for too much of it."""
+    """Yield all entries of a folder, following no link. Raises ValueError for too many."""
     pending, count = [folder], 0
     while pending:
         with os.scandir(pending.pop()) as entries:
@@ -286,7 +287,7 @@ def _leaves(folder: Path, path: Path, bound: str = "") -> str:
 
 
 def _folded(path: PurePosixPath) -> PurePosixPath:
-    """The absolute path without `..`, as a container has it: nothing lies above the root."""
+    """Return the absolute path without `..`, as in a container: nothing is above the root."""
     return PurePosixPath("/" + posixpath.normpath(path).lstrip("/"))
 
 
@@ -335,7 +336,7 @@ def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
 
 
 def _assigned(rest: str) -> dict[str, str]:
-    """The variables of an ENV: `NAME=value ...`, or one as `NAME value`."""
+    """Return the variables of an ENV: `NAME=value ...`, or one as `NAME value`."""
     pairs = shlex.split(rest) if "=" in rest.split()[0] else ["=".join(rest.split(None, 1))]
     for pair in pairs:
         if "=" not in pair.lstrip("="):
@@ -344,7 +345,7 @@ def _assigned(rest: str) -> dict[str, str]:
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str]]:
-    """Line number and text of each instruction, continued lines joined."""
+    """Yield line number and text of each instruction, continued lines joined."""
     begun, parts = 0, []
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("#") or (not line.strip() and not parts):
@@ -357,7 +358,7 @@ def _instructions(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[tuple[str, str]]:
-    """Each file or folder that a COPY names, with the path where it goes."""
+    """Yield each file or folder that a COPY names, with its destination."""
     words = [word for word in rest.split() if not word.startswith(("--chown", "--chmod"))]
     if " ".join(words).startswith("["):
         words = _listed(" ".join(words))
@@ -377,7 +378,7 @@ def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[tuple[
 
 
 def _listed(text: str) -> list[str]:
-    """The words of a COPY in its JSON form."""
+    """Return the words of a COPY in its JSON form."""
     try:
         words = json.loads(text)
     except (ValueError, RecursionError) as error:

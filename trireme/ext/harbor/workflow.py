@@ -1,7 +1,7 @@
-"""Harbor: tasks that are folders, tried without a container, each in a copy of its files.
+"""Harbor: runs tasks that are folders, without a container, each in a copy of its files.
 
 `path` of the taskset is a folder of task folders. The agent is a program (`command`), or the model
-with a shell. Then the task's own tests run, with a time-out of their own, and leave the reward: an
+with a shell. Then the task's own tests run, with a separate time-out, and leave the reward: an
 agent or a verifier that dies, is late or leaves no reward is a failed rollout, and never a reward
 of 0. Scripts of a task and commands of a model run behind bubblewrap; without it nothing runs,
 unless the YAML says that this machine is itself to be thrown away (`no_sandbox`).
@@ -74,7 +74,7 @@ class HarborSettings(Limits):
     sampling: Literal["run", "program"] = "run"
     """See `command_workflow`."""
     keep: str | None = None
-    """The folder in which the rollouts' own folders stay; not given: each is deleted."""
+    """The folder in which the rollouts' own folders remain; not given: each is deleted."""
     max_turns: Annotated[int, Field(gt=0)] = 30
     """Most replies of the model with a shell."""
     call_seconds: Annotated[float, Field(gt=0)] = 60.0
@@ -82,9 +82,9 @@ class HarborSettings(Limits):
     network: bool = False
     """Whether the model's commands and the verifier have a network; a program always has."""
     visible: list[str] = Field(default_factory=list)
-    """Further paths of this machine that are seen behind bubblewrap, read-only."""
+    """Further paths of this machine that are visible behind bubblewrap, read-only."""
     skip_run: bool = False
-    """What Dockerfiles run is on this machine already."""
+    """Whether the results of Dockerfiles' RUN are on this machine already."""
     processes: Annotated[int, Field(gt=0)] = 256
     """Most processes and threads of a program at a time."""
     open_files: Annotated[int, Field(gt=0)] = 4096
@@ -127,7 +127,7 @@ class Trial:
             )
 
     async def solve(self) -> None:
-        """Run the task's own solution. Raises ProgramFailed where it does not end well."""
+        """Run the task's own solution. Raises ProgramFailed if it does not end well."""
         self.box.put("solution")
         seconds = self.task.agent_seconds
         ended = await self.run("solution", self.box.script("solution/solve.sh"), seconds)
@@ -136,11 +136,11 @@ class Trial:
             raise ProgramFailed(f"the solution of task {self.task.folder.name} {end}; {said}")
 
     async def verify(self) -> dict[str, float]:
-        """Run the tests: the reward by its parts.
+        """Run the tests and return the reward by its parts.
 
-        Raises ProgramFailed where they are killed or late, and NoReward where they leave none. How
-        else they exit does not matter, also where it is with the code of a signal: that of a server
-        that they stopped and waited for, say.
+        Raises ProgramFailed if they are killed or late, and NoReward if they leave none. Any other
+        exit code is ignored, even that of a signal: it may be that of a server that they stopped
+        and waited for.
         """
         await asyncio.to_thread(self.box.show_tests)
         script, seconds = self.box.script("tests/test.sh"), self.task.verifier_seconds
@@ -274,7 +274,7 @@ def _task(folder: Path, settings: HarborSettings) -> TaskFolder:
 
 
 def open_trial(task: TaskFolder, folder: Path, watch: IO[bytes], settings: HarborSettings) -> Trial:
-    """A rollout's copy of a task, below its folder."""
+    """Make a rollout's copy of a task, below its folder."""
     box = TaskBox(
         task,
         folder / "box",
@@ -288,9 +288,9 @@ def open_trial(task: TaskFolder, folder: Path, watch: IO[bytes], settings: Harbo
 async def reward_of_task(
     folder: Path, *, solve: bool, settings: HarborSettings | None = None
 ) -> dict[str, float]:
-    """The reward that the task's own solution earns, or that doing nothing does, by its parts.
+    """Return the reward of the task's own solution, or of doing nothing, by its parts.
 
-    Raises what a rollout would fail with.
+    Raises the errors that a rollout would fail with.
     """
     settings = settings or HarborSettings()
     _refuse_without_wall(settings)

@@ -1,7 +1,7 @@
 """Bodies: parses and refuses requests' bodies, encodes answers, and cancels abandoned requests.
 
-The body of every route is read by one function, which takes no NaN and no half of a surrogate pair.
-How much it holds was counted before, see `room.py`.
+The body of every route is read by one function, which refuses NaN and half surrogate pairs. Its
+size in values was checked before, see `room.py`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class JsonRoute(APIRoute):
 
 
 def read_json(body: bytes) -> Any:
-    """Parse a request's body. Raises HTTPException if it is not JSON, or holds a text or number
-    that is not valid.
+    """Parse a request's body. Raises HTTPException if it is not JSON, or contains an invalid text
+    or number.
     """
 
     def finite(text: str) -> float:
@@ -73,14 +73,15 @@ def read_json(body: bytes) -> Any:
         return number
 
     def whole(text: str) -> int:
-        """As the parser does by itself, but other threads run between two numbers: without it the
-        loop waits until the last token id of a large body has been read.
+        """Parse an integer as the parser does by itself, but let other threads run between two
+        numbers: otherwise the loop would wait until the last token id of a large body has been
+        read.
         """
         return int(text)
 
     try:
         parse_int = whole if len(body) > LARGE_BODY else None
-        # of UTF-8 alone: what was counted in the bytes of another encoding is not what it holds
+        # only UTF-8: values counted in the bytes of another encoding would differ
         text = body.decode("utf-8-sig")
         parsed = json.loads(text, parse_float=finite, parse_int=parse_int, parse_constant=finite)
         if _SURROGATE.search(body) and has_half(parsed):
@@ -97,11 +98,13 @@ def read_json(body: bytes) -> Any:
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; it is cancelled, its generation aborted, when the client has gone."""
+    """Return the result of `work`; it is cancelled, and its generation aborted, if the client
+    disconnects.
+    """
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
-            pass  # the body has been read: all that may still come is the end
+            pass  # the body has been read: only the end may still arrive
 
     async with running(work, disconnected()) as (task, gone):
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

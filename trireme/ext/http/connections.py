@@ -1,12 +1,12 @@
-"""Connections: how many a server holds, and how long one may keep it waiting.
+"""Connections: limits the number of connections, and how long one may keep the server waiting.
 
-- A request's head is there in `HEAD_S` seconds, from its first byte or the connection's beginning;
-  what is left of a body after its answer takes no longer. A client that takes nothing of its answer
-  for `UNREAD_S` seconds is gone. Times of bodies are `limits.py`'s.
-- An address has three quarters of the connections that there may be. Where there are too many, the
-  one that has kept the server waiting longest is closed: one without a whole request, or behind a
-  wrong key; then one between two requests. One whose request is being answered never is: then the
-  newest is refused.
+- A request's head must arrive within `HEAD_S` seconds of its first byte or of the connection; so
+  must the rest of a body after its answer. A client that reads nothing of its answer for `UNREAD_S`
+  seconds counts as gone. limits.py has the time limits of bodies.
+- One address may have three quarters of all connections. If there are too many, the one that has
+  kept the server waiting longest is closed: one without a complete request, or delayed for a wrong
+  key; then one between two requests. A connection whose request is being answered is never closed:
+  the newest is refused instead.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HEAD_S = 10.0
 UNREAD_S = 60.0
 MOST_CONNECTIONS = 16384
 LEAST_CONNECTIONS = 64
-"""Even where the process may open few files."""
+"""The minimum, even if the process may open few files."""
 SPARE_FILES = 256
-"""What the process may open besides: weights, databases, the engine's own."""
+"""Files that the process may open otherwise: weights, databases, the engine's own."""
 WAITS = "trireme.waits"
-"""In an ASGI scope: to be called where an answer is held back, and its connection may be closed."""
+"""A key in an ASGI scope: called when an answer is delayed, and its connection may be closed."""
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -84,7 +84,7 @@ class Connections:
     """All connections of one server."""
 
     def __init__(self, most: int | None = None) -> None:
-        """`most`: in all; None: what the process may open."""
+        """`most`: the total; None: the process's limit on open files."""
         self.all = Places(most or most_connections())
         self.by_address: dict[str, Places] = {}
 
@@ -134,7 +134,7 @@ class Connection(H11Protocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what the client sent, unless the connection is being closed."""
+        """Parse the client's data, unless the connection is being closed."""
         if not self.transport.is_closing():
             super().data_received(data)
             self._look()
@@ -220,26 +220,28 @@ def _ended(timer: asyncio.TimerHandle | None) -> None:
 
 
 def server_config(app: Any, **options: Any) -> uvicorn.Config:
-    """How uvicorn serves an app: the one place that says it."""
+    """Configure uvicorn for an app: the only place that does."""
     protocol = cast(Any, partial(Connection, Connections()))
     return uvicorn.Config(
         app,
         http=protocol,
         ws="none",
-        # who asks is who has the connection: a header could name anybody
+        # the client is the owner of the connection: a header could name anybody
         proxy_headers=False,
-        lifespan="off",  # no app has one, and uvicorn's own complains where an end is forced
+        lifespan="off",  # no app has one, and uvicorn's own complains if an end is forced
         **options,
     )
 
 
 def most_connections() -> int:
-    """How many the process may hold; its limit on open files is raised as far as it may be."""
+    """Return the most connections of the process; its limit on open files is raised as far as
+    possible.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + SPARE_FILES
     if 0 <= soft < wanted:
         raised = wanted if hard < 0 else min(wanted, hard)
-        # a system may have another limit beside the one that it names, as macOS has
+        # a system may have another limit than the one it reports, such as macOS
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised

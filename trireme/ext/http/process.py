@@ -2,9 +2,9 @@
 
 `python -m trireme.ext.http.process FD` reads its settings as one line of JSON from standard input,
 `EngineSpec` among them, writes one line of JSON to the file descriptor FD when it serves (`url`) or
-has failed (`error`), and ends when standard input does: with the parent goes the child, whatever
-the parent died of. Loads neither the configuration nor the command line, which vLLM's environment
-need not have.
+has failed (`error`), and ends when standard input does: the child ends with the parent, however the
+parent ended. It imports neither the configuration nor the command line, which vLLM's environment
+may lack.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def engine_server(
     most: int,
     threads: int | None = None,
 ) -> AsyncIterator[AppServer]:
-    """A server over an engine of this process, which is closed after it."""
+    """Start a server over an engine of this process, which is closed after it."""
     from trireme.ext.http.app import AppServer, create_app  # who only writes specs needs no HTTP
 
     device = Device(threads)
@@ -77,17 +77,17 @@ async def engine_server(
 
 
 END_S = 15.0
-"""How long an engine may take to end; then its whole process group is killed."""
+"""Seconds that an engine may take to end; then its whole process group is killed."""
 
 
 def main() -> int:
-    """Serve until told to end; the exit code."""
+    """Serve until asked to end; returns the exit code."""
     answer = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     settings = json.loads(sys.stdin.readline())
     try:
         asyncio.run(_serve(settings, answer))
     except Exception as error:
-        if not answer.closed:  # after that the parent asks by HTTP
+        if not answer.closed:  # after that the parent uses HTTP
             print(json.dumps({"error": f"{error}" or type(error).__name__}), file=answer)
         raise
     return 0
@@ -122,7 +122,7 @@ async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
 
 
 class ParentWatch:
-    """Sees standard input end, and so the parent; a thread does, which nothing holds up."""
+    """Notices the end of standard input, and so of the parent, in a thread that nothing blocks."""
 
     def __init__(self) -> None:
         self._stop = kill_group
@@ -147,7 +147,7 @@ def kill_group_in(seconds: float) -> None:
 
 
 def kill_group() -> None:
-    """Kill this process and the group that it leads, which holds the engine's workers."""
+    """Kill this process and the group that it leads, which includes the engine's workers."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

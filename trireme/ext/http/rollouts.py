@@ -1,4 +1,4 @@
-"""Rollouts: the engine that a server serves, how conversations are led, and how much it takes."""
+"""Rollouts: the engine behind a server, its conversations, and its limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Rollouts:
     use_async_engine: bool = True
     seed: int = 42
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=512))
-    """For requests that say nothing else."""
+    """The sampling of requests that set nothing else."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Further options of each Model."""
     _count: Any = field(default_factory=itertools.count)
@@ -58,21 +58,21 @@ class Rollouts:
 
     @cached_property
     def max_weight_bytes(self) -> int:
-        """The limit on bytes of weights that were sent but not yet used; the stored model may have
-        half as many bytes per weight.
+        """Return the limit on bytes of weights that were sent but not yet used; the stored model
+        may have half as many bytes per weight.
         """
         stored = sum(file.stat().st_size for file in weight_files(Path(self.model_path)))
         return 4 * stored + WEIGHTS_SLACK if stored else WEIGHTS_UNKNOWN
 
     @cached_property
     def max_text(self) -> int:
-        """Characters of one conversation: more than these are more tokens than the model takes, of
-        the longest that there are.
+        """Return the most characters of one conversation: more would be more tokens than the model
+        accepts, even if all are the longest ones.
         """
         return max(LEAST_TEXT, self.max_model_len * self.chat.longest_token)
 
     def refuse_long(self, *texts: Any) -> None:
-        """Raise ValueError for a conversation, messages or texts, that no model here can take."""
+        """Raise ValueError for a conversation, messages or texts, that no model here can accept."""
         size = sum(map(characters, texts))
         if size > self.max_text:
             raise ValueError(
@@ -86,7 +86,7 @@ class Rollouts:
         return self.scheduler.get("scheduler") is not None
 
     def model(self, key: tuple[Any, ...], options: Mapping[str, Any] | None = None) -> Model:
-        """A Model with a record of its own. Raises ValueError for unknown options."""
+        """Make a Model with a separate record. Raises ValueError for unknown options."""
         return Model(
             self.engine,
             self.chat,
@@ -98,12 +98,14 @@ class Rollouts:
         )
 
     def session_model(self, name: str, times: int) -> Model:
-        """The Model of a session; `times` others had its name."""
+        """Make the Model of a session; `times` others had its name."""
         return self.model(("session", name, times))
 
 
 def as_key(wire: Any) -> Any:
-    """A request's key from JSON, whose tuples are lists. Raises ValueError for objects in it."""
+    """Convert a request's key from JSON, where tuples are lists. Raises ValueError for objects in
+    it.
+    """
     if isinstance(wire, dict):
         raise ValueError(f"key holds {wire!r:.60}: expected numbers, texts, or lists of them")
     return tuple(map(as_key, wire)) if isinstance(wire, list) else wire

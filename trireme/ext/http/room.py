@@ -1,8 +1,9 @@
-"""Room: what a request's body may hold, counted in its bytes before they become objects.
+"""Room: limits the values in a request's body, counted in its bytes before they become objects.
 
-A value of two bytes on the wire takes a hundred in memory, and an object of three a microsecond in
-every place that looks at it: bytes alone bound neither. What stands outside of texts is counted
-piece by piece, at the speed of a copy, so that a body is refused at its first value too many.
+A value of two bytes on the wire takes a hundred in memory, and an object of three takes a
+microsecond wherever it is checked: a limit in bytes bounds neither. Values outside of texts are
+counted piece by piece, at the speed of a copy, so that a body is refused at its first value too
+many.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from dataclasses import dataclass
 from functools import reduce
 
 PIECE = 2**18
-"""Bytes that are looked at between two looks of other threads."""
+"""Bytes that are scanned before other threads may run."""
 MAX_BODY = 16 * 2**20
 """Bytes of any request, weights aside: one character beyond Latin-1 makes four of each while they
 are read."""
 BESIDE = 2**20
-"""Bytes of a conversation's tools and options, in addition to what its tokens may take."""
+"""Bytes of a conversation's tools and options, in addition to those of its tokens."""
 DEEPEST = 100
 """Lists and objects in each other; schemas of tools have some tens."""
 CONVERSATIONS = ("chat/completions", "messages", "messages/count_tokens", "responses")
-"""APIs behind `/v1/` with one conversation in a request."""
+"""APIs below `/v1/` with one conversation in a request."""
 
 _BRACKETS = b"[]{}"
 _OTHERS = bytes(set(range(256)) - set(_BRACKETS))
@@ -29,7 +30,7 @@ _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @dataclass(frozen=True)
 class Room:
-    """The most that a body may hold."""
+    """The limits of a body."""
 
     bytes: int
     values: int
@@ -39,27 +40,29 @@ class Room:
 
 
 class NoRoom(ValueError):
-    """A body that holds more."""
+    """A body exceeds its limits."""
 
 
 def room_of(path: str, max_text: int) -> Room:
-    """The room of a route. `max_text`: characters of a conversation, see `Rollouts.max_text`."""
+    """Return the limits of a route. `max_text`: characters of a conversation, see
+    `Rollouts.max_text`.
+    """
     if path.partition("/v1/")[2] in CONVERSATIONS:
         size = min(MAX_BODY, 4 * max_text + BESIDE)  # a character has up to four bytes
         return Room(size, values=2**16, keys=2**16, lists=2**15)
-    # of many prompts: `engines/servers.py` sends 2**20 ids and 16,384 generations at most
+    # of many prompts: `ext/remote/servers.py` sends 2**20 ids and 16,384 generations at most
     return Room(MAX_BODY, values=2**21, keys=2**19, lists=2**17)
 
 
 def look_inside(body: bytes, room: Room) -> None:
-    """Raise NoRoom for a body that holds more than it may, or nests deeper; where it is no JSON
-    nothing is said of what comes after that.
+    """Raise NoRoom for a body that exceeds its limits, or nests deeper; after anything that is not
+    JSON the rest is not checked.
     """
     values, keys, lists, depth = 1, 0, 0, 0
     inside, rest = False, b""
     for start in range(0, len(body), PIECE):
         piece = rest + body[start : start + PIECE]
-        # of backslashes at a border only the last may belong to what comes
+        # of backslashes at a border only the last may belong to the next piece
         run = len(piece) - len(piece.rstrip(b"\\"))
         rest = b"\\" if run % 2 else b""
         piece = piece[: len(piece) - len(rest)]
@@ -82,11 +85,11 @@ def look_inside(body: bytes, room: Room) -> None:
                              f"{most} in one request")  # fmt: skip
         depth = _deepest(brackets, depth)
         if depth < 0:
-            return  # no JSON: its reader says so
+            return  # not JSON: its reader reports that
 
 
 def _deepest(brackets: bytes, depth: int) -> int:
-    """The depth behind some brackets; -1 where more are closed than were opened."""
+    """Return the depth after some brackets; -1 if more are closed than were opened."""
 
     def step(depth: int, bracket: int) -> int:
         depth += _STEPS[bracket] if depth >= 0 else 0

@@ -1,12 +1,12 @@
 """Sessions: conversations of agents of other processes, recorded until they are rewarded and sent.
 
-A session is a URL prefix `/s/<id>/v1`, the header x-session-id, or the key `session:<id>` where no
-other key is wanted. Calls outside of one get a session each. Sampled ids are kept as they are.
+A session is a URL prefix `/s/<id>/v1`, the header x-session-id, or the key `session:<id>` if no
+other key is required. Calls outside of any get a session each. Sampled ids stay unchanged.
 
 Invariants:
-- A commit takes whole groups: all sessions of a task that have a reward. What it has taken is no
-  session any more, and is never sent again.
-- Only sessions without a reward are dropped: when they were quiet for long, or are too many.
+- A commit takes whole groups: all sessions of a task that have a reward. These sessions then end,
+  and are never sent again.
+- Only sessions without a reward are dropped: when they were idle for long, or are too many.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Session:
     replies: list[str] = field(default_factory=list)
     """Ids of its responses."""
     size: int = 0
-    """Bytes, about, of what it has recorded."""
+    """Approximate bytes of its records."""
 
     @property
     def rewarded(self) -> bool:
@@ -59,13 +59,14 @@ class Session:
 
     @property
     def group(self) -> str:
-        """The rewards it is compared with: those of its task's sessions, or none."""
+        """The group with which its reward is compared: its task's sessions, or none."""
         return self.task or self.name
 
     def experiences(self) -> list[Experience]:
-        """One a conversation with the session's reward, or one a call where calls have their own.
+        """Return one experience per conversation with the session's reward, or one per call if
+        calls have their own.
 
-        Empty where there is no reward yet.
+        Empty if there is no reward yet.
         """
         if self.rewards:
             calls = self.model.recorder.fresh()
@@ -98,8 +99,8 @@ class Sessions:
         """`make_model(name, times)`: `times` sessions had this name before.
 
         `most` sessions are open at once, with `most_held` bytes of calls; one without a reward ends
-        when it was quiet for `keep` seconds. `ship` takes the experiences of a commit; without it
-        the client gets them.
+        after `keep` idle seconds. `ship` receives the experiences of a commit; without it the
+        client gets them.
         """
         self.ship = ship
         self.dropped = 0
@@ -112,9 +113,9 @@ class Sessions:
         self._count = itertools.count(1)
 
     def open(self, name: str | None = None) -> Session:
-        """The session of a name, begun now where it is new.
+        """Return the session of a name, which is new if there was none.
 
-        Raises ValueError where it is one too many, and none can be dropped, and for a name that no
+        Raises ValueError if it is one too many and none can be dropped, and for a name that no
         answer's header could repeat.
         """
         alone = not name
@@ -132,11 +133,11 @@ class Sessions:
         return session
 
     def alone(self) -> Model:
-        """A Model of no session, for requests that get no reward."""
+        """Make a Model without a session, for requests that get no reward."""
         return self._make("", 0)
 
     def note(self, session: Session, reply_id: str, calls: Sequence[Call]) -> None:
-        """Remember which calls a response with this id came from."""
+        """Record the calls behind the response with this id."""
         if self._sessions.get(session.name) is session:
             session.touched = time.monotonic()
             session.replies.append(reply_id)
@@ -153,9 +154,10 @@ class Sessions:
         task: str = "",
         run: int | None = None,
     ) -> int:
-        """Give a reward to a whole session, or to single replies by their ids; how many got it.
+        """Set the reward of a whole session, or of single replies by their ids; returns their
+        number.
 
-        Raises ValueError for a session or reply that is not known; then no session has got it.
+        Raises ValueError for an unknown session or reply; then no session has got it.
         """
         if session is None and not replies:
             raise ValueError("feedback is for nobody: expected session_id, or msg_ids")
@@ -172,17 +174,18 @@ class Sessions:
         return len(rated) or 1
 
     def reply(self, reply_id: str) -> tuple[Session, Call]:
-        """The session and the call of a reply. Raises ValueError where it is not known."""
+        """Return the session and the call of a reply. Raises ValueError if it is unknown."""
         if reply_id not in self._replies:
             raise ValueError(f"reply '{reply_id}' is not known, or was sent already")
         session, calls = self._replies[reply_id]
         return session, calls[0]
 
     def take(self, session: str | None = None, task: str | None = None) -> list[Experience]:
-        """The experiences of a session's group, of a task's, or of all groups that have a reward.
+        """Return the experiences of a session's group, of a task's, or of all groups that have a
+        reward.
 
-        They are forgotten here. A session that was sent already gives none. Raises ValueError for
-        one that is not known, or has no reward.
+        They are removed here. A session that was sent already gives none. Raises ValueError for one
+        that is unknown, or has no reward.
         """
         if session not in self._sessions and session in self._past and self._past[session].sent:
             return []
@@ -206,13 +209,15 @@ class Sessions:
         return out
 
     def drop_quiet(self) -> int:
-        """End the sessions that have no reward and were quiet for `keep` seconds; how many."""
+        """End the sessions without a reward that were idle for `keep` seconds; returns their
+        number.
+        """
         oldest = time.monotonic() - self._keep
         old = [s for s in self._sessions.values() if s.touched < oldest and not s.rewarded]
         return self._drop(old, f"quiet for {self._keep:g} s")
 
     def close(self, name: str, *, sent: bool = False) -> None:
-        """Forget a session, if there is one; a call that is under way in it fails."""
+        """Remove a session, if there is one; a pending call in it fails."""
         session = self._sessions.pop(name, None)
         if session is None:
             return
@@ -257,12 +262,12 @@ class Sessions:
 
 
 def _size(call: Call) -> int:
-    """Bytes, about, of a recorded call: its texts, and eight for each token."""
+    """Estimate the bytes of a recorded call: its texts, and eight for each token."""
     return characters(call.messages or []) + 8 * (len(call.inserted) + len(call.completion.ids))
 
 
 def _look_at_name(name: str) -> None:
-    """Raise ValueError for a name that cannot stand in a header, or is none to be remembered."""
+    """Raise ValueError for a name that cannot be part of a header, or cannot be remembered."""
     good = name.isprintable() and name.isascii() and name == name.strip()
     if not good or len(name) > LONGEST_NAME:
         raise ValueError(

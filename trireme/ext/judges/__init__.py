@@ -1,1 +1,1 @@
-"""Models that give rewards: judges (one by one, by a rubric, side by side) and reward models."""
+"""Models that set rewards: judges (single, by a rubric, comparing) and reward models."""

@@ -1,6 +1,6 @@
-"""Judge: a language model says how good replies are: one by one, by a rubric, or side by side.
+"""Judge: a language model scores replies: one by one, by a rubric, or in comparison.
 
-Options of all three beside their own: see Asker. An answer that cannot be read gives no reward
+All three also take the options of Asker. An answer that cannot be read gives no reward
 (`judge`), or 0 (`rubric`, `ruler`), and `judge_success` 0 in the metrics.
 """
 
@@ -52,22 +52,22 @@ _OBJECT = re.compile(r"\{[^{}]*\}")
 
 
 class Asking(ORM):
-    """A reward that asks a model; the options that it does not know are the Asker's."""
+    """A reward that asks a model; unknown options are passed to the Asker."""
 
     prompt: ClassVar[str]
 
     def __init__(self, prompt: str | None = None, **model: Any) -> None:
-        """`prompt` is the question, with what it is about in braces."""
+        """`prompt` is the question, with its subjects in braces."""
         self._prompt = self.prompt if prompt is None else prompt
         self._asker = Asker(**fitting_options("a judge", Asker, model))
 
     @property
     def auxiliary(self) -> int | None:
-        """The index of the auxiliary model that judges; None if it is none of them."""
+        """The index of the auxiliary model that judges; None if it is an endpoint."""
         return self._asker.auxiliary
 
     def examine(self) -> None:
-        """Raise ValueError where the model's endpoint does not answer."""
+        """Raise ValueError if the model's endpoint does not answer."""
         self._asker.examine()
 
 
@@ -86,7 +86,7 @@ class ModelJudge(Asking):
     async def _ask(self, messages: Any, truth: Any, models: Sequence[Any]) -> Value | None:
         text = self._prompt.format(dialogue=_dialogue(messages), reference=_reference(truth))
         match = _NUMBER.search(await self._asker.ask([{"role": "user", "content": text}], models))
-        if match is None or float(match[0]) > 1:  # "8/10" is not what was asked for
+        if match is None or float(match[0]) > 1:  # "8/10" is not the requested form
             return None
         return Value(float(match[0]), {"judge_success": 1.0})
 
@@ -94,7 +94,7 @@ class ModelJudge(Asking):
 class RelativeJudge(Asking):
     """Scores from 0 to 1 for all rollouts of a task, by one question that compares them.
 
-    Equal replies are shown once and have one score. (RULER: relative scores are easier to give than
+    Equal replies are shown once and have one score. (RULER: relative scores are easier than
     absolute ones, and the advantage is relative anyway.) `prompt` may use {prompt}, {candidates},
     {count} and {reference}.
     """
@@ -160,7 +160,7 @@ def _reference(truth: Any) -> str:
 
 
 def _shared(dialogues: Sequence[Sequence[Any]]) -> int:
-    """How many messages all dialogues begin with, up to the first reply."""
+    """Count the messages that all dialogues have in common, up to the first reply."""
     first = dialogues[0]
     end = next((i for i, m in enumerate(first) if m["role"] == "assistant"), len(first))
     return next(
@@ -171,7 +171,7 @@ def _shared(dialogues: Sequence[Sequence[Any]]) -> int:
 def comparison(
     conversation: Sequence[Any], replies: Sequence[str], truth: Any = None, *, prompt: str = RULER
 ) -> str:
-    """The question which of several replies to a conversation are better."""
+    """Return the question which of several replies to a conversation are better."""
     candidates = "\n\n".join(
         f'<reply number="{i}">\n{text}\n</reply>' for i, text in enumerate(replies, 1)
     )
@@ -184,7 +184,7 @@ def comparison(
 
 
 def read_scores(answer: str, count: int) -> list[float] | None:
-    """The last list of `count` numbers in an answer, each cut to 0 to 1."""
+    """Return the last list of `count` numbers in an answer, each clipped to 0 to 1."""
     for text in reversed(_LIST.findall(answer)):
         try:
             parsed = json.loads(text)
@@ -197,7 +197,7 @@ def read_scores(answer: str, count: int) -> list[float] | None:
 
 
 def _rating(answer: str) -> float | None:
-    """The last `rating` from 1 to 10 in an answer's JSON."""
+    """Return the last `rating` from 1 to 10 in an answer's JSON."""
     for text in reversed(_OBJECT.findall(answer)):
         try:
             rating = json.loads(text).get("rating")

@@ -1,7 +1,7 @@
 """Reward model: a classifier with one output scores whole conversations.
 
 It is a model of transformers with a head for sequence classification. Each process loads it once,
-with the first group that it scores, and runs it in a thread of its own: on a GPU in bfloat16, on a
+with the first group that it scores, and runs it in a separate thread: on a GPU in bfloat16, on a
 CPU in float32, where a score depends on the other rows of its batch by less than 1e-5.
 """
 
@@ -28,13 +28,13 @@ from trireme.usercode import Refused, UserCode, refuse_signature
 _HEAD = "ForSequenceClassification"
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 _UNLIMITED = 10**9
-"""A tokenizer's `model_max_length` above it says that none is known."""
+"""A tokenizer's `model_max_length` above this means that none is known."""
 Messages = Sequence[Mapping[str, Any]]
 
 
 class RewardModel(ORM):
-    """The score of each conversation. What is longer than `max_length` loses its beginning, and
-    has the metric `reward_model_cut` 1.
+    """Scores each conversation. One longer than `max_length` loses its beginning, and has the
+    metric `reward_model_cut` 1.
     """
 
     takes_task = True
@@ -50,7 +50,7 @@ class RewardModel(ORM):
         """`max_length` in tokens; none: as many as the model has positions. `plugin` names a
         function `(scores, task) -> scores`. `device`: none is the first GPU, else the CPU.
 
-        Raises ValueError for a folder that holds no reward model.
+        Raises ValueError for a folder without a reward model.
         """
         refuse_model(model_path, max_length)
         self._plugin, self._plugin_name = _plugin_of(plugin), plugin
@@ -60,7 +60,7 @@ class RewardModel(ORM):
     def examine(self) -> None:
         """Raise ValueError for a model of the hub that cannot score conversations."""
         if located(self._path, "models") is not None:
-            return  # it was looked at when this was made
+            return  # it was checked when this was made
         from transformers.utils.hub import cached_file
 
         whose = f"reward_model: model_path ({self._path})"
@@ -98,8 +98,8 @@ class RewardModel(ORM):
 
 
 def refuse_model(model_path: str, max_length: int | None) -> None:
-    """Raise ValueError where a model that is here cannot score conversations: of its files only
-    config.json is read, and the names of the others.
+    """Raise ValueError if a model on this machine cannot score conversations: only config.json and
+    the names of its other files are read.
     """
     whose = f"reward_model: model_path ({model_path})"
     try:
@@ -151,7 +151,7 @@ class Scorer:
     """One reward model of this process. `scores` is called in its thread, and loads it."""
 
     def __init__(self, model_path: str, device: str | None) -> None:
-        """Nothing is loaded yet; `device`: see RewardModel."""
+        """Loads nothing yet; `device`: see RewardModel."""
         self.thread = OwnThread(f"reward-model-{Path(model_path).name}")
         self._path, self._device = model_path, device
         self._loaded: tuple[Any, Any] | None = None
@@ -159,9 +159,9 @@ class Scorer:
     def scores(
         self, conversations: Sequence[Messages], max_length: int | None, batch_size: int
     ) -> list[tuple[float, bool]]:
-        """The score of each, and whether its beginning was cut.
+        """Return the score of each, and whether its beginning was cut.
 
-        Raises RuntimeError, naming the model, where it cannot be loaded or cannot score.
+        Raises RuntimeError, naming the model, if it cannot be loaded or cannot score.
         """
         try:
             if self._loaded is None:
@@ -200,14 +200,14 @@ def _load(path: str, device: str | None) -> tuple[Any, Any]:
     model, said = AutoModelForSequenceClassification.from_pretrained(
         path, dtype=dtype, output_loading_info=True
     )
-    if missing := sorted(said["missing_keys"]):  # transformers draws them at random
+    if missing := sorted(said["missing_keys"]):  # transformers initializes them at random
         raise ValueError(f"its files hold no weights for {', '.join(missing)}")
-    tokenizer.truncation_side = "left"  # the score is about what was said last
+    tokenizer.truncation_side = "left"  # the score is about the last messages
     return model.eval().requires_grad_(False).to(device), tokenizer
 
 
 def _positions(model: Any, tokenizer: Any) -> int | None:
-    """The tokens that a model can read, where that is known."""
+    """Return the most tokens that a model can read, if known."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     known = [n for n in (positions, tokenizer.model_max_length) if n and n < _UNLIMITED]
     return min(known, default=None)
@@ -216,7 +216,7 @@ def _positions(model: Any, tokenizer: Any) -> int | None:
 def _encoded(
     tokenizer: Any, conversations: Sequence[Messages], limit: int | None
 ) -> list[tuple[list[int], bool]]:
-    """The ids of each conversation, and whether its beginning was cut."""
+    """Return the ids of each conversation, and whether its beginning was cut."""
     has_template = bool(tokenizer.chat_template)
     render = partial(tokenizer.apply_chat_template, tokenize=False) if has_template else _plain
     texts = [render([_as_template_wants(m) for m in one]) for one in conversations]

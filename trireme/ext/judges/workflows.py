@@ -1,4 +1,4 @@
-"""Judging: workflows whose replies a model judges: another one, or the model itself."""
+"""Judging: workflows whose replies are judged by a model: another one, or the model itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MathRulerWorkflow(MathWorkflow):
 
     @also_blocking
     async def run(self) -> list[Experience]:
-        """Ask, and note what the replies are worth by the right answer."""
+        """Ask, and record the replies' rewards by the right answer."""
         experiences = await super().run()
         gold = resolve("math_reward")
         assert gold is not None
@@ -62,7 +62,7 @@ class MathTrainableRulerWorkflow(MathWorkflow):
     can_repeat = True
 
     async def ask(self) -> list[Experience]:
-        """n replies, one a run."""
+        """Return n replies, one per run."""
         return await self.model.chat_async(self.format_messages(), n=self.repeat_times)
 
     @also_blocking
@@ -111,7 +111,7 @@ class MathTrainableRulerWorkflow(MathWorkflow):
 
 
 def agreement(scores: Sequence[float] | None, rewards: Sequence[float]) -> float:
-    """1 - mean |score - reward|, rewards cut to 0 to 1; 0 without scores."""
+    """Return 1 - mean |score - reward|, rewards clipped to 0 to 1; 0 without scores."""
     if scores is None:
         return 0.0
     pairs = zip(scores, rewards, strict=True)

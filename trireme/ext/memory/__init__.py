@@ -1,1 +1,1 @@
-"""An estimate of what a trainer's rank needs of its device, before anything starts."""
+"""An estimate of the device memory of a trainer's rank, before anything starts."""

@@ -1,9 +1,9 @@
-"""Memory: what a trainer's rank will need of its device, in bytes, before anything starts.
+"""Memory: estimates the device memory of a trainer's rank, in bytes, before anything starts.
 
-An estimate from a decoder's config.json: what is held all the time (weights, gradients,
-moments, reference), what a micro-batch adds, and what an engine on that device takes beside them.
-Activations are those that transformers' blocks keep for their backward pass;
-`tests/ext/memory/test_memory.py` compares them with what a process really takes.
+An estimate from a decoder's config.json: permanent memory (weights, gradients, moments, reference),
+that of a micro-batch, and that of an engine on the same device. Activations are those that
+transformers' blocks store for their backward pass; `tests/ext/memory/test_memory.py` compares them
+with the memory of a real process.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _BUCKET = 64 * 2**20
 _OF_STEPS = (
     "gradients", "gathered", "activations", "their gradients", "logits", "merged adapter",
 )  # fmt: skip
-"""What a trainer holds while it computes alone."""
-_CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and what its libraries keep
+"""The parts that exist only while a trainer computes."""
+_CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and that of its libraries
 
 
 @dataclass(frozen=True)
@@ -44,44 +44,43 @@ class Use:
     """How a trainer uses a model."""
 
     ranks: int
-    """That hold the model together."""
+    """Ranks that share the model."""
     tokens: int
     """Of a micro-batch, on a rank."""
     half: bool
-    """Blocks compute in bfloat16."""
+    """Whether blocks compute in bfloat16."""
     device: str
     checkpointing: bool = False
     reference: bool = False
     moments: int = 2
-    """Numbers that the optimizer keeps of a weight."""
+    """Numbers that the optimizer stores per weight."""
     critic: ModelShape | None = None
     critic_moments: int = 2
     trains_all: bool = True
     """False: an adapter alone is trained, of which the size is left out."""
     offload: bool = False
     engine: int = 0
-    """Bytes that an engine takes of the same device."""
+    """Bytes of an engine on the same device."""
     engine_sleeps: bool = False
-    """While the trainer computes, it gives them back but for its context, and while it generates
-    the trainer has given back what only its steps need.
-    """
+    """Whether the engine frees them, except for its context, while the trainer computes, and the
+    trainer frees its steps' memory while the engine generates."""
     parks: bool = False
     """The optimizer's moments are in the CPU's memory then."""
     auxiliary: int = 0
     """Bytes of judges' and teachers' weights on the same device."""
     cache: int = 0
-    """Bytes of keys and values that the engine holds at most."""
+    """Most bytes of keys and values of the engine."""
 
 
 def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
-    """Bytes of a rank's device by what they are for."""
+    """Return the bytes of a rank's device by purpose."""
     width = 2 if use.half else FLOAT
     apart = use.ranks > 1
     lies_here = 0 if use.offload and apart else 1
     policy = shape.weights * lies_here // use.ranks
     critic = use.critic.weights * lies_here // use.ranks if use.critic else 0
     trained = policy * use.trains_all  # a critic has no adapter
-    held = FLOAT if use.trains_all else width  # what is not trained needs no more than it computes
+    held = FLOAT if use.trains_all else width  # untrained weights have the dtype of the computation
     states = {
         "weights": held * policy + FLOAT * critic,
         "gradients": FLOAT * (trained + critic),
@@ -176,7 +175,7 @@ def _engine_of(
 
 
 def _auxiliary_of(stage: StageFacts, width: int) -> int:
-    """Bytes of the weights of the auxiliary models that are loaded next to a trainer."""
+    """Return the bytes of the auxiliary models' weights that are loaded next to a trainer."""
     models = stage.config.explorer.auxiliary_models if stage.config.mode == "both" else ()
     paths = [m.model_path for m in models if m.engine_type not in ("remote", "external")]
     shapes = [shape_at(path) for path in paths]
@@ -186,10 +185,10 @@ def _auxiliary_of(stage: StageFacts, width: int) -> int:
 def plan_memory(
     stage: StageFacts, places: Places, request: MemoryRequest
 ) -> tuple[MemoryPlan, Findings]:
-    """Decide whether activations are computed again: as asked for, else on a GPU whose memory is
-    too small for them.
+    """Decide whether activations are recomputed: as requested, else on a GPU whose memory is too
+    small for them.
 
-    What cannot fit is a problem, or a note.
+    Too little memory is a problem, or a note.
     """
     tokens, length, device, half, hosts, takes_turns, shared, free = request
     findings = Findings()
@@ -260,7 +259,7 @@ def _note_without_plan(stage: StageFacts) -> Findings:
 
 
 def _share_of(stage: StageFacts, shape: ModelShape, use: Use, free: int) -> tuple[float, Findings]:
-    """The share of a GPU that the engine gets; a problem where the model does not fit into it."""
+    """Return the engine's share of a GPU; a problem if the model does not fit into it."""
     findings = Findings()
     model = stage.config.explorer.rollout_model
     given = "gpu_memory_utilization" in model.model_fields_set
@@ -277,7 +276,7 @@ def _share_of(stage: StageFacts, shape: ModelShape, use: Use, free: int) -> tupl
 
 
 def _note_copy(shape: ModelShape, use: Use) -> Findings:
-    """Note how much CPU memory trainer.save_behind takes, which nothing else counts."""
+    """Note the CPU memory of trainer.save_behind, which nothing else counts."""
     findings = Findings()
     size = FLOAT * shape.weights * (1 + use.moments * use.trains_all) / use.ranks / GIB
     text = f"each rank's copy takes {size:.1f} GiB of the CPU's memory"
@@ -292,8 +291,8 @@ def _moments(optimizer: OptimizerConfig) -> int:
 
 
 def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free: int) -> Findings:
-    """A problem, or a note where the user wants to try, or where only keys and values are more
-    than there is room for: replies may be short.
+    """Report too little memory as a problem, or as a note if the user wants to try, or if only keys
+    and values lack room: replies may be short.
     """
     findings = Findings()
     short = sum(needs.values()) - free

@@ -1,8 +1,9 @@
-"""Gym scheduler: an environment leads the conversation, and gives its reward: ours, or OpenEnv's.
+"""Gym scheduler: lets an environment (ours, or OpenEnv's) lead the conversation and set its reward.
 
 - The environment's first observation replaces the row's messages.
-- It is closed on every way out, also by `max_turns`, a cut reply, an error or a time-out.
-- Its methods are plain (they run in a thread of the trajectory's own) or coroutines.
+- It is closed however the conversation ends, also by `max_turns`, a cut reply, an error or a
+  time-out.
+- Its methods are plain (they run in the trajectory's own thread) or coroutines.
 """
 
 from __future__ import annotations
@@ -30,34 +31,34 @@ Messages = list[dict[str, Any]]
 
 
 class Env:
-    """Base of environments that see the whole conversation. Give `reset` and `step`."""
+    """The base of environments that see the whole conversation. Define `reset` and `step`."""
 
     def __init__(self, env_config: Mapping[str, Any]) -> None:
-        """`env_config`: that of `workflow_args`, and over it the row's."""
+        """`env_config`: that of `workflow_args`, overridden by the row's."""
         self.env_config = env_config
 
     def reset(self, config: RolloutInferRequest) -> Any:
-        """`(observation, info, system)` for a row's request; `system` may be empty."""
+        """Return `(observation, info, system)` for a row's request; `system` may be empty."""
         raise NotImplementedError(f"{type(self).__name__} must define `reset(self, config)`")
 
     def step(self, action: Messages) -> Any:
-        """`(observation, reward, done, info)` after a conversation whose last message is the
-        model's.
+        """Return `(observation, reward, done, info)` after a conversation that ends with the
+        model's message.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step(self, action)`")
 
     def close(self) -> Any:
-        """Free what it holds."""
+        """Release its resources."""
 
 
 class ContextManager:
-    """Base of what shortens a conversation before each turn. Give `manage_context`."""
+    """The base of classes that shorten a conversation before each turn. Define `manage_context`."""
 
     def __init__(self, ctx_config: Mapping[str, Any]) -> None:
         self.ctx_config = ctx_config
 
     def manage_context(self, history: Messages, trajectory_id: str) -> Any:
-        """The messages that the next turn is sampled from."""
+        """Return the messages from which the next turn is sampled."""
         raise NotImplementedError(
             f"{type(self).__name__} must define `manage_context(self, history, trajectory_id)`"
         )
@@ -66,7 +67,7 @@ class ContextManager:
 class GymScheduler(MultiTurnScheduler):
     """Plays an environment until it is done.
 
-    `env`: a name of `gym_envs` or a path, which the row's `env_config.name` goes over; `env_config`
+    `env`: a name of `gym_envs` or a path, which the row's `env_config.name` overrides; `env_config`
     likewise. `context_manager` (and `ctx_config`) may shorten the conversation before each turn.
     """
 
@@ -119,7 +120,7 @@ class GymScheduler(MultiTurnScheduler):
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> dict[str, Any]:
-        """Act by the reply, unless it is empty because the context was full."""
+        """Act on the reply, unless it is empty because the context was full."""
         done = False
         if result.finish_reason != "length" or result.token_ids:
             action = copy.deepcopy(infer_request.messages)
@@ -149,7 +150,7 @@ class GymScheduler(MultiTurnScheduler):
         return infer_request
 
     async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
-        """Close the environment. What fails in that is logged: the trajectory was lived through."""
+        """Close the environment. An error in that is logged: the trajectory is complete."""
         try:
             await self._opened.close()
         except Exception:
@@ -174,12 +175,12 @@ class OpenEnvSession:
         self._reset_kwargs = dict(env_config.get("reset_kwargs") or {})
 
     def reset(self) -> tuple[Any, Any]:
-        """`(observation, metadata)` of a new episode."""
+        """Return `(observation, metadata)` of a new episode."""
         begun = self._client.reset(**self._reset_kwargs)
         return begun.observation, getattr(begun, "metadata", None)
 
     def step(self, action: Mapping[str, Any]) -> tuple[Any, float, bool, Any]:
-        """`(observation, reward, done, metadata)` after an action."""
+        """Return `(observation, reward, done, metadata)` after an action."""
         seen = self._client.step(action)
         metadata = getattr(seen, "metadata", None)
         return seen.observation, float(seen.reward or 0.0), bool(seen.done), metadata
@@ -195,13 +196,13 @@ _FENCED = re.compile(r"\A```[^\n]*\n(.*)\n[ \t]*```\Z", re.DOTALL)
 class OpenEnvScheduler(MultiTurnScheduler):
     """Plays an episode on the server of OpenEnv that the row's `env_config` names.
 
-    Subclasses say how a reply becomes an action (`parse_action`) and an observation a message
+    Subclasses define how a reply becomes an action (`parse_action`) and an observation a message
     (`format_observation`). Those of ms-swift also use the attributes that begin with `_`.
     """
 
     drops_retries = False
     env_config_defaults: Mapping[str, Any] = {}
-    """What a row's `env_config` goes over, and `workflow_args.env_config` before it."""
+    """Defaults, which `workflow_args.env_config` and then a row's `env_config` override."""
 
     def __init__(
         self, max_turns: int | None = None, env_config: Mapping[str, Any] | None = None
@@ -217,7 +218,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
         self._thread = OwnThread(f"openenv-{id(self)}")
 
     def parse_action(self, text: str) -> Any:
-        """The action of a reply: its JSON object, else its text as `message`."""
+        """Return the action of a reply: its JSON object, else its text as `message`."""
         text = text.strip()
         if fenced := _FENCED.match(text):
             text = fenced[1].strip()
@@ -232,7 +233,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
         return as_json(observation, default=str)
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
-        """Begin an episode; what it shows takes the place of the row's messages."""
+        """Begin an episode; its first observation replaces the row's messages."""
         for request in requests:
             row = request.data_dict.get("env_config") or {}
             config = {**self.env_config_defaults, **self._env_config, **row}
@@ -248,7 +249,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> dict[str, Any]:
-        """Act by the reply, unless it is empty because the context was full."""
+        """Act on the reply, unless it is empty because the context was full."""
         uuid, done = infer_request.uuid or "", False
         session = self._envs.get(uuid)
         if session is not None and (result.finish_reason != "length" or result.token_ids):
@@ -275,18 +276,18 @@ class OpenEnvScheduler(MultiTurnScheduler):
         return {"infer_request": infer_request}
 
     async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
-        """Close what is open."""
+        """Close the open sessions."""
         for uuid in list(self._envs):
             await self._close_and_remove(uuid)
         self._thread.close()
 
     def _create_env(self, env_config: Mapping[str, Any]) -> Any:
-        """The session of an `env_config`."""
+        """Make the session of an `env_config`."""
         return OpenEnvSession(env_config)
 
     async def _close_and_remove(self, uuid: str) -> None:
-        """Forget a trajectory, and close its session in its thread, which may hang there. What
-        fails in that is logged: the trajectory was lived through.
+        """Remove a trajectory, and close its session in its thread, which may hang there. An error
+        in that is logged: the trajectory is complete.
         """
         session = self._envs.pop(uuid, None)
         for kept in (self._total_rewards, self._step_rewards, self._pending_obs):

@@ -1,9 +1,9 @@
-"""Loss scale: which of the tokens that a dialogue sampled are trained, and how strongly.
+"""Loss scale: decides which sampled tokens of a dialogue are trained, and with which weight.
 
 A scale is a name, several names joined by `+` (`last_round+hermes`: their weights multiply), or a
 function `(reply) -> [(text, weight), ...]` that splits a reply, or a class of ms-swift's form; 0
 leaves a part out, other weights multiply the loss of its tokens. Text that was not sampled has no
-log-probability and is never trained, whatever a scale says.
+log-probability and is never trained, whatever the scale.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trireme.registry import SCALES, did_you_mean
 Pieces = Sequence[tuple[str, float]]
 Scale = Callable[[str], Pieces]
 _Split = Callable[[str, bool], Pieces]
-"""The same, also told whether the reply is that of the last turn."""
+"""A scale function that also receives whether the reply is that of the last turn."""
 
 LAST_ROUND = "last_round"
 _TURNS = ("default", "all", LAST_ROUND)
-"""Names that say which turns are trained; all others split replies."""
+"""Names that select the trained turns; all others split replies."""
 
 
 class ContextType(str, Enum):  # noqa: UP042 (a plug-in may print it as ms-swift does)
@@ -38,10 +38,10 @@ class ContextType(str, Enum):  # noqa: UP042 (a plug-in may print it as ms-swift
 
 
 class LossScale:
-    """ms-swift's class form of a scale. Give `get_loss_scale`."""
+    """A scale in ms-swift's class form. Define `get_loss_scale`."""
 
     def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> Any:
-        """The texts of a reply, and the weight of each: two lists."""
+        """Return the texts of a reply, and the weight of each: two lists."""
         return [context], [1.0]
 
 
@@ -75,7 +75,9 @@ def only_last(name: Any) -> bool:
 
 
 def resolve(name: Any) -> list[_Split]:
-    """How replies are split, by a name, path, class or function. Raises ValueError for others."""
+    """Find the ways to split replies by a name, path, class or function. Raises ValueError for
+    others.
+    """
     if not isinstance(name, str):
         return [_split_of(name)]
     parts = name.split("+")
@@ -108,7 +110,7 @@ def _split_of(scale: Any) -> _Split:
 
 
 def by_patterns(*patterns: tuple[str, float]) -> Scale:
-    """A scale that weighs what matches a regular expression, and all else 1."""
+    """Make a scale that weighs matches of regular expressions, and 1 for all else."""
 
     def split(reply: str) -> Pieces:
         pieces, at = [], 0
@@ -127,8 +129,8 @@ def by_patterns(*patterns: tuple[str, float]) -> Scale:
 
 
 def by_keywords(weights: Mapping[str, tuple[float, float]]) -> Scale:
-    """A scale of replies in sections: each keyword has a weight, and what follows it up to the next
-    keyword another; what stands before the first weighs 1.
+    """Make a scale of replies in sections: each keyword has a weight, and the text after it up to
+    the next keyword another; text before the first weighs 1.
     """
     border = re.compile("|".join(map(re.escape, weights)))
 
@@ -155,7 +157,7 @@ def _borders(reply: str, pieces: Pieces, name: Any) -> tuple[list[int], list[flo
 
 
 def _at(start: int, borders: list[int], weights: list[float]) -> float:
-    """The weight of the piece in which a character lies; an end token's is 1."""
+    """Return the weight of a character's piece; an end token's is 1."""
     return next((w for end, w in zip(borders, weights, strict=True) if start < end), 1.0)
 
 

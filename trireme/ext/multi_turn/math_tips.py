@@ -1,8 +1,8 @@
-"""Math tips: schedulers that tell the model that its answer is wrong, and let it think again.
+"""Math tips: schedulers that tell the model about a wrong answer, and let it think again.
 
-Three ways: a new turn, going back into the thinking part of the same reply, and a new turn for
+There are three ways: a new turn, continuing the thinking part of the same reply, and a new turn for
 models whose chat template drops earlier thinking. Texts are those of ms-swift's plug-ins. The row's
-`solution` says what is right.
+`solution` is the right answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_right(text: str, request: RolloutInferRequest) -> bool:
 
 
 class MathTips(MultiTurnScheduler):
-    """Cuts the reply back to its thinking part, puts the doubt there, and lets it go on; once.
+    """Cuts the reply back to its thinking part, adds a doubt, and lets it continue; once.
 
     `tips_prompt` is the doubt.
     """
@@ -57,7 +57,7 @@ class MathTips(MultiTurnScheduler):
     def step(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> RolloutInferRequest:
-        """The reply up to its answer or the end of its thinking, and the doubt."""
+        """Return the reply up to its answer or the end of its thinking, followed by the doubt."""
         reply = infer_request.messages[-1]["content"]
         for tag in ("<answer>", "</think>"):
             reply = reply.partition(tag)[0]
@@ -66,7 +66,7 @@ class MathTips(MultiTurnScheduler):
 
 
 class MathTipsMultiTurn(MultiTurnScheduler):
-    """Says in a new turn that the answer is wrong; once. `tips_prompt` is what it says."""
+    """Tells the model in a new turn that the answer is wrong; once. `tips_prompt` is the text."""
 
     def __init__(self, max_turns: int | None = None, tips_prompt: str = RECHECK, **_: Any) -> None:
         super().__init__(max_turns)
@@ -86,18 +86,18 @@ class MathTipsMultiTurn(MultiTurnScheduler):
     def step(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> RolloutInferRequest:
-        """The same conversation, and the tip as the user's."""
+        """Return the same conversation, followed by the tip as the user's message."""
         infer_request.messages.append({"role": "user", "content": self.tips_prompt})
         return infer_request
 
 
 class ThinkingTips(MathTipsMultiTurn):
-    """The same for models that see no earlier thinking: each turn is a sample of its own, all with
-    one reward. Earlier replies go into the history without their thinking.
+    """The same for models that see no earlier thinking: each turn is a separate sample, all with
+    one reward. Earlier replies enter the history without their thinking.
     """
 
     async def run(self, infer_request: RolloutInferRequest, request_config: Any) -> Any:
-        """All turns; one output for each."""
+        """Run all turns; returns one output for each."""
         assert self.infer_engine is not None
         messages = list(infer_request.messages)
         outputs: list[RolloutOutput] = []

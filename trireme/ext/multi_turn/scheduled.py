@@ -1,8 +1,8 @@
 """Multi-turn scheduler workflow: a conversation led by a MultiTurnScheduler, judged with its group.
 
-`workflow_args`: `scheduler` (a name of `multi_turns`, or a path; none: one turn, or what the
-rollout server has), `max_turns`, `loss_scale`, and further options of the scheduler's.
-`reward_fn_args`: `funcs` and `weights`; without them the taskset's reward judges the last reply.
+`workflow_args`: `scheduler` (a name of `multi_turns`, or a path; none: one turn, or the rollout
+server's), `max_turns`, `loss_scale`, and further options of the scheduler's. `reward_fn_args`:
+`funcs` and `weights`; without them the taskset's reward judges the last reply.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OWN = ("scheduler", "max_turns", "loss_scale")
 
 
 class ScheduledWorkflow:
-    """The workflow whose turns a scheduler decides. One object serves all tasks."""
+    """A workflow whose turns a scheduler decides. One object serves all tasks."""
 
     reward_parts = True
 
@@ -40,7 +40,7 @@ class ScheduledWorkflow:
         self._judges = Judges()
 
     async def __call__(self, task: Task, model: Model) -> list[Experience]:
-        """One trajectory, one experience a dialogue, without its reward."""
+        """Run one trajectory; returns one experience per dialogue, without its reward."""
         args = task.workflow_args
         scale = args.get("loss_scale", "default")
         uuid = "/".join(str(part) for part in model.key)
@@ -67,8 +67,8 @@ class ScheduledWorkflow:
         return conversation(task), task.raw_task.get("tools")
 
     def has_no_reward(self, task: Task) -> bool:
-        """Return whether the task names no source of rewards; a scheduler may give them by its
-        environment.
+        """Return whether the task names no source of rewards; a scheduler's environment may provide
+        them.
         """
         named = task.reward_fn or task.reward_fn_args or task.workflow_args.get("scheduler")
         return not named
@@ -76,9 +76,9 @@ class ScheduledWorkflow:
     async def judge(
         self, task: Task, experiences: Sequence[Experience], models: Sequence[Any] = ()
     ) -> None:
-        """Give each rollout of a task its reward; all rollouts are there, in run order.
+        """Set the reward of each rollout of a task; all rollouts are there, in run order.
 
-        Outputs of a `run` that have a `request_id` of their own are judged by themselves.
+        Outputs of a `run` that have their own `request_id` are judged separately.
         """
         await reward_group(self._judges.of(task), task, experiences, models)
 
@@ -88,12 +88,12 @@ multi_turn_scheduler = ScheduledWorkflow()
 
 @runtime_checkable
 class LeadsTurns(Protocol):
-    """An engine that may have a scheduler of its own: rollout servers."""
+    """An engine that may have its own scheduler: rollout servers."""
 
     multi_turn: bool
 
     async def connect(self) -> None:
-        """Until that is known."""
+        """Wait until that is known."""
         ...
 
     async def infer(
@@ -104,12 +104,12 @@ class LeadsTurns(Protocol):
         key: tuple[Any, ...],
         loss_scale: Any,
     ) -> list[dict[str, Any]]:
-        """A whole trajectory."""
+        """Return a whole trajectory."""
         ...
 
 
 def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
-    """The scheduler that `workflow_args` name; None where they name none.
+    """Make the scheduler that `workflow_args` name; None if they name none.
 
     Raises ValueError for an unknown one, and for options that it does not take.
     """
@@ -134,7 +134,7 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
             f"multi-turn scheduler {name!r} has no step: expected a class with "
             "`step(self, infer_request, result, current_turn)`"
         )
-    if not issubclass(scheduler, MultiTurnScheduler):  # what it leaves out is the base's
+    if not issubclass(scheduler, MultiTurnScheduler):  # the base provides what it omits
         scheduler = new_class(scheduler.__name__, (scheduler, MultiTurnScheduler))
     try:
         made: MultiTurnScheduler = scheduler(**accepted(scheduler, {"max_turns": turns}), **options)
@@ -155,8 +155,8 @@ def _gives(scheduler: type, method: str) -> bool:
 
 
 def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -> list[Experience]:
-    """An experience for each dialogue, and for each earlier part of it where the chat template
-    rewrote its history. What a call sampled is trained in one of them only.
+    """Make an experience for each dialogue, and for each earlier part of it if the chat template
+    rewrote its history. The tokens of a call are trained in only one of them.
     """
     decode = model.chat_tokens.decode
     last = {dialogue.call for dialogue in ended}
@@ -193,7 +193,7 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
 async def _at_server(
     engine: LeadsTurns, model: Model, request: RolloutInferRequest, scale: Any
 ) -> list[Experience]:
-    """The trajectory as the rollout server's own scheduler leads it."""
+    """Run the trajectory with the rollout server's own scheduler."""
     outputs = await engine.infer(asdict(request), model.sampling, key=model.key, loss_scale=scale)
     experiences = [experience_of_wire(output["experience"]) for output in outputs]
     for experience, output in zip(experiences, outputs, strict=True):
@@ -202,14 +202,14 @@ async def _at_server(
 
 
 def conversation(task: Task) -> list[dict[str, Any]]:
-    """The row's conversation: its `messages`, else the prompt's column; with the system prompt of
-    the YAML where it has none.
+    """Return the row's conversation: its `messages`, else the prompt's column; with the system
+    prompt of the YAML if it has none.
     """
     prompt = task.raw_task.get("messages", task.prompt)
     return conversation_of(task, prompt, task.system_prompt)
 
 
 def _row(task: Task) -> dict[str, Any]:
-    """The row, its truth as `solution` too, which schedulers ask for."""
+    """Return the row, with its truth also as `solution`, which schedulers use."""
     row = {name: value for name, value in task.raw_task.items() if value is not None}
     return row if task.truth is None else {"solution": task.truth, **row}

@@ -1,9 +1,10 @@
-"""Scheduler: the user's seam for conversations of several turns: when do they end, what comes next.
+"""Scheduler: the extension point for conversations of several turns: their end, and their next
+turn.
 
 Names, arguments and turn numbers are those of ms-swift's multi-turn training; a plug-in file for it
 runs after a change of its import lines. Every method may be plain or `async def`; plain ones run in
-a thread of the trajectory's own, so that a slow tool delays no other trajectory. One scheduler
-object is made for each trajectory: what it keeps on `self` is that trajectory's alone.
+the trajectory's own thread, so that a slow tool delays no other trajectory. One scheduler object is
+made for each trajectory: its attributes belong to that trajectory alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class RolloutInferRequest:
     """The request that the next turn is sampled from."""
 
     messages: list[dict[str, Any]]
-    """The whole conversation; where a scheduler gets it, the model's reply is its last message."""
+    """The whole conversation; when a scheduler receives it, the model's reply is its last
+    message."""
     images: list[Any] = field(default_factory=list)
     audios: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
@@ -49,9 +51,9 @@ class RolloutResponseChoice:
     index: int
     message: ChatMessage
     finish_reason: str | None
-    """`stop`, or `length` where the reply was cut."""
+    """`stop`, or `length` if the reply was cut."""
     logprobs: dict[str, Any] | None = None
-    """As OpenAI's API has them, where the task asks for log-probabilities."""
+    """In the form of OpenAI's API, if the task asks for log-probabilities."""
     messages: list[dict[str, Any]] | None = None
     """The whole dialogue, at the end of the last turn only."""
     token_ids: list[int] | None = None
@@ -60,7 +62,7 @@ class RolloutResponseChoice:
 
 @dataclass
 class ChatCompletionResponse:
-    """A reply as the `infer_engine` of an overridden `run` gives it."""
+    """A reply of the `infer_engine` in an overridden `run`."""
 
     choices: list[RolloutResponseChoice]
     model: str = ""
@@ -69,45 +71,43 @@ class ChatCompletionResponse:
 
 @dataclass
 class RolloutOutput:
-    """One sample, as an overridden `run` returns it. Token lists hold one list a turn."""
+    """A sample that an overridden `run` returns. Token lists contain one list per turn."""
 
     response: ChatCompletionResponse
     messages: list[dict[str, Any]] | None = None
     response_token_ids: list[Any] = field(default_factory=list)
     response_loss_mask: list[Any] = field(default_factory=list)
     rollout_infos: dict[str, Any] = field(default_factory=dict)
-    """A `request_id` among them gives this sample a reward of its own."""
+    """A `request_id` among them gives this sample its own reward."""
     rollout_logprobs: list[Any] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for the wire."""
+        """Return plain data, for the wire."""
         return asdict(self)
 
 
 class MultiTurnScheduler:
-    """Base of schedulers. Give `step`; the rest has a default."""
+    """The base of schedulers. Define `step`; the rest has a default."""
 
     infer_engine: InferEngine | None = None
-    """Asks the model, for an overridden `run`."""
+    """Calls the model, for an overridden `run`."""
     tokenizer: Any = None
     drops_retries: bool = True
-    """A reply that `step` took out of the messages, to ask for another, was never said. False: it
-    is a sample of its own.
-    """
+    """Whether a reply that `step` removed, to ask for another, is dropped; otherwise it is trained
+    as its own sample."""
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
-        """`max_turns`: None or 0 is no limit of the scheduler's own."""
+        """`max_turns`: None or 0 means that the scheduler sets no limit."""
         self.max_turns = max_turns
 
     def step(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> Any:
-        """The next turn's request; or a dict with `infer_request` and, where given, the ids of this
-        turn's reply as it now is (`response_token_ids`, `response_loss_mask`, `rollout_logprobs`),
-        and `rollout_infos`, which are kept for the rewards.
+        """Return the next turn's request; or a dict with `infer_request` and optionally the ids of
+        this turn's reply as it now is (`response_token_ids`, `response_loss_mask`,
+        `rollout_logprobs`), and `rollout_infos`, which are passed to the rewards.
 
-        Messages that end with an assistant's make the model go on with that reply; any others begin
-        a new turn.
+        If the last message is an assistant's, the model continues it; otherwise a new turn begins.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define `step(self, infer_request, result, current_turn)`"
@@ -127,12 +127,12 @@ class MultiTurnScheduler:
     def on_turn_end(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> Any:
-        """Called when a reply is there. A dict with `done` goes before `check_finished`, one with
+        """Called after a reply. A dict with `done` takes precedence over `check_finished`, one with
         `rollout_infos` adds to them.
         """
 
     def on_trajectory_end(self, infer_request: RolloutInferRequest) -> Any:
-        """Called once however the trajectory ends, also by an error: close what it opened."""
+        """Called once however the trajectory ends, also by an error: release its resources."""
 
 
 Ask = Callable[..., Awaitable[RolloutResponseChoice]]
@@ -147,14 +147,16 @@ class InferEngine:
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: Any = None, **_: Any
     ) -> ChatCompletionResponse:
-        """One reply to the request's messages; `request_config` is a mapping or has attributes."""
+        """Return one reply to the request's messages; `request_config` is a mapping or has
+        attributes.
+        """
         config = request_config or {}
         options = dict(config) if isinstance(config, Mapping) else vars(config)
         return ChatCompletionResponse([await self._ask(infer_request, **options)])
 
 
 def request_of(row: Mapping[str, Any], messages: Sequence[Message], uuid: str) -> Any:
-    """The first request of a data set's row, which begins with `messages`."""
+    """Make the first request of a data set's row, which begins with `messages`."""
     known = ("messages", "tools", "objects", "data_dict", *NOT_TEXT)
     data = row.get("data_dict")
     others = {name: value for name, value in row.items() if name not in known and value is not None}

@@ -1,12 +1,12 @@
-"""Tool calls: what a model may call, and a scheduler that runs what a reply asks for.
+"""Tool calls: the tools of a model, and a scheduler that runs the calls of a reply.
 
 - Tools are Python functions, with their JSON schemas, and those of MCP servers.
 - Three forms: ReAct (`Action:`, `Action Input:`), Hermes (`<tool_call>{json}</tool_call>`, several
-  run side by side), and `tool_calls` of the reply's message where the engine has read them.
-- A ReAct result goes into the same turn behind `Observation:`; others come as `tool` messages of a
-  new turn, or inside the reply with `style: same_turn`. What a reply says after its call, as if it
-  had seen a result, is cut off where results go inside.
-- Nothing that a tool does ends the rollout: its error is the result, and is counted.
+  run concurrently), and `tool_calls` of the reply's message if the engine has parsed them.
+- A ReAct result goes into the same turn after `Observation:`; others become `tool` messages of a
+  new turn, or go into the reply with `style: same_turn`. Text after a call, with an invented
+  result, is cut off if results go into the reply.
+- A tool never ends the rollout: its error is the result, and is counted.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Tool:
     """Something to call by name."""
 
     schema: dict[str, Any]
-    """As chat templates want it: `{"type": "function", "function": {...}}`."""
+    """In the form of chat templates: `{"type": "function", "function": {...}}`."""
     call: Callable[[dict[str, Any], float], Awaitable[Any]]
-    """The result for arguments by name, within so many seconds. Raises TimeoutError."""
+    """Returns the result for arguments by name, within a number of seconds. Raises TimeoutError."""
 
     @property
     def name(self) -> str:
@@ -67,18 +67,18 @@ class Tool:
 
 
 def python_tool(tool: str | Callable[..., Any]) -> Tool:
-    """A tool of a function, by name, path or itself; a plain one runs in a thread.
+    """Make a tool of a function, by name, path or itself; a plain one runs in a thread.
 
     A function's attribute `within`, a coroutine that takes `seconds` too, counts the time itself.
 
-    Raises ValueError where its signature or docstring does not say what the model has to know.
+    Raises ValueError if its signature or docstring lacks facts that the model needs.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
     function: Any = TOOLS.get(tool) if isinstance(tool, str) else tool
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # it has several kinds, without a base of their own
+    except Exception as error:  # it has several kinds, without a common base
         raise ValueError(
             f"tool {tool!r} has no JSON schema ({error}): give it type hints, and a docstring "
             "with `Args:` and a line for each argument"
@@ -103,7 +103,7 @@ def python_tool(tool: str | Callable[..., Any]) -> Tool:
 
 
 def as_text(result: Any) -> str:
-    """A tool's result as the model reads it."""
+    """Return a tool's result as text for the model."""
     return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
@@ -167,7 +167,7 @@ class McpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self, timeout: float) -> list[Tool]:
-        """Connect. Raises RuntimeError where the server does not answer."""
+        """Connect. Raises RuntimeError if the server does not answer."""
         ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._live(ready))
         try:
@@ -194,7 +194,7 @@ class McpServer:
                     ready.set_result(tools)
                 await self._stop.wait()
         except Exception as error:
-            if ready.done():  # calls fail from now on, and say so to the model
+            if ready.done():  # calls fail from now on, with an error for the model
                 logger.warning("MCP server '%s' ended: %r", self._name, error)
             else:
                 failed = RuntimeError(f"MCP server '{self._name}' does not work: {error!r}")
@@ -245,7 +245,7 @@ class Asked:
 
 
 def read_calls(choice: RolloutResponseChoice) -> Asked:
-    """The calls in a reply, in the order of the text."""
+    """Return the calls in a reply, in the order of the text."""
     text = str(choice.message.content or "")
     if choice.message.tool_calls:
         return Asked([_of_message(call) for call in choice.message.tool_calls], upto=len(text))
@@ -262,8 +262,8 @@ class ToolCallScheduler(MultiTurnScheduler):
     """Runs tools until a reply asks for none.
 
     `tools`: names of TOOLS (`calculator`), or paths (`my_file:function`). `mcp_servers`: name ->
-    `{command, args}` or `{url}`. `timeout`: seconds for a call,
-    without what a program waits for the sandbox. `style`: new_turn, or same_turn.
+    `{command, args}` or `{url}`. `timeout`: seconds for a call, without a program's wait for the
+    sandbox. `style`: new_turn, or same_turn.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class ToolCallScheduler(MultiTurnScheduler):
     def on_turn_end(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> dict[str, Any]:
-        """The counts up to here."""
+        """Return the counts so far."""
         return {"rollout_infos": dict(self.infos)}
 
     def check_finished(
@@ -313,7 +313,7 @@ class ToolCallScheduler(MultiTurnScheduler):
     async def step(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> RolloutInferRequest:
-        """Run the calls side by side; their results go where the style says."""
+        """Run the calls concurrently; the style decides where their results go."""
         asked, messages = read_calls(result), infer_request.messages
         answers = await asyncio.gather(*(self._answer(call) for call in asked.calls))
         if not asked.react and self.style == "new_turn":
@@ -336,7 +336,7 @@ class ToolCallScheduler(MultiTurnScheduler):
             return joined(as_text(await self._run(call)))
         except TimeoutError:
             error = f"{call.name} took longer than {self.timeout:g} s"
-        except Exception as raised:  # foreign code: the model is told
+        except Exception as raised:  # foreign code: the model gets the error
             error = str(raised) or repr(raised)
         self.infos["tool_errors"] += 1
         return joined(f"Error: {error}")

@@ -1,11 +1,11 @@
 """Indexes a run's rollouts in memory, filters them, and reads the wanted ones back.
 
 Invariants:
-- The index holds numbers and places in files, never text: 100,000 rollouts take about 10 MB.
-- A file that has grown is read on from where the index ended; one that was replaced or has shrunk
-  (a resume, a copy at its limit) is read anew.
-- A place stands for one rollout: after an index was read anew, its places are others, and an old
-  one is refused instead of meaning another rollout.
+- The index contains numbers and positions in files, never text: 100,000 rollouts take about 10 MB.
+- A file that has grown is read from the end of the index; one that was replaced or has shrunk (a
+  resume, a copy at its limit) is read again.
+- A place identifies one rollout: after an index was read again, its places differ, and an old one
+  is refused instead of meaning another rollout.
 - Nothing is written, and a database is opened read-only.
 """
 
@@ -37,7 +37,7 @@ LINES = {
     "failed": FAILED,
     "data": DATA_ROWS,
 }
-"""Where the rollouts of each kind lie in a run's `buffer` folder."""
+"""The files of each kind of rollouts in a run's `buffer` folder."""
 DATABASE = "explorer_output.db"
 ORDERS = ("newest", "oldest", "best", "worst", "longest", "random")
 READ_FIRST = 5000
@@ -84,7 +84,7 @@ class _Source:
     inode: int = -1
     read: int = 0
     head: bytes = b""
-    """How it begins: a file written anew may get the same inode."""
+    """The beginning of the file: a rewritten file may get the same inode."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Names:
 
 
 class RolloutIndex:
-    """All rollouts that a run's folder holds."""
+    """All rollouts in a run's folder."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the run's; it may have no rollouts yet."""
@@ -126,7 +126,7 @@ class RolloutIndex:
     # --- reading ---------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Read what has been written since the last time."""
+        """Read the data written since the last time."""
         with self._lock:
             if any(self._was_replaced(source) for source in self._sources):
                 self._clear()
@@ -191,7 +191,7 @@ class RolloutIndex:
             self._columns[name].append(value)
 
     def _read_database(self) -> None:
-        """Rows of the copy that workflows' experiences have, where a run keeps no lines."""
+        """Read rows of the copy of workflows' experiences, if a run writes no lines."""
         query = (
             "SELECT id, msg_id, timestamp, batch, reward, model_version, length(response_text) "
             "FROM experiences WHERE id > ? ORDER BY id"
@@ -210,7 +210,7 @@ class RolloutIndex:
                 self._from_database = key, eid, time
 
     def _database_was_cut(self, database: sqlite3.Connection) -> bool:
-        """Return whether rows that were read are gone, or their keys were given to others."""
+        """Return whether rows that were read have been removed, or their keys reused."""
         assert self._from_database is not None
         key, *last = self._from_database
         # a count of all walks an index; one of `id <= ?` would walk the rows with their tokens
@@ -231,18 +231,20 @@ class RolloutIndex:
         return len(self._columns["offset"])
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
-        """A column as it is now."""
+        """Return a column in its current state."""
         return np.array(self._columns[name])
 
     def select(self, wanted: Filter) -> Selection:
-        """Places of the rollouts that are wanted, in their order."""
+        """Return the places of the matching rollouts, in their order."""
         columns, keep, first = self._numbers_fit(wanted)
         if wanted.text:
             keep &= self._holding(wanted.text, columns, keep, first)
         return _ordered(np.flatnonzero(keep), columns, wanted) + first
 
     def _numbers_fit(self, wanted: Filter) -> tuple[Columns, Mask, int]:
-        """The columns, which rows fit all of the filter but its text, and the first row's place."""
+        """Return the columns, the rows that match all of the filter except its text, and the first
+        row's place.
+        """
         with self._lock:
             first = self._first
             columns = {name: np.array(values) for name, values in self._columns.items()}
@@ -265,9 +267,9 @@ class RolloutIndex:
         return columns, keep, first
 
     def leading(self, wanted: Filter, count: int) -> Selection | None:
-        """The first `count` places of `select`, where few rollouts had to be read to find them.
+        """Return the first `count` places of `select`, if few rollouts had to be read to find them.
 
-        None where that many are not among the first; a whole search knows them then.
+        None if that many are not among the first; a whole search then knows them.
         """
         columns, keep, first = self._numbers_fit(wanted)
         if not wanted.text or (columns["offset"] < 0).any():
@@ -283,21 +285,21 @@ class RolloutIndex:
             wanted = text.casefold()
             query = "SELECT id FROM experiences WHERE says(prompt_text) OR says(response_text)"
             with closing(open_read_only(self.buffer / DATABASE)) as database:
-                # LIKE knows the case of ASCII letters alone
+                # LIKE ignores the case of ASCII letters only
                 database.create_function("says", 1, lambda said: wanted in (said or "").casefold())
                 ids = [-key for (key,) in database.execute(query)]
             holding |= np.isin(columns["offset"], ids)
         return holding
 
     def _search(self, first: int) -> Search:
-        """The cache of searches over the lines whose places begin at `first`."""
+        """Return the cache of searches over the lines whose places begin at `first`."""
         with self._lock:
             if self._searched is None or self._searched.first != first:
                 self._searched = Search([source.path for source in self._sources], first)
             return self._searched
 
     def rows(self, places: Sequence[int] | Selection) -> list[dict[str, Any]]:
-        """The whole lines at these places, each with its kind, task and group."""
+        """Return the whole lines at these places, each with its kind, task and group."""
         with self._lock:
             return [self._row(int(place)) for place in places]
 
@@ -333,7 +335,7 @@ class RolloutIndex:
         return dict(zip(names, record, strict=True))
 
     def row(self, kind: str, eid: str) -> dict[str, Any]:
-        """One rollout by its id. Raises ValueError where there is none."""
+        """Return one rollout by its id. Raises ValueError if there is none."""
         with self._lock:
             index = self._places.get(f"{kind} {eid}")
             if index is None:
@@ -352,18 +354,19 @@ class RolloutIndex:
 
 
 def _no_number(name: str) -> None:
-    """NaN and the infinities, which browsers' JSON does not know."""
+    """Replace NaN and the infinities, which browsers' JSON does not allow."""
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """A SQLite database that this process cannot change."""
+    """Open a SQLite database that this process cannot change."""
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
 
 
 def task_of(row: dict[str, Any], kind: str) -> str:
-    """The task over all steps: its row in the taskset, or `<eval set>/<row>`; else its group.
+    """Return the task over all steps: its row in the taskset, or `<eval set>/<row>`; else its
+    group.
 
-    Of a data set's rows, whose ids begin with the epoch, the row.
+    For a data set's rows, whose ids begin with the epoch, it is the row.
     """
     eid = str(row["eid"])
     if kind == "data":
@@ -377,7 +380,9 @@ def task_of(row: dict[str, Any], kind: str) -> str:
 
 
 def _group_and_run(eid: str) -> tuple[str, int]:
-    """`batch/task` and the run of `batch/task/run/step` and of evaluations' `step/set/task/…`."""
+    """Return `batch/task` and the run of `batch/task/run/step` and of evaluations'
+    `step/set/task/…`.
+    """
     parts = eid.split("/")
     cut = 3 if len(parts) >= 5 and not parts[1].isdigit() else 2
     run = parts[cut] if len(parts) > cut else "0"
@@ -387,7 +392,9 @@ def _group_and_run(eid: str) -> tuple[str, int]:
 def _ordered(
     places: Selection, columns: dict[str, np.ndarray[Any, Any]], wanted: Filter
 ) -> Selection:
-    """Places in the wanted order; rollouts without a reward come after the best and the worst."""
+    """Return places in the requested order; rollouts without a reward follow the best and the
+    worst.
+    """
     if wanted.order == "random":
         # a number for each rollout there is: the same order whatever else the filter leaves out
         drawn = np.random.default_rng(abs(wanted.seed)).random(len(columns["offset"]))
@@ -405,7 +412,7 @@ def _ordered(
 
 
 def as_item(row: dict[str, Any]) -> dict[str, Any]:
-    """A rollout as a list shows it."""
+    """Return a rollout in the form of a list."""
     keys = ("eid", "kind", "step", "task", "group", "reward", "response_length", "cut",
             "model_version", "stop_reason")  # fmt: skip
     reply = row.get("response") or (row.get("failure") or {}).get("message") or ""
@@ -418,14 +425,16 @@ def as_item(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_question(prompt: str) -> str:
-    """A prompt's text without the marks of its chat template at both ends, for a list."""
+    """Return a prompt's text without the chat template's special tokens at both ends, for a
+    list.
+    """
     return re.sub(r"<\|?[a-z_/]+\|?>", " ", prompt).strip()
 
 
 def export(
     rollouts: RolloutIndex, places: Selection, form: Literal["jsonl", "parquet"]
 ) -> Iterator[bytes]:
-    """The whole rollouts at these places as one file, in parts."""
+    """Yield the whole rollouts at these places as one file, in parts."""
     if form == "jsonl":
         for first in range(0, len(places), 500):
             rows = rollouts.rows(places[first : first + 500])
@@ -437,7 +446,7 @@ def export(
     import pyarrow.parquet
 
     rows = rollouts.rows(places)
-    for row in rows:  # what differs from row to row in its keys is one text in a column
+    for row in rows:  # keys that differ from row to row become text in one column
         for key, value in row.items():
             if isinstance(value, (dict, list)):
                 row[key] = as_json(value)

@@ -1,11 +1,11 @@
-"""Finds runs below a folder and reads what each has written about itself.
+"""Runs: finds runs below a folder and reads their metrics and configuration.
 
 Invariants:
 - A run is a folder with `monitor/metrics.jsonl`, or with one in `monitor/<explorer>/`. A run of
   several stages has a folder, and so an entry here, for each stage.
-- Reading never writes, takes no lock, and loads no torch: it may go on beside a run.
-- Curves are columns. A part with more than `MOST_POINTS` steps is thinned evenly, its last step is
-  always there.
+- Reading never writes, takes no lock, and imports no torch: it may happen during a run.
+- Curves are columns. A part with more than `MOST_POINTS` steps is thinned evenly; its last step
+  always remains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trireme.monitor.figures import metric_of
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 DEPTH = 5
-"""How far below the given folder a run may lie."""
+"""Most levels below the given folder at which runs are found."""
 MOST_POINTS = 2000
 _SKIPPED = {"buffer", "log", "monitor", "run", "node_modules"}
 
@@ -36,26 +36,26 @@ class RunFolder:
     """One run's folder, or one stage's."""
 
     name: str
-    """Its path below the folder that is viewed, which the page shows and asks by."""
+    """Its path below the viewed folder, which the page shows and uses in requests."""
     folder: Path
 
     @property
     def metric_files(self) -> list[Path]:
-        """One file a process that logs."""
+        """Return one file per process that logs."""
         monitor = self.folder / "monitor"
         return sorted([*monitor.glob(FILE_NAME), *monitor.glob(f"*/{FILE_NAME}")])
 
     @property
     def generation(self) -> str:
-        """A text that changes whenever the run logs something."""
+        """Return a text that changes whenever the run logs something."""
         stats = (path.stat() for path in self.metric_files)
         return ",".join(f"{stat.st_ino}-{stat.st_size}" for stat in stats)
 
 
 def find_runs(root: Path) -> list[RunFolder]:
-    """Every run at or below `root`, in the order in which each began to log.
+    """Find every run at or below `root`, in the order in which each began to log.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there are none.
     """
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}: expected a run's folder, or one above runs")
@@ -74,7 +74,7 @@ def _folders(folder: Path, depth: int) -> Iterator[Path]:
         if RunFolder("", folder).metric_files:
             yield folder
         below = _below(folder) if depth else []
-    except OSError:  # not ours to read, or deleted meanwhile: the other runs are shown
+    except OSError:  # unreadable, or deleted meanwhile: the other runs are shown
         return
     for name in below:
         yield from _folders(folder / name, depth - 1)
@@ -92,15 +92,13 @@ def _below(folder: Path) -> list[str]:
 
 
 def _began(run: RunFolder) -> tuple[float, str]:
-    """Return the time when the run logged its first step, which the first line of its metrics
-    holds.
-    """
+    """Return the time of the run's first step, from the first line of its metrics."""
     times = []
     for path in run.metric_files:
         try:
             with path.open(encoding="utf-8") as file:
                 line = file.readline()
-        except OSError:  # a request for this run's curves says so
+        except OSError:  # a request for this run's curves reports it
             continue
         if line.endswith("\n"):
             times.append(float(json.loads(line)["time"]))
@@ -108,14 +106,16 @@ def _began(run: RunFolder) -> tuple[float, str]:
 
 
 class Curves:
-    """The metrics of runs as columns, read again where a file has changed."""
+    """The metrics of runs as columns, read again if a file has changed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def of(self, run: RunFolder) -> dict[str, Any]:
-        """`{part: {steps, times, metrics: {name: values}}}`; null where a step lacks a metric."""
+        """Return `{part: {steps, times, metrics: {name: values}}}`; null where a step lacks a
+        metric.
+        """
         generation = run.generation
         with self._lock:
             known = self._read.get(run.name)
@@ -127,7 +127,9 @@ class Curves:
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of `metrics.jsonl` as columns, part by part. An evaluation is one row per step."""
+    """Return rows of `metrics.jsonl` as columns, part by part. An evaluation is one row per
+    step.
+    """
     by_part: dict[str, dict[int, dict[str, Any]]] = {}
     for row in rows:
         steps = by_part.setdefault(row["part"], {})
@@ -152,7 +154,7 @@ def _thinned_columns(by_step: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits are more than a curve shows."""
+    """Round to six digits, which are more than a curve shows."""
     return None if value is None else float(f"{value:.6g}")
 
 
@@ -173,7 +175,7 @@ def warnings_of(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def stage_of(run: RunFolder) -> dict[str, Any] | None:
-    """The run's figures in its job's summary, once its stage has ended."""
+    """Return the run's figures in its job's summary, once its stage has ended."""
     meta = _of_job(run, "stage_meta.json") or {}
     return next((s for s in meta.get("finished", []) if s["name"] in (run.folder.name, None)), None)
 
@@ -189,7 +191,7 @@ def _has_summary(run: RunFolder) -> bool:
 
 
 def starts_of(run: RunFolder) -> list[dict[str, Any]]:
-    """Each start with its configuration, and with what differs from the one before."""
+    """Return each attempt with its configuration, and its differences from the one before."""
     starts = _starts(run)
     before: dict[str, dict[str, Any]] = {}
     for start in starts:
@@ -203,7 +205,9 @@ def starts_of(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Keys of configuration, versions, data and code whose values differ between two starts."""
+    """Return keys of configuration, versions, data and code whose values differ between two
+    attempts.
+    """
     out: list[dict[str, Any]] = []
     for section in ("config", "versions", "code", "plugins", "model", "data"):
         left, right = _flat(old.get(section), section), _flat(new.get(section), section)
@@ -223,7 +227,7 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
 
 
 def overview(run: RunFolder) -> dict[str, Any]:
-    """Return what the list of runs shows of one run."""
+    """Return the entry of one run in the list of runs."""
     newest = (_starts(run) or [{}])[-1]
     return {
         "name": run.name,
@@ -253,6 +257,6 @@ def _starts(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _of_job(run: RunFolder, name: str) -> dict[str, Any] | None:
-    """A file that lies in the run's folder, or in its job's, of which the run is a stage."""
+    """Return a file in the run's folder, or in its job's, of which the run is a stage."""
     own = run.folder / name
     return _read(own if own.exists() else run.folder.parent / name)

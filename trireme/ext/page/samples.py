@@ -1,4 +1,4 @@
-"""`trireme view`: the page over runs, or in plain text what is trained, with what is masked.
+"""`trireme view`: shows the page over runs, or the trained and masked text as plain text.
 
 Plain text shows rows of a run's SFT, DPO or cpt data set (only the tokenizer is loaded), or
 experiences that a run has stored, found by the run's folder, its YAML, or their own address.
@@ -29,7 +29,7 @@ from trireme.text import say
 _LEGEND = "trained (green; yellow: with another weight than 1), not trained, its special tokens dim"
 _BYTES = "experience_bytes"
 SHOWN = {Path(name).stem for name in (EVALUATED, FAILED, DATA_ROWS)}
-"""Files in `buffer/` that hold nothing of what an explorer gave to be trained."""
+"""Files in `buffer/` without experiences of an explorer to train on."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Found:
 
     samples: Iterator[Sample]
     cut: str | None = None
-    """What the copy that they are from lacks."""
+    """A description of the rows that their copy lacks."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Wanted:
     order: Literal["newest", "best", "worst"] = "newest"
     """By reward, or by age."""
     raw: bool = False
-    """Every token as it is, with the marks of the chat template, where messages are known too."""
+    """Whether every token is shown, with the chat template's special tokens, even if messages are
+    known."""
 
 
 def view(
@@ -65,7 +66,9 @@ def view(
     wanted: Wanted | None = None,
     color: bool = True,
 ) -> int:
-    """Print samples of a run's data set or of what it stored; the exit code is 1 for an error."""
+    """Print samples of a run's data set or of its stored experiences; the exit code is 1 for an
+    error.
+    """
     try:
         shown = _samples(folder, config, overrides, url, table, tokenizer, wanted or Wanted())
         samples, cut = list(shown.samples), shown.cut
@@ -123,7 +126,7 @@ def _samples(
     tokenizer: str | None,
     wanted: Wanted,
 ) -> Found:
-    """The samples of the first of these that is named: a store, a run's folder, a run's YAML."""
+    """Return the samples of the first given one: a store, a run's folder, a run's YAML."""
     from trireme.buffer.record import what_is_cut
     from trireme.launch.check import make_plans
 
@@ -154,11 +157,13 @@ def _samples(
 
 
 def store_of(job: Path) -> Path | None:
-    """The newest database of experiences in a run's folder or its stages', else its lines."""
+    """Return the newest database of experiences in a run's folder or its stages', else its
+    lines.
+    """
     if not job.is_dir():
         raise ValueError(f"there is no folder {job}: has the run begun?")
     for pattern in ("buffer/*.db", "*/buffer/*.db", "buffer/*.jsonl", "*/buffer/*.jsonl"):
-        # explorer_output.db is what the model did, before anything was left out
+        # explorer_output.db has the explorer's experiences before anything was left out
         files = [path for path in job.glob(pattern) if path.stem not in SHOWN]
         files.sort(key=lambda p: (p.stem == "explorer_output", _age(p)))
         if files:
@@ -185,7 +190,7 @@ def tokenizer_of(job: Path) -> str | None:
 
 
 def _plan_of(job: Path) -> Plan:
-    """The plan of the run that wrote a folder, of its first stage that has one."""
+    """Return the plan of the run that wrote a folder, for its first stage that has one."""
     from trireme.launch.check import make_plans
 
     for starts in (job / "run", *sorted(job.glob("*/run"))):
@@ -198,10 +203,10 @@ def _plan_of(job: Path) -> Plan:
 
 
 def _in_turns(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> Sample:
-    """The sample with its roles instead of the template's marks; all that is trained stays.
+    """Show the sample with roles instead of the template's special tokens; all trained text stays.
 
-    As it was without messages, and where the text of one is not found in the tokens' (a template
-    that edits it).
+    Unchanged without messages, and if the text of one is not found in the tokens' text (for a
+    template that edits it).
     """
     if not messages:
         return sample
@@ -232,7 +237,7 @@ def _in_turns(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> Sample:
 
 
 def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> Iterator[Sample]:
-    """Experiences of a database. Raises ValueError for a table or a step that it has not."""
+    """Yield experiences of a database. Raises ValueError for a missing table or step."""
     from sqlalchemy import create_engine, inspect
 
     from trireme.serialize import Damaged, decode
@@ -277,7 +282,9 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
 
 
 def _payloads(connection: Any, table: str, wanted: Wanted) -> list[tuple[int, Any]]:
-    """The rows' ids and bytes, in the wanted order. Raises ValueError where a step has none."""
+    """Yield the rows' ids and bytes, in the requested order. Raises ValueError if a step
+    has none.
+    """
     from sqlalchemy import text
 
     order = {"newest": "id DESC", "best": "reward DESC, id DESC", "worst": "reward, id DESC"}
@@ -302,7 +309,7 @@ def _none_there(wanted: Wanted, first: Any, last: Any) -> str:
 
 
 def _of_lines(path: Path, wanted: Wanted) -> Iterator[Sample]:
-    """Lines of a run's `experience_buffer.jsonl`."""
+    """Yield the lines of a run's `experience_buffer.jsonl`."""
     rows = read_jsonl(path)[::-1]
     if any(not isinstance(row, dict) or "eid" not in row for row in rows):
         raise ValueError(f"{path} has a line that no run stored: to see a data set, --config")

@@ -1,10 +1,11 @@
-"""Finds a text in the prompts and replies of a run's lines, reading each line once for a text.
+"""Search: finds a text in the prompts and replies of a run's lines, reading each line once per
+text.
 
 Invariants:
-- What is kept of a search is a byte a rollout, whether it has the text; of the last few texts.
-- Bytes are compared where the text is ASCII. Other letters have a case too, which only decoded text
-  knows: each line is decoded for them, which takes about three times as long.
-- Lines are only ever appended: a verdict stays true, and lines written since are read alone.
+- A search stores one byte per rollout, whether it has the text; for the last few texts.
+- For an ASCII text, bytes are compared. Other letters have a case too, which only decoded text
+  shows: each line is then decoded, which takes about three times as long.
+- Lines are only ever appended: a verdict stays true, and only new lines are read.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Columns = dict[str, np.ndarray[Any, Any]]
 
 CHUNK = 2**24
-"""Bytes that a search holds at once."""
+"""Bytes that a search reads at once."""
 TEXTS = 16
-"""Texts whose verdicts are kept."""
+"""Texts whose verdicts are cached."""
 FEW = 0.05
-"""Of all rollouts: so many are read one by one faster than the whole file at once."""
+"""The share of all rollouts below which reading them one by one is faster than reading the whole
+file."""
 PROMPT_KEY, REPLY_KEY = b'"prompt": "', b'", "response": "'
 UNREAD, HAS_NOT, HAS = -1, 0, 1
 
@@ -46,7 +48,9 @@ class Search:
         self._verdicts: dict[str, np.ndarray[Any, np.dtype[np.int8]]] = {}
 
     def among(self, order: Selection, text: str, columns: Columns, count: int) -> Selection:
-        """The first `count` rows of `order` that have a text, each line read by itself."""
+        """Return the first `count` rows of `order` that have a text, reading each line
+        separately.
+        """
         verdicts = self._of(text, len(columns["offset"]))
         found: list[int] = []
         with _Lines(self._files, columns, text) as lines:
@@ -81,7 +85,7 @@ class Search:
         return keep & (verdicts == HAS)
 
     def _of(self, text: str, count: int) -> np.ndarray[Any, np.dtype[np.int8]]:
-        """The verdicts on a text, one per row; several threads may write the same values."""
+        """Return the verdicts on a text, one per row; several threads may write the same values."""
         with self._lock:
             known = self._verdicts.pop(text, np.zeros(0, np.int8))
             if len(known) < count:
@@ -129,7 +133,7 @@ class _Lines:
 
 
 def as_bytes(text: str) -> bytes:
-    """A text in small letters as it stands in a line of JSON."""
+    """Return a text in lower case, as it is written in a line of JSON."""
     return as_json(text)[1:-1].encode().lower()
 
 
@@ -172,8 +176,8 @@ def _lies_in_text(low: bytes, part: tuple[int, int], at: int, size: int) -> bool
     """Return whether a match is surely inside the prompt or the reply; parsing a line takes far
     longer.
 
-    A quote inside a text is escaped, so the bytes of REPLY_KEY are never part of one. What follows
-    a backslash closely may be part of an escape.
+    A quote inside a text is escaped, so the bytes of REPLY_KEY are never part of one. Characters
+    right after a backslash may be part of an escape.
     """
     begin, end = part
     key = low.find(REPLY_KEY, begin, end)
@@ -185,13 +189,13 @@ def _lies_in_text(low: bytes, part: tuple[int, int], at: int, size: int) -> bool
 
 
 def _says_in_any_case(part: bytes, text: str) -> bool:
-    """`_says`, with the line parsed only where its text can have `text`."""
+    """Return `_says`, parsing the line only if its text can contain `text`."""
     needle = as_json(text)[1:-1].casefold()
     return needle in part.decode(errors="replace").casefold() and _says(part, text)
 
 
 def _says(part: bytes, text: str) -> bool:
-    """Return whether the prompt or the reply of a line's part contains `text`: its bytes may lie in
+    """Return whether the prompt or the reply of a line's part contains `text`: its bytes may be in
     a key.
     """
     row = json.loads(part if part.startswith(b"{") else b"{" + part + b"}")

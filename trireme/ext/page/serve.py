@@ -1,4 +1,4 @@
-"""Serves the page: takes an address, prints the URL with its token, and ends on Ctrl-C."""
+"""Serve: binds an address, prints the page's URL with its token, and ends on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PageOptions:
 
 
 def serve(options: PageOptions, ready: Callable[[str], None] | None = None) -> int:
-    """Serve until Ctrl-C; `ready` is told the URL. Raises ValueError and OSError before that."""
+    """Serve until Ctrl-C; `ready` receives the URL. Raises ValueError and OSError before that."""
     import uvicorn
 
     from trireme.ext.http.connections import server_config
@@ -50,7 +50,7 @@ def serve(options: PageOptions, ready: Callable[[str], None] | None = None) -> i
     config = server_config(create_app(page, token), log_level="error", timeout_graceful_shutdown=1)
     if (said := short_key(key)) is not None:
         say(f"warning: {said}", file=sys.stderr)
-    # a key was given by who reads this, and a token is good for this one server
+    # the reader of this line supplied a key, while a token is valid for this server only
     say(f"{len(page.runs)} run{'s' * (len(page.runs) > 1)} in {options.root}")
     say(f"open {base}?token=<the key>" if key else f"open {url}")
     say("Ctrl-C ends it", flush=True)
@@ -68,7 +68,7 @@ def serve(options: PageOptions, ready: Callable[[str], None] | None = None) -> i
 
 
 def _key(options: PageOptions) -> str | None:
-    """The key that clients must show; None: a token of this server's own, on loopback."""
+    """Return the key that clients must send; None: a token of this server, on loopback."""
     key = os.environ.get("TRIREME_API_KEY") or None
     if options.key_file is not None:
         try:

@@ -1,7 +1,7 @@
-"""Reads one rollout token for token: from the copy of experiences, and from what training kept.
+"""Tokens: reads one rollout token by token, from the copies of experiences and of training values.
 
 Invariants:
-- Every row of numbers has the length of `text`; null where there is none of a token.
+- Every row of numbers has the length of `text`; null where a token has none.
 - The ratio is that of the step that trained the token, before its update: new over sampled.
 """
 
@@ -38,12 +38,12 @@ class Tokens:
         self._lock = threading.Lock()
         self._steps: dict[str, set[int]] = {}
         self._read: dict[int, int] = {}
-        """When the file of each step was written: a resumed run writes it anew."""
+        """The time at which each step's file was written: a resumed run rewrites it."""
 
     def of(self, eid: str, kind: str = "train") -> dict[str, Any]:
-        """Text, ids and every number of the tokens of a rollout, or of a data set's row.
+        """Return text, ids and every number of the tokens of a rollout, or of a data set's row.
 
-        Raises ValueError where neither the copy nor the training kept any.
+        Raises ValueError if neither copy has any.
         """
         experience = self.experience(eid)
         learned, step = self._learned(eid)
@@ -71,14 +71,14 @@ class Tokens:
         mask = rows["mask"]
         if learned is not None and not any(mask):
             notes = ["It has no trained token."]
-        if rows.get("logprobs") is not None:  # 0 stands for none where nothing was sampled
+        if rows.get("logprobs") is not None:  # 0 means none if nothing was sampled
             rows["logprobs"] = [
                 v if m else None for v, m in zip(rows["logprobs"], mask, strict=True)
             ]
         return {**rows, "text": self._texts(rows["ids"]), "trained_step": step, "notes": notes}
 
     def experience(self, eid: str) -> Experience | None:
-        """The whole experience, from whichever database of the run has it."""
+        """Return the whole experience, from whichever database of the run has it."""
         for path in sorted(self._buffer.glob("*.db")):
             with closing(open_read_only(path)) as database:
                 try:
@@ -90,13 +90,13 @@ class Tokens:
                         raise
                     continue  # a database of something else
             if record is not None:
-                from trireme.serialize import decode  # loads torch
+                from trireme.serialize import decode  # imports torch
 
                 return next(e for e in decode(record[0]) if e.eid.uid == eid)
         return None
 
     def _learned(self, eid: str) -> tuple[dict[str, Any] | None, int | None]:
-        """The values of the last train step that used it, and the number of that step."""
+        """Return the values of the last train step that used it, and the number of that step."""
         with self._lock:
             kept = dict(trained.files(self._buffer / trained.FOLDER))
             for step, path in kept.items():
@@ -106,7 +106,7 @@ class Tokens:
                     for one in trained.eids_of(path):
                         self._steps.setdefault(one, set()).add(step)
             steps = sorted(self._steps.get(eid, ()), reverse=True)
-        for step in steps:  # some may be gone since: thinned, or rewound by a resume
+        for step in steps:  # some may have been removed since: thinned, or rewound by a resume
             learned = trained.read_trained(kept[step], eid) if step in kept else None
             if learned is not None:
                 return learned, step
@@ -154,7 +154,7 @@ def _plain(values: Sequence[Any]) -> list[Any]:
 
 
 def tokenizer_file(run: RunFolder) -> Path | None:
-    """The run's `tokenizer.json`: of a checkpoint, else of the model that it began with."""
+    """Return the run's `tokenizer.json`: of a checkpoint, else of the original model."""
     checkpoints = sorted(run.folder.glob("global_step_*/actor/huggingface/tokenizer.json"))
     if checkpoints:
         return checkpoints[-1]
@@ -173,7 +173,9 @@ def _tokenizer(path: Path) -> Any:
 
 
 def texts_of(path: Path, ids: Sequence[int]) -> list[str]:
-    """The text of each id; what several ids write together stands with the last of them."""
+    """Return the text of each id; text that several ids write together belongs to the last
+    of them.
+    """
     tokenizer = _tokenizer(path)
     out, pending, before = [], [], ""
     for token in ids:
@@ -183,6 +185,6 @@ def texts_of(path: Path, ids: Sequence[int]) -> list[str]:
             out.append("")
             continue
         out.append(text[len(before) :] if text.startswith(before) else text)
-        # a piece before it tells a decoder whether a space belongs between them
+        # the piece before it shows a decoder whether a space belongs between them
         pending, before = [token], tokenizer.decode([token], skip_special_tokens=False)
     return out

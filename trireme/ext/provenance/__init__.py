@@ -1,1 +1,1 @@
-"""A record of each start of a run, and what has changed at a resume."""
+"""A record of each attempt of a run, and of the changes at a resume."""

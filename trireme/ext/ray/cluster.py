@@ -1,8 +1,8 @@
-"""Cluster: the Ray cluster that is there or one of our own, and the run's places on it.
+"""Cluster: connects to a Ray cluster or starts one, and reserves the run's places on it.
 
 Invariants:
-- Every wait ends with a sentence that says what was waited for.
-- What was reserved is given back, and a cluster of our own ends with the run.
+- Every wait that fails ends with a sentence that names its cause.
+- Reservations are released, and a cluster of our own ends with the run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ANSWER_S = 30.0
 JOIN_S = 60.0
 """Seconds that machines of a cluster get to join it."""
 RUNNING = Path("ray/ray_current_cluster")
-"""Where `ray start` leaves the address of the cluster on this machine."""
+"""The file in which `ray start` stores the address of the cluster on this machine."""
 
 
 @contextmanager
 def cluster(plan: Plan) -> Iterator[bool]:
-    """Connected to the cluster while it is open; whether it is one of our own.
+    """Connect to the cluster inside the block; yields whether it is our own.
 
-    Raises TimeoutError or RuntimeError where its address does not answer.
+    Raises TimeoutError or RuntimeError if its address does not answer.
     """
     address = None if ray.is_initialized() else address_of(plan)
     connects = not ray.is_initialized()
@@ -51,7 +51,7 @@ def cluster(plan: Plan) -> Iterator[bool]:
 
 
 def address_of(plan: Plan) -> str | None:
-    """HOST:PORT of the cluster to join; None where there is none and the run starts its own."""
+    """Return HOST:PORT of the cluster to join; None if there is none and the run starts its own."""
     address = plan.config.cluster.ray_address
     if address == "local":
         return None
@@ -64,10 +64,10 @@ def address_of(plan: Plan) -> str | None:
 
 
 def gpus_of(config: ClusterConfig) -> int | None:
-    """The most GPUs that a machine of a named cluster has, or of the one that this process is in;
-    None where none is named.
+    """Return the most GPUs of any machine of a named cluster, or of the cluster that this process
+    is in; None if none is named.
 
-    Raises TimeoutError, ValueError or RuntimeError where its address does not answer.
+    Raises TimeoutError, ValueError or RuntimeError if its address does not answer.
     """
     address = config.ray_address
     if address in ("auto", "", "local") or address.startswith("ray://"):
@@ -85,7 +85,7 @@ def gpus_of(config: ClusterConfig) -> int | None:
 
 
 def namespace_of(plan: Plan) -> str:
-    """The run's name in the cluster."""
+    """Return the run's name in the cluster."""
     config = plan.config
     parts = (config.project, config.group, config.name)
     return config.ray_namespace or "/".join(filter(None, parts))
@@ -106,7 +106,7 @@ def _init(plan: Plan, address: str | None) -> None:
 
 
 def _join(address: str, options: dict[str, Any]) -> None:
-    """`ray.init`, which may wait for ever, in a thread that can be left behind."""
+    """Call `ray.init`, which may wait forever, in a thread that can be abandoned."""
     failures: list[BaseException] = []
 
     def connect() -> None:
@@ -129,7 +129,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 
 def _reach(address: str) -> None:
-    """Raise TimeoutError or ValueError where no server listens at the address."""
+    """Raise TimeoutError or ValueError if no server listens on the address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"cluster.ray_address is {address!r}: expected HOST:PORT of a Ray cluster")
@@ -166,9 +166,10 @@ class PlacementGroups:
             self._reserve([self._bundle(plan.engine_size)] * plan.num_engines, "PACK")
 
     async def ready(self, *, may_grow: bool, note: Any) -> None:
-        """Until all places are ours. Raises RuntimeError with what is asked for and what is there.
+        """Wait until all places are reserved. Raises RuntimeError with the requested and the
+        available resources.
 
-        `may_grow`: other machines may still join; `note(text)` is told that we wait for them.
+        `may_grow`: other machines may still join; `note(text)` reports the wait.
         """
         limit = min(self._plan.config.cluster.start_timeout, JOIN_S) if may_grow else 5.0
         deadline = time.monotonic() + limit
@@ -182,18 +183,18 @@ class PlacementGroups:
                     note(f"{self._lack()}: waiting {limit:g} s for more machines")
 
     def engine(self, index: int) -> dict[str, Any]:
-        """Options of the actor that hosts an engine."""
+        """Return options of the actor that hosts an engine."""
         places = 0.5 if self._plan.takes_turns else self._plan.engine_size
         return self._options(self._groups[-1], index, places)
 
     def rank(self, index: int) -> dict[str, Any]:
-        """Options of the actor of a trainer rank."""
+        """Return options of the actor of a trainer rank."""
         places = 0.5 if self._plan.takes_turns else 1
         return self._options(self._groups[0], index // self._ranks_per_bundle, places)
 
     def explorer(self) -> dict[str, Any]:
-        """Options of the explorer's actor: a place where it holds auxiliary models, else beside the
-        trainer, so that the loss of an engine's machine is not the explorer's end too.
+        """Return options of the explorer's actor: a place for its auxiliary models, else next to
+        the trainer, so that losing an engine's machine does not end the explorer too.
         """
         if not self._plan.auxiliary_places:
             beside = self._plan.trainer_ranks > 0
@@ -201,7 +202,7 @@ class PlacementGroups:
         return self._options(self._groups[bool(self._plan.trainer_ranks)], 0, 1)
 
     def release(self) -> None:
-        """Give all places back."""
+        """Release all places."""
         for group in self._groups:
             remove_placement_group(group)
 

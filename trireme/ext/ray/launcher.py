@@ -1,4 +1,4 @@
-"""Ray as a launcher: which stages it starts, and what is wrong with what is asked of it."""
+"""Ray as a launcher: decides which stages it starts, and checks their settings."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ def names_cluster(cluster: ClusterConfig) -> bool:
 
 
 def _quiet() -> None:
-    """Have Ray print nothing between our lines: it would print, by the page, how each of its
-    processes ended. Who died is said in one sentence, the cause is in error.log. Ray reads this
-    when it is imported.
+    """Silence Ray's messages: it would print pages about the end of each of its processes. A dead
+    process is named in one sentence, with the cause in error.log. Ray reads this setting at import.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")

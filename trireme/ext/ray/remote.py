@@ -1,14 +1,15 @@
-"""Remote: workers in other processes: their methods, what they report, and whether they live.
+"""Remote: calls workers in other processes, collects their events, and watches whether they live.
 
 - `Actor` is the one actor class. A worker is a plain async class, made empty, so that all processes
-  start side by side, and gets its plan by a call. Ray gives each concurrency group an event loop of
-  its own; a worker is not made for several. So its work runs on one loop in a thread of ours, and
-  Ray's loops only hand calls over and wait. The heartbeat (`ping`) waits for no call.
+  start concurrently, and gets its plan by a call. Ray gives each concurrency group its own event
+  loop, while a worker expects a single one. So its work runs on one loop in a thread of ours, and
+  Ray's loops only pass calls on and wait. The heartbeat (`ping`) waits for no call.
 - `remote` stands for a worker in another process and has its type: a method's name becomes a text
-  here alone, where it enters the wire. What a method raises travels as a value (`Failure`).
-- `Outbox` keeps the events of a worker's stream until the command has them: a call whose answer is
-  lost takes nothing with it.
-- `watch` sees within the heartbeat's time-out that a worker died; `who_died` says which and why.
+  only here, where it is sent. Errors of a method are sent as values (`Failure`).
+- `Outbox` stores the events of a worker's stream until the command has them: a lost answer loses no
+  events.
+- `watch` notices within the heartbeat's time-out that a worker died; `who_died` names it and the
+  cause.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on its way to another process.
+    """An exception in the form in which it is sent to another process.
 
-    Ray writes its own form of one as UTF-8, and ends the worker whose error holds half a surrogate
-    pair; one that cannot be made anew of its `args` is Ray's error on the other side.
+    Ray encodes its own form as UTF-8, and ends the worker whose error contains half a surrogate
+    pair; an error that cannot be made from its `args` becomes Ray's error on the other side.
     """
 
     pickled: bytes
@@ -72,7 +73,7 @@ class Failure:
 
     @staticmethod
     def of(error: Exception) -> Failure:
-        """The error, as far as it can be read again."""
+        """Convert the error, as far as it can be read again."""
         text = f"{type(error).__name__}: {error}"
         try:
             data = pickle.dumps(error)
@@ -86,16 +87,17 @@ class Failure:
         """Return the exception that was raised, or a RuntimeError with its text."""
         try:
             return pickle.loads(self.pickled)
-        except Exception:  # its class is not here, or could not be made anew there
+        except Exception:  # its class is missing here, or could not be made there
             return RuntimeError(self.text)
 
 
 class Actor:
-    """One worker in a process of its own."""
+    """One worker in a separate process."""
 
     def __init__(self, worker: type[Worker], folder: str, scratch: str | None = None) -> None:
-        """`folder`: where the command was given, to which the YAML's paths are relative. `scratch`:
-        a folder that goes when the worker stops, unless it is here already: the command's own.
+        """`folder`: the command's working directory, to which the YAML's paths are relative.
+        `scratch`: a folder that is deleted when the worker stops, unless it exists already: the
+        command's own.
         """
         with suppress(FileNotFoundError):  # another machine may lack it, and need it for nothing
             os.chdir(folder)
@@ -114,7 +116,7 @@ class Actor:
             return Failure.of(error)
         finally:
             if name == "stop" and self._scratch:
-                # another worker of this machine may be at it too: what one finds gone is no error
+                # another worker of this machine may delete it too: missing files are no error
                 await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
     @ray.method(concurrency_group="beat")
@@ -145,7 +147,7 @@ class _Remote:
 
 
 def remote(worker: type[T], handle: Any) -> T:
-    """The worker in this actor; its async methods raise here what they raised there."""
+    """Return a proxy of the worker in this actor; its async methods raise the worker's errors."""
     return cast(T, _Remote(handle))
 
 
@@ -158,7 +160,7 @@ async def answer(reference: Any) -> Any:
 
 
 class Outbox:
-    """A listener that keeps what a worker's stream carries until the run's process has it."""
+    """A listener that stores the events of a worker's stream until the run's process has them."""
 
     name = "the run's process"
 
@@ -170,7 +172,7 @@ class Outbox:
     def hear(self, event: Event) -> None:
         """Store an event that may cross to another process; each is encoded once."""
         crosses = light(event)
-        if crosses is None or isinstance(event, Ended):  # the run has an end of its own
+        if crosses is None or isinstance(event, Ended):  # the run emits its own end
             return
         self._kept.append(encode_event(crosses))
         if (waiting := self._waiting) is not None:
@@ -196,7 +198,7 @@ _EVENTS = {kind.__name__: kind for kind in (Noted, StepDone, Evaluated, RolloutD
 
 
 def encode_event(event: Event) -> bytes:
-    """An event as a line of JSON, and the experience that it may have."""
+    """Encode an event as a line of JSON, with its experience if it has one."""
     fields, data = dict(vars(event)), b""
     fields.pop("rollouts", None)
     if "metrics" in fields:
@@ -207,7 +209,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(encoded: bytes) -> Event:
-    """The event that `encode_event` wrote."""
+    """Decode the event that `encode_event` wrote."""
     line, _, data = encoded.partition(b"\n")
     kind, fields = json.loads(line)
     if data:
@@ -220,7 +222,7 @@ logger = get_logger("launcher")
 BEATS = 6
 """Heartbeats in a time-out."""
 LOOK_S = 3.0
-"""Seconds in which a failure's consequences come in, and who is gone can be told."""
+"""Seconds in which a failure's consequences arrive, and the lost worker can be identified."""
 
 
 class WorkerDied(RuntimeError):
@@ -229,7 +231,7 @@ class WorkerDied(RuntimeError):
 
 @dataclass
 class Watched:
-    """A worker, and what people know it by."""
+    """A worker, and the name that people know."""
 
     name: str
     handle: Any
@@ -238,16 +240,17 @@ class Watched:
     node: str = ""
     pid: int = 0
     out_of_reach: bool = False
-    """Its process or machine does not answer at all; Ray has not said yet that it is dead."""
+    """Whether its process or machine does not answer at all; Ray has not confirmed yet that it is
+    dead."""
 
     async def meet(self) -> None:
-        """Learn where it runs."""
+        """Find its machine and process."""
         whereabouts = await self._ping()
         self.node, self.pid = whereabouts["node"], whereabouts["pid"]
         logger.info("%s: process %d on node %s", self.name, self.pid, self.node)
 
     async def beat(self, timeout: float) -> None:
-        """One heartbeat. Raises WorkerDied."""
+        """Send one heartbeat. Raises WorkerDied."""
         try:
             await asyncio.wait_for(self._ping(), timeout)
         except TimeoutError:
@@ -261,7 +264,7 @@ class Watched:
         raise WorkerDied(f"{self.name} has died: {reason}; its log is {self.log}")
 
     async def _ping(self) -> dict[str, Any]:
-        """An answer; what cannot be reached for a moment is asked again."""
+        """Return an answer, retrying while the worker is briefly unreachable."""
         while True:
             try:
                 pong = await answer(self.handle.ping.remote())
@@ -283,7 +286,7 @@ class Watched:
 
 
 async def meet_all(workers: Sequence[Watched]) -> None:
-    """Learn where those run that have not said it yet."""
+    """Find the places of workers that have not reported theirs yet."""
     await asyncio.gather(*(worker.meet() for worker in workers if not worker.pid))
 
 
@@ -295,15 +298,16 @@ async def watch(workers: Sequence[Watched], timeout: float) -> None:
             await worker.beat(timeout)
             await asyncio.sleep(timeout / BEATS)
 
-    if not workers:  # a server of agents whose engines are started again watches none
+    if not workers:  # a server of agents whose engines can be restarted watches none
         await asyncio.Event().wait()
     await first_failure(*(one(worker) for worker in workers))
 
 
 async def who_died(workers: Sequence[Watched], timeout: float) -> WorkerDied | None:
-    """The workers that are gone, in one sentence. Who is only busy for LOOK_S is not.
+    """Name the workers that are gone, in one sentence. A worker that is merely busy for LOOK_S does
+    not count.
 
-    Of who is out of reach Ray has to say within `timeout` whether it is dead.
+    For an unreachable one, wait up to `timeout` for Ray's verdict.
     """
     if not workers:
         return None

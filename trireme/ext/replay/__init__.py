@@ -1,1 +1,1 @@
-"""Experience replay: a buffer that gives experiences several times, by priority."""
+"""Experience replay: a buffer that returns experiences several times, by priority."""

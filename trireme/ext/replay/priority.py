@@ -13,15 +13,16 @@ from trireme.config.options import accepted, fitting_options
 from trireme.config.schema_rollout import ReplayBufferConfig
 
 Priority = Callable[[int, int, str], tuple[float, bool]]
-"""`(version, use_count, group's id)` -> the priority, and whether the group may come back after
-this use. A function of these alone: a resume asks again.
-"""
+"""Maps `(version, use_count, group's id)` to the priority, and whether the group may return after
+this use. It depends only on these: a resume computes it again."""
 
 AtLeast0 = Annotated[float, Ge(0)]
 
 
 def linear_decay(*, decay: AtLeast0 = 2.0) -> Priority:
-    """version - decay * use_count: the newest first, each use costs as much as `decay` versions."""
+    """Return version - decay * use_count: the newest first, each use costs as much as `decay`
+    versions.
+    """
     return lambda version, used, _: (version - decay * used, True)
 
 
@@ -32,7 +33,7 @@ def decay_limit_randomization(
     sigma: AtLeast0 = 0.0,
     seed: int = 0,
 ) -> Priority:
-    """`linear_decay` plus N(0, sigma); no more than `use_count_limit` uses (0: any number)."""
+    """Return `linear_decay` plus N(0, sigma); at most `use_count_limit` uses (0: any number)."""
 
     def priority(version: int, used: int, group: str) -> tuple[float, bool]:
         noise = random.Random(f"{seed}/{group}/{used}").gauss(0.0, sigma) if sigma else 0.0
@@ -48,7 +49,7 @@ PRIORITIES: Mapping[str, Callable[..., Priority]] = {
 
 
 def make_priority(replay: ReplayBufferConfig, seed: int) -> Priority:
-    """The priority of a replay. Raises ValueError for an option that it does not have."""
+    """Return the priority of a replay. Raises ValueError for an option that it does not have."""
     make = PRIORITIES[replay.priority_fn]
     whose = f"priority_fn '{replay.priority_fn}'"
     options = fitting_options(whose, make, replay.priority_fn_args, given=("seed",))
@@ -56,7 +57,7 @@ def make_priority(replay: ReplayBufferConfig, seed: int) -> Priority:
 
 
 def priority_problems(replay: ReplayBufferConfig, key: str, seed: int) -> Iterable[Problem]:
-    """The option that a replay's priority does not have, as a problem of the section `key`."""
+    """Yield an unknown option of a replay's priority as a problem of the section `key`."""
     try:
         make_priority(replay, seed)
     except ValueError as error:

@@ -1,11 +1,11 @@
-"""Replay: hands out the experiences with the highest priority first, and some of them again.
+"""Replay: returns the experiences with the highest priority first, and some of them again.
 
 Invariants:
-- Groups (one task in one explore step) come and go whole. Their version is that of their oldest
-  sampled token; what a batch leaves of a group is the next batch's beginning.
+- Groups (one task in one explore step) enter and leave whole. Their version is that of their oldest
+  sampled token; the rest of a group that a batch cuts begins the next batch.
 - `put` never waits: beyond `capacity` groups the lowest priority is dropped, and counted.
-- A group is used again only where `reuse_cooldown_time` is given, and that long after its last use.
-- After `close` nothing comes back: what lies here is handed out once more at most.
+- A group is used again only if `reuse_cooldown_time` is set, and that long after its last use.
+- After `close` no group returns: each is used at most once more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReplayStore:
     def examine(
         self, config: ExperienceBufferConfig, key: str, path: str, seed: int
     ) -> Iterable[Problem]:
-        """Yield what is wrong with the settings of a buffer."""
+        """Yield the problems of a buffer's settings."""
         if not config.replay_buffer.enable:
             yield Problem(f"{key}.storage_type", "is replay: expected replay_buffer.enable true")
         yield from priority_problems(config.replay_buffer, key, seed)
@@ -73,7 +73,7 @@ class _Group:
         return self.experiences[0].eid.tid
 
     def __lt__(self, other: _Group) -> bool:
-        """Higher priority first, then first come first."""
+        """Order by higher priority, then by arrival."""
         return (-self.priority, self.number) < (-other.priority, other.number)
 
 
@@ -90,7 +90,7 @@ class ReplayBuffer(InMemory):
         self._heap: list[_Group] = []
         self._resting: list[_Group] = []
         self._begun: list[Experience] = []
-        """What the last batch left of a group."""
+        """The rest of a group that the last batch began."""
         self._count = itertools.count()
 
     async def put(self, experiences: Sequence[Experience]) -> None:
@@ -103,11 +103,13 @@ class ReplayBuffer(InMemory):
             self._add(_Group(members, version))
         logger.info("%d experiences put, %d wait", len(experiences), len(self))
         self._last_put = self.clock.now()
-        self.demand.set(False)  # until the take that waits has looked
+        self.demand.set(False)  # until the waiting take has checked
         self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
-        """Wait for `n` experiences. Uses go up by one for each group that a batch begins with."""
+        """Wait for `n` experiences. The use count rises by one for each group that a batch begins
+        with.
+        """
         begun = self.clock.now()
         while not self._closed and self._count_ready() < n:
             now = self.clock.now()
@@ -132,7 +134,7 @@ class ReplayBuffer(InMemory):
         return taken
 
     async def take_step(self) -> list[Experience]:
-        """Not here: the Plan refuses it."""
+        """Raise an error: the Plan refuses this combination."""
         raise NotImplementedError("a replay buffer does not keep explore steps apart")
 
     async def close(self) -> None:
@@ -152,7 +154,7 @@ class ReplayBuffer(InMemory):
         }
 
     def state(self) -> dict[str, Any]:
-        """The groups with their uses and rests, and their experiences as bytes."""
+        """Return the groups with their uses and cooldowns, and their experiences as bytes."""
         if self.record is not None:
             self.record.flush()
         now, groups = self.clock.now(), [*sorted(self._heap), *self._resting]
@@ -188,7 +190,7 @@ class ReplayBuffer(InMemory):
         group.number = next(self._count)
         heapq.heappush(self._heap, group)
         if len(self._heap) > self.capacity:
-            # of equals the one that came first goes: it is the older one
+            # of equal ones the first to arrive is dropped: it is older
             lowest = min(self._heap, key=lambda g: (g.priority, g.number))
             self._heap.remove(lowest)
             heapq.heapify(self._heap)

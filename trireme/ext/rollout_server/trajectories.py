@@ -1,7 +1,7 @@
 """Trajectories: plays the requests of trainers turn by turn on the server's engine.
 
-With the asynchronous engine every trajectory goes on as soon as its own reply is there. In batch
-mode a turn begins when all trajectories of the request have ended the turn before.
+With the asynchronous engine every trajectory continues as soon as its own reply has arrived. In
+batch mode a turn begins when all trajectories of the request have ended the turn before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def infer(
     key: tuple[Any, ...] = (),
     loss_scale: Any = "default",
 ) -> list[dict[str, Any]]:
-    """The outputs of all requests, in order; a trajectory that was split gives several."""
+    """Return the outputs of all requests, in order; a trajectory that was split has several."""
     many = bool(key) and len(requests) > 1
 
     async def all_of(barrier: TurnBarrier | None) -> list[list[dict[str, Any]]]:
@@ -77,7 +77,7 @@ async def _one(
 
 
 def _output(ended: Ended, experience: Experience, model_path: str) -> dict[str, Any]:
-    """One sample on the wire: ms-swift's RolloutOutput, and the experience itself."""
+    """Return one sample in wire form: ms-swift's RolloutOutput, and the experience itself."""
     turns = _turns(ended)
     choice = asdict(ended.choice)
     return {

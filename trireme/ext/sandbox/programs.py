@@ -1,21 +1,21 @@
 """Sandbox: runs a model's program, scores it by unit tests, or a query by its rows, in a child.
 
-- A helper process, an isolated Python that sees no environment variable, has loaded what programs
-  may import. It forks a child for each program, which begins by giving up: new file descriptors (no
-  file and no socket can be opened), files of any size, memory beyond 512 MB, and more than 2 s of
-  processor time. An audit hook then refuses what Python would ask of the system: processes,
-  signals, files, imports. After 10 s, or with more than 1 MB of output, the child is killed, and
-  where it neither works nor waits for a processor after 2.5 s: sleep counts like processor time.
-- Where bubblewrap is installed and works, the helper lives behind it: it sees /usr, the system's
+- A helper process, an isolated Python without environment variables, has imported the modules that
+  programs may use. It forks a child for each program, which first gives up: new file descriptors
+  (no file and no socket can be opened), files of any size, memory beyond 512 MB, and more than 2 s
+  of processor time. An audit hook then refuses Python's requests to the system: processes, signals,
+  files, imports. After 10 s, or with more than 1 MB of output, the child is killed, and where it
+  neither works nor waits for a processor after 2.5 s: sleep counts like processor time.
+- If bubblewrap is installed and works, the helper runs behind it: it sees /usr, the system's
   libraries and the folder of Python, read-only, and no other file, no process of the run and no
   network.
-- What that does not hold: a hole in the interpreter itself (with bubblewrap: one in the kernel as
-  well). An audit hook is no wall, and without bubblewrap the child is the same user as the run.
-  For programs of a model that may be hostile, run the whole of Trireme in a container or as a user
-  who owns nothing.
-- The child does not know what is right: it sends results, and they are compared here.
+- This does not stop an attack on the interpreter itself (with bubblewrap: one on the kernel as
+  well). An audit hook is no wall, and without bubblewrap the child is the same user as the run. For
+  programs of a model that may be hostile, run the whole of Trireme in a container or as a user who
+  owns nothing.
+- The child does not know the right results: it sends its own, and they are compared here.
 - Equal programs with equal arguments are run once, unless the first was late; a few different ones
-  run side by side.
+  run concurrently.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 LIMITS = {"seconds": 10.0, "cpu": 2, "memory": 512 << 20, "output": 1 << 20}
 LONGEST = 50_000
-"""Characters of a program; a longer one is not run, and a warning says so."""
+"""Characters of a program; a longer one is not run, and a warning reports it."""
 
 SHOWN = 4000
 """Characters of a program's output that a tool's result has."""
@@ -241,7 +241,7 @@ for line in sys.stdin.buffer:
 
 PYTHON = (os.path.realpath(sys.executable), "-I", "-S")
 _SEEN = ("/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.base_exec_prefix)
-"""What a helper behind bubblewrap sees, all that lies in it included."""
+"""The folders that a helper behind bubblewrap sees, with their contents."""
 
 
 TMP_MB = 64
@@ -250,7 +250,7 @@ TMP_MB = 64
 
 @functools.cache
 def wall() -> tuple[str, ...]:
-    """bubblewrap's words in front of a helper's; none where it is missing or does not work."""
+    """Return bubblewrap's words in front of a helper's; none if it is missing or does not work."""
     path = shutil.which("bwrap")
     if path is None:
         return ()
@@ -276,7 +276,9 @@ def wall() -> tuple[str, ...]:
 
 
 def wall_around(mounts: Sequence[str], tmp_mb: int) -> list[str]:
-    """The words of `wall` with these mounts before its own, and file systems of another size."""
+    """Return the words of `wall` with these mounts before its own, and file systems of another
+    size.
+    """
     path, *words = wall()
     size = tmp_mb if "--size" in words else None
     return list(_words(path, size, mounts, proc="--proc" in words))
@@ -330,7 +332,7 @@ PATIENCE = 0.5
 
 
 class Helpers(queue.LifoQueue[Helper | None]):
-    """The helpers that are free; None stands for one that is made on demand.
+    """Free helpers; None stands for one that is made on demand.
 
     If all are in use for `PATIENCE` seconds, by programs that sleep for example, another one is
     made, up to twice as many: a new job does not wait for them.
@@ -343,7 +345,7 @@ class Helpers(queue.LifoQueue[Helper | None]):
         self._more = threading.Semaphore(count)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Helper | None:
-        """A helper for one job."""
+        """Return a helper for one job."""
         try:
             return super().get(block, PATIENCE if timeout is None else timeout)
         except queue.Empty:
@@ -390,14 +392,14 @@ class Answers:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> str | None:
-        """The text of a job that was kept."""
+        """Return the text of a stored job."""
         with self._lock:
             if key in self._texts:
                 self._texts.move_to_end(key)
             return self._texts.get(key)
 
     def keep(self, key: bytes, text: str) -> None:
-        """Keep the text of a job, and drop others for it."""
+        """Store the text of a job, and drop others for it."""
         with self._lock:
             self._bytes += _size(text) - _size(self._texts.pop(key, None))
             self._texts[key] = text
@@ -411,7 +413,7 @@ ANSWERS = Answers(most_bytes=64 << 20)
 def run(job: str, left: threading.Event | None = None) -> Any:
     """Return the child's answer to a job (JSON); None if it fails, is too slow, or prints no JSON.
 
-    A job that was late is run again when it comes again: the machine may have been busy.
+    A job that was late is run again at the next request: the machine may have been busy.
     """
     text = text_of(job, LIMITS["seconds"], left)
     return None if text is None else _value(text)
@@ -432,7 +434,7 @@ def text_of(job: str, seconds: float, left: threading.Event | None) -> str | Non
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # it has failed or printed, or wrote what is no result
+    except (ValueError, RecursionError):  # it has failed or printed, or wrote an invalid result
         return None
 
 
@@ -501,7 +503,7 @@ def transcript(
         asleep = f", or slept for {LIMITS['cpu']} s" if seconds > LIMITS["cpu"] else ""
         raise RuntimeError(f"it was stopped: it took longer than {seconds:g} s{asleep}")
     told = _value(text)
-    parts = told if isinstance(told, dict) else {}  # of a child, which may have written anything
+    parts = told if isinstance(told, dict) else {}  # a child may have written anything
     output, error = parts.get("output"), parts.get("error")
     if not isinstance(output, str) or not isinstance(error, str):
         raise RuntimeError(
@@ -533,7 +535,7 @@ vars(python)["within"] = transcript_within
 
 
 def code_of(answer: str) -> str:
-    """The last closed Markdown block of a reply, or else all of it."""
+    """Return the last closed Markdown block of a reply, or else all of it."""
     parts = answer.split("```")
     if len(parts) < 3:
         return answer

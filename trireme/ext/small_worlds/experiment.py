@@ -40,7 +40,7 @@ class Experiment:
         self._world.load(task_name, var_num, simplification, generateGoldPath=True)
 
     def reset(self) -> tuple[str, dict[str, Any]]:
-        """Return the task and what can be seen."""
+        """Return the task and the first observation."""
         observation, _ = self._world.reset()
         self._best = 0.0
         gold = list(self._world.get_gold_action_sequence())
@@ -54,5 +54,5 @@ class Experiment:
         return str(observation), gained, bool(done), {"score": score}
 
     def close(self) -> None:
-        """Leave the world to the next."""
+        """Leave the world to the next experiment."""
         _idle.append(self._world)

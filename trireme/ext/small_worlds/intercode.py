@@ -1,9 +1,9 @@
 """InterCode: a question to a database, asked of it in SQL turn by turn (arXiv:2306.14898).
 
 A reply has one statement in <action>, and sees its rows or its error; `submit` ends the episode.
-Statements only read, in the sandbox of `same_rows`, which also gives the reward: 1 where the last
-query gives the rows of the right one. The row has `databases` (scripts that make them: the first is
-seen, all are compared), `database` (one script), or `db_path` (a file of SQLite).
+Statements only read, in the sandbox of `same_rows`, which also sets the reward: 1 if the last query
+returns the rows of the right one. The row has `databases` (scripts that make them: the first is
+visible, all are compared), `database` (one script), or `db_path` (a file of SQLite).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Database:
         self._last: str | None = None
 
     def reset(self) -> str:
-        """The question."""
+        """Return the question."""
         self._last = None
         return str(self._task.prompt)
 
@@ -82,7 +82,7 @@ class Database:
             return late, 0.0, False, {"valid": False}
         if "rows" not in told:
             return f"Error: {told.get('error')}", 0.0, False, {"valid": False}
-        if query == action:  # what is looked up about the tables is no answer
+        if query == action:  # looking up the tables is no answer
             self._last = action
         lines = [_line(row) for row in told["rows"]] or ["(no rows)"]
         left = told["count"] - len(told["rows"])
@@ -113,12 +113,12 @@ class InterCodeSqlWorkflow(EpisodeWorkflow):
             raise ValueError("intercode_sql_workflow compares rows by itself: name no reward")
 
     def make_env(self) -> Database:
-        """The database of the row."""
+        """Make the database of the row."""
         return Database(self.task)
 
 
 def in_sqlite(statement: str) -> str:
-    """SHOW TABLES and DESCRIBE in SQLite's words; anything else as it is."""
+    """Translate SHOW TABLES and DESCRIBE to SQLite; anything else is unchanged."""
     if _SHOW.fullmatch(statement):
         return "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
     if match := _DESCRIBE.fullmatch(statement):
@@ -127,7 +127,7 @@ def in_sqlite(statement: str) -> str:
 
 
 def databases_of(task: Task) -> list[str]:
-    """The scripts that make a row's databases. Raises ValueError where it has none."""
+    """Return the scripts that make a row's databases. Raises ValueError if it has none."""
     row = task.raw_task
     if path := row.get("db_path"):
         file = Path(str(path)).expanduser()
@@ -172,6 +172,6 @@ def _script(file: Path, changed: int) -> str:
 
 
 def _line(row: list[Any]) -> str:
-    """A row as the model sees it, a BLOB as SQLite writes one."""
+    """Return a row as the model sees it, a BLOB in SQLite's form."""
     cells = [f"x'{cell['blob']}'" if isinstance(cell, dict) else repr(cell) for cell in row]
     return f"({', '.join(cells)}{',' * (len(cells) == 1)})"

@@ -43,10 +43,10 @@ class Email:
 
 
 class Mailbox:
-    """The mail that one person sent and received, out of the file that holds everyone's."""
+    """The mail that one person sent and received, from the file with everyone's."""
 
     def __init__(self, file: Path, owner: str) -> None:
-        """Raises ValueError where the file is no mailbox."""
+        """Raises ValueError if the file is not a mailbox."""
         self._file, self._owner = file, owner
         if not file.is_file():
             raise ValueError(f"mailbox {file}: there is no such file")
@@ -58,9 +58,9 @@ class Mailbox:
     def search(
         self, keywords: str | Sequence[str], sent_after: str | None, sent_before: str | None
     ) -> list[dict[str, Any]]:
-        """Id and snippet of e-mails with all the words, the newest first.
+        """Return id and snippet of e-mails with all the words, the newest first.
 
-        Raises ValueError for keywords that are no words, or none.
+        Raises ValueError for keywords that are not words, or none.
         """
         given = keywords.split() if isinstance(keywords, str) else keywords
         if not isinstance(given, Sequence) or not all(isinstance(word, str) for word in given):
@@ -79,7 +79,7 @@ class Mailbox:
         return [{"message_id": key, "date": day, "snippet": text} for key, day, text in found]
 
     def read(self, message_id: str) -> dict[str, Any] | None:
-        """One e-mail; None if the id is unknown."""
+        """Return one e-mail; None if the id is unknown."""
         found = self._ask(
             "SELECT id, date, subject, from_address, body FROM emails WHERE message_id = ?",
             (message_id,),
@@ -99,7 +99,7 @@ class Mailbox:
 
 
 def write_mailbox(file: Path, emails: Iterable[Email]) -> None:
-    """A new file with these."""
+    """Write a new file with these e-mails."""
     partial = file.with_name(f"{file.name}.part")
     partial.unlink(missing_ok=True)
     with closing(sqlite3.connect(partial)) as base:
@@ -125,7 +125,7 @@ _FACTS = {
 
 
 def make_mail(number: int, seed: int) -> tuple[list[Email], list[dict[str, Any]]]:
-    """So many e-mails, and a question for each: the columns of ART-E's questions."""
+    """Make `number` e-mails, and a question for each: the columns of ART-E's questions."""
     source = random.Random(f"mail {seed}")
     combined = [(t, w, f) for t in _THINGS for w in _PEOPLE for f in _FACTS]
     if number > len(combined):
@@ -153,7 +153,9 @@ def make_mail(number: int, seed: int) -> tuple[list[Email], list[dict[str, Any]]
 
 
 def main() -> None:
-    """`python -m trireme.ext.small_worlds.mailbox OUT`: mail.db, train.jsonl and test.jsonl."""
+    """Run `python -m trireme.ext.small_worlds.mailbox OUT`: writes mail.db, train.jsonl and
+    test.jsonl.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--emails", type=int, default=120)

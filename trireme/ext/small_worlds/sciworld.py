@@ -42,7 +42,7 @@ An example:
 SIMPLER = ("easy", "teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors",
            "noElectricalAction")  # fmt: skip
 MOVES = 100
-"""ScienceWorld's own moves that one action may take at most: waiting takes several."""
+"""Most of ScienceWorld's own moves in one action: waiting takes several."""
 
 
 class Settings(BaseModel):
@@ -51,7 +51,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     simplification: str = "easy"
-    """What ScienceWorld makes easier: names with commas between them, or easy for all."""
+    """ScienceWorld's simplifications: names with commas between them, or easy for all."""
     max_env_steps: Annotated[int, Field(gt=0)] = 30
     """Most actions of an episode."""
     env_workers: Annotated[int, Field(gt=0)] = 2
@@ -82,7 +82,7 @@ class SciWorldWorkflow(EpisodeWorkflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for an option, a row without an experiment, and where Java is not."""
+        """Raise ValueError for an option, a row without an experiment, or a missing Java."""
         options_of(task, Settings, "sciworld_workflow")
         experiment_of(task)
         if task.reward_fn is not None:
@@ -91,7 +91,7 @@ class SciWorldWorkflow(EpisodeWorkflow):
             raise ValueError("sciworld_workflow needs a Java runtime: there is no program 'java'")
 
     def make_env(self) -> Any:
-        """The experiment of the task, in a worker process."""
+        """Make the experiment of the task, in a worker process."""
         settings = options_of(self.task, Settings, "sciworld_workflow")
         pool = shared_pool(
             "trireme.ext.small_worlds.experiment:Experiment",
@@ -105,12 +105,12 @@ class SciWorldWorkflow(EpisodeWorkflow):
         )
 
     def final_reward(self, seen: Seen, total: float) -> float:
-        """The best score, also of an experiment that is not finished."""
+        """Return the best score, also of an unfinished experiment."""
         return total
 
 
 def experiment_of(task: Task) -> dict[str, Any]:
-    """Task and variation of a row. Raises ValueError where it names none."""
+    """Return task and variation of a row. Raises ValueError if it names none."""
     row: Any = task.raw_task
     if "task_name" not in row:
         try:

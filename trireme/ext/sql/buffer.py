@@ -1,21 +1,21 @@
 """SqlBuffer: carries experiences through a database, between any number of processes.
 
 Invariants:
-- A put is one transaction of whole groups; a group that is there already is not put again, so
-  that an explorer may repeat a step after a crash.
+- A put is one transaction of whole groups; a group that exists already is not put again, so that an
+  explorer may repeat a step after a crash.
 - A take claims its rows in one transaction, so that several readers never share one. `state` seals
-  what is claimed for the checkpoint being made, and `commit` makes it final; `load_state` makes
-  final what its checkpoint sealed and gives back all else that this reader had claimed.
-- `load_state` of a whole run (role `both`) also removes what its explorer has put since: it goes
-  back to that step and makes them again.
-- A reader that is not heard from for `lease_time` seconds loses what it has not sealed to the
-  others; should it come back, it is told so instead of learning twice.
-- Who has closed or failed stands in the table of parties, where the other process sees it.
-  Opening a buffer as a party takes back what that party's last process had said.
+  the claimed rows for the checkpoint being made, and `commit` makes their use final; `load_state`
+  makes final the rows that its checkpoint sealed and releases this reader's other claims.
+- `load_state` of a whole run (role `both`) also removes the rows that its explorer has put since:
+  it rewinds to that step and makes them again.
+- A reader without a heartbeat for `lease_time` seconds loses its unsealed rows to the others; if it
+  returns, it gets an error instead of learning twice.
+- The table of parties records which ones have closed or failed, where the other process sees it.
+  Opening a buffer as a party resets the record of that party's last process.
 - A row is read before it is claimed: one whose bytes are damaged ends the take, which has claimed
   nothing then; with `on_error` skip it is dropped for good, counted, and another takes its place.
-- A server that goes away is waited for, as long as for an experience (`max_read_timeout`); a word
-  on a failure, and what a cancelled take lets go of, do not wait.
+- A server that goes away is waited for, as long as for an experience (`max_read_timeout`);
+  reporting a failure, and releasing the claims of a cancelled take, do not wait.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Result = TypeVar("Result")
 
 POLL_FIRST, POLL_LONGEST = 0.05, 1.0
 NOTED = 15.0
-"""Seconds of waiting for a side that is not there, after which a warning says so."""
-"""Seconds between two looks at the database; each look without news doubles them."""
+"""Seconds of waiting for a missing side after which a warning reports it."""
+"""Seconds between two polls of the database; each one without news doubles them."""
 BEATS = 4
 """Heartbeats in the time of a lease."""
 
 
 class SqlBuffer:
-    """A table of experiences and a table of who uses it."""
+    """A table of experiences and a table of its users."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class SqlBuffer:
     ) -> None:
         """`role` is what this process does with the buffer, `party` its name among several.
 
-        `capacity` counts explore steps that lie untaken; with `reuse`, groups, beyond which the
-        lowest priority is dropped. A server that is away at first is tried `retries` times more.
-        Raises ValueError where the database cannot be opened.
+        `capacity` counts explore steps that are not taken yet; with `reuse`, groups, beyond which
+        the lowest priority is dropped. A server that is away at first is tried `retries` more
+        times. Raises ValueError if the database cannot be opened.
         """
         self.name = name
         self._capacity = capacity
@@ -109,10 +109,10 @@ class SqlBuffer:
         """The checkpoint that is being made, and how many rows belong to it."""
         self._taking = threading.Lock()
         self._gives_up = threading.Event()
-        """Set where a take is cancelled."""
+        """Set when a take is cancelled."""
         self._away = False
         self._knows_claims = False
-        """Whether the database's claims of this reader are `_held` and what is sealed."""
+        """Whether this reader's claims in the database are exactly `_held` and the sealed rows."""
         self._dropped = 0
         self._damaged: set[int] = set()
         """Rows that were left out."""
@@ -178,7 +178,7 @@ class SqlBuffer:
             self.demand.set(False)
 
     async def take_step(self) -> list[Experience]:
-        """Not here: the Plan refuses it."""
+        """Raise an error: the Plan refuses this combination."""
         raise NotImplementedError("an SQL buffer does not keep explore steps apart")
 
     async def close(self) -> None:
@@ -210,15 +210,15 @@ class SqlBuffer:
         self._seal, self._sealed = None, 0  # now: a take meanwhile gives back what has no seal
 
     def state(self) -> dict[str, Any]:
-        """Seal what was taken since the last commit: it belongs to the checkpoint being made.
+        """Seal the rows taken since the last commit: they belong to the checkpoint being made.
 
-        Raises RuntimeError where some of it has gone to another reader, or our name has.
+        Raises RuntimeError if some of them, or our name, have passed to another reader.
         """
         seal = self._seal or self._next_seal()
         wanted = self._sealed + len(self._held)
 
         def attempt(connection: Connection) -> int:
-            self._stop_if_replaced(connection)  # what that process holds is held in our name
+            self._stop_if_replaced(connection)  # claims of that process are in our name
             gone = wanted - self._claims.seal(connection, seal)
             if gone > 0:  # the error undoes the transaction
                 raise RuntimeError(
@@ -259,12 +259,12 @@ class SqlBuffer:
         return metrics
 
     def dispose(self) -> None:
-        """Let go of the database's connections."""
+        """Close the database's connections."""
         self._heartbeat.stop()
         self._database.dispose()
 
     def _next_seal(self) -> str:
-        """A name for the next checkpoint, with a higher number than any of this reader's has."""
+        """Return a name for the next checkpoint, with a higher number than any of this reader's."""
         if self._last_seal is None:
             seals = self._transact(self._claims.seals)
             self._last_seal = max(map(self._number_of, seals), default=0)
@@ -281,8 +281,8 @@ class SqlBuffer:
     ) -> Result:
         """Run `attempt` in a transaction; if the server goes away, retry until it is back.
 
-        Raises TimeoutError where it is away for `max_read_timeout` seconds, and what the database
-        said once `gives_up` is set.
+        Raises TimeoutError if it is away for `max_read_timeout` seconds, and the database's error
+        once `gives_up` is set.
         """
         gives_up = gives_up or threading.Event()
         since = time.monotonic()
@@ -307,7 +307,7 @@ class SqlBuffer:
                 return result
 
     def _note_away(self, error: DBAPIError) -> None:
-        # whether it was committed is unknown: claims that we never saw are given back
+        # it may or may not be committed: unknown claims are released
         self._knows_claims = False
         if not self._away:
             self._away = True
@@ -336,11 +336,11 @@ class SqlBuffer:
         transact: Callable[..., Any] | None = None,
         gives_up: threading.Event | None = None,
     ) -> Result:
-        """Run `attempt` in transactions of its own, less and less often, until it gives a result.
+        """Run `attempt` in separate transactions, less and less often, until it returns a result.
 
-        `in_vain()` follows an attempt that gave nothing, where nothing was notified meanwhile.
-        Where the `other` side is not there, a warning says so long before the time-out. Cancelled,
-        it sets `gives_up`: its thread waits for no server any more.
+        `in_vain()` is called after an attempt without result, if nothing was notified meanwhile. If
+        the `other` side is missing, a warning says so long before the time-out. Cancelled, it sets
+        `gives_up`: its thread then waits for no server.
         """
         gives_up = gives_up or threading.Event()
         seen = -1
@@ -363,7 +363,7 @@ class SqlBuffer:
             if result is not None:
                 return result
             if self._changed.notified != notified:
-                continue  # what was put meanwhile that look may not have seen
+                continue  # that attempt may have missed rows that were put meanwhile
             in_vain()
             if changes != seen:
                 seen, since, pause = changes, self._clock.now(), POLL_FIRST
@@ -382,7 +382,7 @@ class SqlBuffer:
         """True when the rows are in; None while the buffer is full."""
         ended = self._parties.ended(connection, "train")
         ended = ended or self._parties.left(connection, "explore")
-        self._stop_if_failed(connection)  # after: who has failed has ended, too
+        self._stop_if_failed(connection)  # checked last: a side that has failed has also ended
         if ended:
             raise Closed(f"buffer '{self.name}' is closed")
         if self._reuse is None and self._is_full(connection):
@@ -405,12 +405,12 @@ class SqlBuffer:
         return self._parties.wanted(connection) <= self._claims.count(connection)
 
     def _try_take(self, connection: Connection, n: int) -> list[tuple[int, int, Experience]] | None:
-        """The rows, claimed; an empty list at the end; None while there are too few."""
+        """Claim and return rows; an empty list at the end; None while there are too few."""
         if self._gives_up.is_set():
             return []
         ended = self._parties.ended(connection, "explore")
         ended = ended or self._parties.left(connection, "train")
-        self._stop_if_failed(connection)  # after: who has failed has ended, too
+        self._stop_if_failed(connection)  # checked last: a side that has failed has also ended
         self._settle_claims(connection)
         has = self._claims.count(connection, ended=ended, most=n)
         self._parties.want(connection, n if has < n and not ended else 0)
@@ -421,11 +421,11 @@ class SqlBuffer:
         if self._reuse is not None:
             for _, use, experience in claimed:
                 experience.info["use_count"] = use
-        # None: another reader is just taking them, or what there was is damaged
+        # None: another reader is just taking them, or the rows were damaged
         return claimed if claimed or not has else None
 
     def _read(self, row: int, data: bytes) -> Experience | None:
-        """A row's experience; None where it is damaged and may be left out."""
+        """Return a row's experience; None if it is damaged and may be left out."""
         try:
             return decode(data)[0]
         except Damaged as error:
@@ -441,7 +441,7 @@ class SqlBuffer:
         return None
 
     def _settle_claims(self, connection: Connection) -> None:
-        """Give back what this reader's last process held, and what silent readers hold."""
+        """Release the claims of this reader's last process, and those of silent readers."""
         if not self._knows_claims:
             self._claims.release(connection, but=self._held, seal=self._seal)
             self._knows_claims = True
@@ -470,7 +470,7 @@ class SqlBuffer:
 
 
 def _beat(database: Engine, parties: Parties) -> Callable[[], None]:
-    """The heartbeat's work, which holds no reference to the buffer."""
+    """Return the heartbeat's work, which holds no reference to the buffer."""
 
     def beat() -> None:
         with database.begin() as connection:

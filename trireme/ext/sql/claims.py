@@ -93,7 +93,7 @@ class Claims:
         return len(lowest)
 
     def _drop(self, connection: Connection, ids: Sequence[int]) -> None:
-        """Never hand out those rows again; who has used them before may still hold them."""
+        """Never return those rows again; earlier readers may still have claimed them."""
         for part in _chunks(ids):
             rows = self.table.c.id.in_(part)
             connection.execute(update(self.table).where(rows).values(consumed=-1, used=0))
@@ -107,10 +107,10 @@ class Claims:
         least: int,
         ended: bool,
     ) -> list[tuple[int, int, Experience]]:
-        """At most n rows that are open and that no other reader is just taking: id, use, what
-        `read` makes of the bytes. A row of which it makes None is dropped.
+        """Claim at most n open rows that no other reader is just taking; returns id, use, and the
+        result of `read` on the bytes. Rows for which `read` returns None are dropped.
 
-        None of them where there are fewer than `least`.
+        Returns none if there are fewer than `least`.
         """
         table = self.table
         order = [table.c.id] if self._reuse is None else [self._priority().desc(), table.c.id]
@@ -133,14 +133,14 @@ class Claims:
         return taken_rows
 
     def seal(self, connection: Connection, seal: str) -> int:
-        """Bind what this reader holds to the checkpoint `seal`; how many rows it now has."""
+        """Bind this reader's rows to the checkpoint `seal`; returns their number."""
         table = self.table
         held = and_(table.c.claimed_by == self._reader, table.c.sealed.is_(None))
         connection.execute(update(table).where(held).values(sealed=seal))
         return self._count(connection, table.c.sealed == seal)
 
     def consume(self, connection: Connection, seal: str) -> None:
-        """Make final what belongs to that checkpoint."""
+        """Make the use of that checkpoint's rows final."""
         table = self.table
         final = {"claimed_by": None, "sealed": None, "used": 0}
         uses = table.c.consumed + table.c.used
@@ -151,12 +151,14 @@ class Claims:
         )
 
     def seals(self, connection: Connection) -> list[str]:
-        """The checkpoints that have made the last use of a row final."""
+        """Return the checkpoints that have made the last use of a row final."""
         by = self.table.c.consumed_by
         return list(connection.scalars(select(by).where(by.is_not(None)).distinct()))
 
     def restore(self, connection: Connection, seals: Sequence[str]) -> int:
-        """Open again what those made final, one use less of each row; how many rows."""
+        """Open the rows of those checkpoints again, with one use less each; returns their
+        number.
+        """
         table = self.table
         one_less = {"consumed": table.c.consumed - 1, "consumed_by": None}
         rows = 0
@@ -169,7 +171,9 @@ class Claims:
     def release(
         self, connection: Connection, *, but: Iterable[int] = (), seal: str | None = None
     ) -> None:
-        """Give back what this reader holds, except those rows and what that checkpoint sealed."""
+        """Release this reader's rows, except those in `but` and those that the checkpoint `seal`
+        sealed.
+        """
         table = self.table
         mine = select(table.c.id).where(table.c.claimed_by == self._reader)
         if seal is not None:
@@ -179,13 +183,13 @@ class Claims:
             connection.execute(update(table).where(table.c.id.in_(part)).values(**_FREE))
 
     def newest(self, connection: Connection) -> int:
-        """The id of the row that was put last; 0 where there is none."""
+        """Return the id of the row that was put last; 0 if there is none."""
         return connection.scalar(select(func.max(self.table.c.id))) or 0
 
     def rewind(self, connection: Connection, newest: int) -> None:
-        """Remove what the explorer of a whole run put after that row: it makes it again.
+        """Remove the rows that the explorer of a whole run put after that row: it makes them again.
 
-        What other explorers put has their names in its source, and stays; so does what was used.
+        Rows of other explorers have their names in the source, and stay; so do used rows.
         """
         table = self.table
         unused = and_(table.c.consumed <= 0, table.c.claimed_by.is_(None))
@@ -193,7 +197,9 @@ class Claims:
         connection.execute(delete(table).where(this_explorer, unused))
 
     def release_of(self, connection: Connection, readers: Iterable[str]) -> int:
-        """Give back what those readers hold and no checkpoint of theirs may have; how many."""
+        """Release those readers' rows that no checkpoint of theirs may contain; returns their
+        number.
+        """
         table = self.table
         held = and_(
             table.c.consumed >= 0, table.c.claimed_by.in_(list(readers)), table.c.sealed.is_(None)
@@ -201,17 +207,17 @@ class Claims:
         return connection.execute(update(table).where(held).values(**_FREE)).rowcount
 
     def count(self, connection: Connection, *, ended: bool = False, most: int = 0) -> int:
-        """Rows that can be taken now; counted to `most` at most, where it is given."""
+        """Count the rows that can be taken now; up to `most`, if given."""
         return self._count(connection, self._open(connection, ended=ended), most)
 
     def steps(self, connection: Connection) -> int:
-        """Explore steps that have rows which no trainer has taken."""
+        """Count the explore steps with rows that no trainer has taken."""
         table = self.table
         untaken = and_(table.c.consumed == 0, table.c.claimed_by.is_(None))
         return connection.scalar(select(func.count(table.c.source.distinct())).where(untaken)) or 0
 
     def changes(self, connection: Connection) -> int:
-        """A number that changes when anything is put or taken."""
+        """Return a number that changes when anything is put or taken."""
         return 2 * self.newest(connection) - self.count(connection)
 
     def _count(self, connection: Connection, chosen: ColumnElement[bool], most: int = 0) -> int:
@@ -220,7 +226,7 @@ class Claims:
         return connection.scalar(select(func.count()).select_from(rows.subquery())) or 0
 
     def _open(self, connection: Connection, *, ended: bool) -> ColumnElement[bool]:
-        """Rows that can be taken; once nothing new comes, only those that were never used."""
+        """Select rows that can be taken; once no new ones will be put, only unused ones."""
         table = self.table
         fresh = and_(table.c.consumed == 0, table.c.claimed_by.is_(None))
         if self._reuse is None or self._reuse.limit == 1 or ended:
@@ -240,7 +246,9 @@ class Claims:
         return self.table.c.priority - decay * (self.table.c.consumed + self.table.c.used)
 
     def _set_priorities(self, rows: Sequence[dict[str, Any]]) -> None:
-        """A group's is its oldest sampled version; what no weights sampled counts as 0."""
+        """Set the priorities: a group's is its oldest sampled version; rows without sampled tokens
+        count as 0.
+        """
         oldest: dict[str, float] = {}
         for row in rows:
             version, group = row["model_version"], row["task_id"]

@@ -1,10 +1,10 @@
-"""Parties: keeps the writers and readers of an SQL buffer: who is alive, and what each did last.
+"""Parties: records the writers and readers of an SQL buffer: which are alive, and their last state.
 
 A party is a name in a role, `explore` or `train`. All methods run inside the caller's transaction.
 
-- A name belongs to the process that entered with it last; the one before learns of it (`mine`).
-- A thread says again and again that this process is alive (`beat`); a party that has not for
-  `lease` seconds is `silent`, and others may have what it took.
+- A name belongs to the process that entered with it last; the one before notices (`mine`).
+- A thread sends regular heartbeats (`beat`); a party without one for `lease` seconds is `silent`,
+  and others may take its rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = get_logger("queue_experience_buffer")
 class PartyHeartbeat:
     """Calls `beat` every `interval` seconds until `stop`; ends with the process.
 
-    A beat that fails is logged and tried again: a party that then counts as silent hears so when it
+    A failed beat is logged and retried: a party that then counts as silent gets an error when it
     commits.
     """
 
@@ -53,7 +53,7 @@ class PartyHeartbeat:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """No more beats."""
+        """Send no more beats."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -84,13 +84,13 @@ class Parties:
             Column("seen", Float, nullable=False),  # by the database's clock
             Column("closed", Boolean, nullable=False),
             Column("failure", Text),
-            Column("wanted", Integer, nullable=False),  # it waits for so many experiences
+            Column("wanted", Integer, nullable=False),  # it waits for this many experiences
         )
 
     def enter(self, connection: Connection) -> None:
-        """Take part anew: not closed, not failed.
+        """Enter as a party again: not closed, not failed.
 
-        For a reader what failed before it came is no news; that a writer has ended still is.
+        Failures before a reader entered do not concern it; the end of a writer still does.
         """
         one_at_a_time(connection, self._table.name)
         now = database_time(connection)
@@ -103,7 +103,7 @@ class Parties:
             connection.execute(update(self._table).where(failed).values(failure=None))
 
     def beat(self, connection: Connection) -> None:
-        """Say that we are alive."""
+        """Send a heartbeat."""
         now = database_time(connection)
         for role in self.roles:
             connection.execute(update(self._table).where(*self._me(role)).values(seen=now))
@@ -114,9 +114,9 @@ class Parties:
         return connection.scalar(row) == self._process
 
     def silent(self, connection: Connection, role: str) -> dict[str, float]:
-        """Others of that side that are not heard from any more, with the seconds since.
+        """Return other parties of that side without a heartbeat, with the seconds since.
 
-        One that has closed is among them: what it holds then is never trained.
+        Closed ones are included: rows that they still claim are never trained.
         """
         now, table = database_time(connection), self._table
         rows = select(table.c.name, table.c.seen).where(
@@ -125,7 +125,9 @@ class Parties:
         return {row.name: now - row.seen for row in connection.execute(rows)}
 
     def missing(self, connection: Connection, role: str) -> str:
-        """A sentence's end: nobody of that side has come, or who fell silent; or nothing."""
+        """Return the end of an error sentence: that no party of that side has connected, or which
+        one stopped sending heartbeats; or nothing.
+        """
         silent = self.silent(connection, role)
         table = self._table
         if connection.scalar(select(table.c.name).where(table.c.role == role)) is None:
@@ -135,7 +137,7 @@ class Parties:
         return f"; not heard from: {', '.join(gone)}" if gone else ""
 
     def leave(self, connection: Connection, failure: str | None = None) -> None:
-        """Say that we have ended, and why, where it was a failure."""
+        """Record that this party has ended, with the cause of a failure."""
         said: dict[str, Any] = {"closed": True}
         if failure is not None:
             said["failure"] = storable(failure)
@@ -163,7 +165,7 @@ class Parties:
         connection.execute(mine.values(wanted=number))
 
     def wanted(self, connection: Connection) -> int:
-        """The most that a reader waits for."""
+        """Return the largest number that a reader waits for."""
         return connection.scalar(select(func.max(self._table.c.wanted))) or 0
 
     def _row(self, role: str) -> tuple[Any, ...]:

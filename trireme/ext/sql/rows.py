@@ -12,7 +12,7 @@ from trireme.data.rows import DataSet, NoRows, Rows, refuse_halves
 from trireme.log import hide_passwords
 
 ROW = "raw_task"
-"""The column that holds a whole row as JSON, in tables that Trinity-RFT writes."""
+"""The column with a whole row as JSON, in tables that Trinity-RFT writes."""
 
 
 class DatabaseTable:
@@ -25,7 +25,7 @@ class DatabaseTable:
         return "://" in data.path
 
     def files(self, data: DataSet) -> list[Path]:
-        """None: another program may change a table at any time."""
+        """Return none: another program may change a table at any time."""
         return []
 
     def read(self, data: DataSet) -> Rows:
@@ -46,11 +46,12 @@ class DatabaseTable:
 def table_rows(
     url: str, table: str | None, otherwise: str | None = None
 ) -> tuple[str, list[dict[str, Any]]]:
-    """A table's name and its rows, in the order of its key; `otherwise` is a name that it may have.
+    """Return a table's name and its rows, in the order of its key; `otherwise` is another possible
+    name.
 
-    Without a key the rows of SQLite come as they were inserted, others in the order of all columns.
+    Without a key the rows of SQLite are in insertion order, others in the order of all columns.
 
-    Raises ValueError, continuing the sentence `dataset 'x' …`, where there is no such table.
+    Raises ValueError, continuing the sentence `dataset 'x' …`, if there is no such table.
     """
     from sqlalchemy import MetaData, Table, Text, cast, create_engine, inspect, select, text
     from sqlalchemy.engine import make_url
@@ -61,7 +62,7 @@ def table_rows(
         address = make_url(url)
         if address.get_backend_name() == "sqlite":  # which would make an empty one
             file = url.partition(":///")[2]
-            if not Path(file).is_file():  # a name may itself have what a URL reads as more
+            if not Path(file).is_file():  # a name may contain characters with a meaning in URLs
                 file = address.database or ""
             address = address.set(
                 database=f"file:{quote(file)}", query={"mode": "ro", "uri": "true"}
@@ -100,14 +101,14 @@ def table_rows(
 
 
 def _number(value: Any) -> Any:
-    """A NUMERIC as other data sets have it: 72.000 is 72, 0.50 is 0.5."""
+    """Return a NUMERIC in the form of other data sets: 72.000 is 72, 0.50 is 0.5."""
     if not isinstance(value, Decimal):
         return value
     return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
 
 
 def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """The columns, or what the column `raw_task` holds."""
+    """Return the columns, or the content of the column `raw_task`."""
     whole = row.get(ROW)
     if whole is None:
         refuse_halves(row, f"row {number}")

@@ -1,6 +1,6 @@
-"""SQL store: how the SQL buffer of a plan is checked and made; buffer.py is the buffer.
+"""SQL store: checks and makes the SQL buffer of a plan; buffer.py is the buffer.
 
-Apart from it, since a configuration is checked without SQLAlchemy.
+It is a separate module, since a configuration is checked without SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SqlStore:
     keeps_steps = False
 
     def place(self, path: str, name: str) -> str:
-        """The database's URL; a path alone is that of a SQLite file."""
+        """Return the database's URL; a plain path is that of a SQLite file."""
         if "://" in path:
             return path
         return f"sqlite:///{path or f'{name}.db'}"
@@ -33,7 +33,7 @@ class SqlStore:
     def examine(
         self, config: ExperienceBufferConfig, key: str, path: str, seed: int
     ) -> Iterable[Problem]:
-        """Yield what is wrong with the settings of a buffer."""
+        """Yield the problems of a buffer's settings."""
         if "://" in path and not path.startswith(("sqlite://", "postgresql")):
             yield Problem(
                 f"{key}.path",

@@ -1,4 +1,4 @@
-"""Swift callback: the base class of ms-swift's callbacks, loaded when a plug-in asks for it."""
+"""Swift callback: the base class of ms-swift's callbacks, imported when a plug-in needs it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from transformers.trainer_callback import TrainerCallback as _TrainerCallback
 
 
 class TrainerCallback(_TrainerCallback):
-    """Base of callbacks, whose constructor takes ms-swift's arguments; transformers' events are
-    there for `super()`, and do nothing.
+    """The base of callbacks, whose constructor takes ms-swift's arguments; transformers' events
+    exist for `super()`, and do nothing.
     """
 
     def __init__(self, args: Any, trainer: Any) -> None:

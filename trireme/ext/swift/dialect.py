@@ -1,4 +1,4 @@
-"""Swift dialect: what plug-ins for ms-swift import is found, where ms-swift is not installed."""
+"""Swift dialect: makes the modules that ms-swift's plug-ins import available without ms-swift."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trireme.config.dialect import Dialect
 
 
 class Swift(Dialect):
-    """ms-swift's dialect, whose keys are flags: cli/flags.py."""
+    """The dialect of ms-swift, whose keys are flags: cli/flags.py."""
 
     def stand_in(self) -> None:
         """Let `import swift` find Trireme's names."""

@@ -1,4 +1,4 @@
-"""Flag names: lists ms-swift's flags, each with the keys that it sets, or what to set instead."""
+"""Flag names: lists ms-swift's flags, each with the keys that it sets, or its replacement."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ IDLE = {
     "eval_on_start": "explorer.eval_on_startup says so",
     "logging_first_step": "every step is logged",
 }
-"""Accepted and said to be without effect, each with why."""
+"""Flags that are accepted without effect, each with the reason."""
 _LOSSES = {
     "grpo": ("ppo", "seq-mean-token-mean"),
     "bnpo": ("ppo", "token-mean"),
@@ -206,7 +206,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "truncation_strategy": {"left": {}, "delete": {}},
 }
-"""Flags with few values -> what each sets in the `algorithm` section."""
+"""Maps flags with few values to the settings of each in the `algorithm` section."""
 NUMBERS = ("beta", "epsilon", "epsilon_high", "lora_rank")
 NUMBERS += ("lora_alpha", "rollout_importance_sampling_threshold", "teacher_kl_coef")
 NUMBERS += ("sdar_loss_coef", "max_resample_times", "off_policy_sequence_mask_delta")
@@ -282,7 +282,7 @@ ELSEWHERE = {
     ),
     "push_to_hub": "nothing: trireme convert writes a folder to upload",
 }
-"""No flag here: what to set instead; a name that ends in * stands for all that begin so."""
+"""Unsupported flags, with their replacement; a name that ends in * stands for all that begin so."""
 SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
 SEVERAL += ("callbacks",)
@@ -292,8 +292,6 @@ SEVERAL += SERVERS
 
 
 def elsewhere(name: str) -> str | None:
-    """Return what to set instead of a flag that Trireme does not have; None if the flag
-    is unknown.
-    """
+    """Return the replacement of a flag that Trireme does not have; None if the flag is unknown."""
     families = (key for key in ELSEWHERE if key.endswith("*") and name.startswith(key[:-1]))
     return ELSEWHERE.get(name) or ELSEWHERE.get(next(families, ""))

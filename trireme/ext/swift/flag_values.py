@@ -12,7 +12,7 @@ from trireme.cli.arguments import Given
 
 
 def number_of(name: str, text: str) -> float:
-    """The number that a flag's text is. Raises BadParameter for other text."""
+    """Return the number in a flag's text. Raises BadParameter for other text."""
     try:
         return float(text)
     except ValueError as error:
@@ -20,7 +20,9 @@ def number_of(name: str, text: str) -> float:
 
 
 def scalar(name: str, text: str) -> Any:
-    """The number or switch that a flag's text is; `None`: none. BadParameter for other text."""
+    """Return the number or switch in a flag's text; `None`: none. Raises BadParameter for other
+    text.
+    """
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -28,7 +30,9 @@ def scalar(name: str, text: str) -> Any:
 
 
 def system_of(text: str) -> str:
-    """A system prompt as it is, or that of a .txt file. BadParameter where there is no such."""
+    """Return a system prompt, given as text or as a .txt file. Raises BadParameter if there is no
+    such file.
+    """
     if not text.endswith(".txt"):
         return text.replace("\\n", "\n")
     try:
@@ -38,7 +42,7 @@ def system_of(text: str) -> str:
 
 
 def needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
-    """Raise BadParameter for a flag that says nothing without `--beside value`."""
+    """Raise BadParameter for a flag that has no meaning without `--beside value`."""
     if name in flags and beside not in flags:
         raise typer.BadParameter(
             f"--{name} {flags[name][0]} has no effect alone: expected --{beside} {value} beside "
@@ -47,5 +51,5 @@ def needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
 
 
 def text_of(value: object) -> str:
-    """A value as the right side of KEY=VALUE."""
+    """Format a value as the right side of KEY=VALUE."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**9).strip().removesuffix("...")

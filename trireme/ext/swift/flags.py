@@ -1,4 +1,4 @@
-"""Flags: reads ms-swift's flag names, and several values behind one flag."""
+"""Flags: reads ms-swift's flag names, and several values after one flag."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trireme.ext.swift.flag_values import needs, number_of, scalar, system_of, t
 _ONE_OF = "expected one of "
 _ADVANTAGE = "algorithm.advantage_fn_args."
 _PLAIN = (None, "ppo", "grpo")
-"""What a flag says of a key by default there: another flag may say more of it."""
+"""Default values of keys there: another flag may override them."""
 _RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
 SDAR = "sdar_loss_coef"
 
@@ -57,13 +57,13 @@ class SwiftFlags:
         return elsewhere(name)
 
     def overrides(self, flags: Given, config: Source) -> list[str]:
-        """`key=value` for each flag."""
+        """Return `key=value` for each flag."""
         return overrides(flags, config)
 
 
 def overrides(flags: Given, config: Source) -> list[str]:
-    """`key=value` for each flag, and for every taskset of the file. A file that cannot be read
-    gives the first's; loading it says why. What has no effect is said.
+    """Return `key=value` for each flag, and for every taskset of the file. A file that cannot be
+    read gives the first taskset's; loading it reports why. Flags without effect are reported.
     """
     for name in flags:
         if name in IDLE:
@@ -100,8 +100,8 @@ _COLUMNS = {"solution": "response_key", "messages": "prompt_key", "query": "prom
 
 
 def _columns(flags: Given) -> Iterator[tuple[str, str]]:
-    """Keys of `format` with the columns that `--columns '{"answer": "solution"}'` renames. Raises
-    BadParameter for what it cannot be, and for two columns that become one.
+    """Yield keys of `format` with the columns that `--columns '{"answer": "solution"}'` renames.
+    Raises BadParameter for invalid values, and for two columns that become one.
     """
     text = flags.get("columns", ["{}"])[0]
     try:
@@ -130,7 +130,7 @@ def _columns(flags: Given) -> Iterator[tuple[str, str]]:
 
 
 def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list[str]:
-    """`key=value` of the flags that become several keys, after those that are `chosen`. Raises
+    """Return `key=value` of the flags that become several keys, after the `chosen` ones. Raises
     BadParameter for other values.
     """
     keys = dict(chosen)
@@ -184,8 +184,8 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
 
 
 def _chosen(flags: Given) -> dict[str, Any]:
-    """The keys of the flags with few values. Raises BadParameter for another value, and for two
-    flags that say different things of one key: which of them is meant?
+    """Return the keys of the flags with few values. Raises BadParameter for another value, and for
+    two flags that set one key to different values.
     """
     keys: dict[str, Any] = {}
     whose: dict[str, str] = {}
@@ -219,8 +219,8 @@ def _chosen(flags: Given) -> dict[str, Any]:
 
 
 def _rewards(flags: Given) -> dict[str, list[Any]]:
-    """The reward functions, with the options that flags give them. Raises BadParameter for those of
-    a reward that is not asked for.
+    """Return the reward functions, with the options from flags. Raises BadParameter for options of
+    a reward that is not used.
     """
     funcs: dict[str, dict[str, Any]] = {
         name: {"name": name} for name in flags.get("reward_funcs", ())
@@ -243,7 +243,7 @@ def _rewards(flags: Given) -> dict[str, list[Any]]:
 
 
 def _reward_models(flags: Given) -> Iterator[dict[str, str]]:
-    """The reward of each reward model. Raises BadParameter for plug-ins of another number."""
+    """Yield the reward of each reward model. Raises BadParameter for another number of plug-ins."""
     models, plugins = (flags.get(name, []) for name in REWARD_MODELS)
     if plugins and len(plugins) != len(models):
         raise typer.BadParameter(
@@ -256,8 +256,8 @@ def _reward_models(flags: Given) -> Iterator[dict[str, str]]:
 
 
 def in_effect(flags: Given) -> Given:
-    """The flags without `--sdar_loss_coef 0`, which is ms-swift's default and means no SDAR, and
-    beside another use of the teacher without `--teacher_kl_coef 0`.
+    """Return the flags without `--sdar_loss_coef 0`, which is ms-swift's default and means no SDAR,
+    and, with another use of the teacher, without `--teacher_kl_coef 0`.
     """
     for name in (SDAR, "teacher_kl_coef"):
         alone = name != SDAR and not {"advantage_reweight", SDAR} & flags.keys()
@@ -267,8 +267,8 @@ def in_effect(flags: Given) -> Given:
 
 
 def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[str, Any]:
-    """A teacher beside the rewards. Raises BadParameter where the YAML has auxiliary models, and
-    for two uses of one teacher.
+    """Return the settings of a teacher in addition to rewards. Raises BadParameter if the YAML has
+    auxiliary models, and for two uses of one teacher.
     """
     key, coefficient = "explorer.auxiliary_models", "teacher_kl_coef"
     needs(flags, "sdar_gate_beta", SDAR, "above 0", "algorithm.teacher_kl_fn_args.gate_beta")
@@ -306,10 +306,11 @@ def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[
 
 
 def _each_batch(flags: Given) -> dict[str, list[str]]:
-    """The flags that count optimizer steps, in train steps: several of these are one batch's.
+    """Convert the flags that count optimizer steps to train steps: several of the former belong to
+    one batch.
 
-    Shares, below 1, count none and stay; `--max_steps -1`, the default there, is no limit. Raises
-    BadParameter for what is no multiple.
+    Shares, below 1, count nothing and stay; `--max_steps -1`, the default there, is no limit.
+    Raises BadParameter for a number that is not a multiple.
     """
     iterations = number_of("num_iterations", flags.get("num_iterations", ["1"])[0])
     out: dict[str, list[str]] = {}
@@ -331,7 +332,7 @@ def _each_batch(flags: Given) -> dict[str, list[str]]:
 
 
 def _explore_steps(flags: Given, each: Given, resamples: int) -> int:
-    """The most explore steps that `--max_steps` train steps take, which go before the epochs; 0:
+    """Return the most explore steps for `--max_steps` train steps, which override the epochs; 0:
     the flag sets no limit. `each` has the flag in train steps, each of which `resamples` repeat.
     """
     text = each.get("max_steps", flags.get("max_steps", ["0"]))[0]
@@ -369,7 +370,7 @@ def _urls(flags: Given) -> Iterator[str]:
 
 
 def _tasksets(config: Source) -> list[str]:
-    """The keys of the file's tasksets."""
+    """Return the keys of the file's tasksets."""
     several, evals = (
         [f"{INPUT}.{name}[{i}]" for i in range(len(_read(config, *INPUT.split("."), name)))]
         for name in ("tasksets", "eval_tasksets")
@@ -378,12 +379,12 @@ def _tasksets(config: Source) -> list[str]:
 
 
 def _operators(config: Source) -> list[Any]:
-    """The file's operators on experiences."""
+    """Return the file's operators on experiences."""
     return _read(config, "data_processor", "experience_pipeline", "operators")
 
 
 def _read(config: Source, *path: str) -> list[Any]:
-    """A list of the file; empty where there is none, and where loading it will say why."""
+    """Return a list of the file; empty if there is none, or if loading it will report why."""
     try:
         node: Any = config
         if not isinstance(config, Mapping):

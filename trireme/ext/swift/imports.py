@@ -1,10 +1,10 @@
-"""Swift: the names that plug-ins for ms-swift import, where ms-swift itself is not installed.
+"""Swift: provides the names that plug-ins for ms-swift import, if ms-swift is not installed.
 
-`from swift.plugin import ORM, orms` then gives Trireme's own. Modules are those of its versions 3
-and 4; what lay in which of them changed often, so that each has all names. What Trireme has no
-counterpart of (engines, templates, classes of reward model plug-ins) can be imported and
-subclassed, and says so when it is used. A clone of ms-swift in the current folder is found by
-Python like an installed package: without what it requires it is passed over.
+`from swift.plugin import ORM, orms` then imports Trireme's own. Modules are those of its versions 3
+and 4; names moved between them often, so each has all names. Names without a counterpart in Trireme
+(engines, templates, classes of reward model plug-ins) can be imported and subclassed, and raise an
+error on use. Python finds a clone of ms-swift in the current folder like an installed package:
+without its requirements it is skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCALE = "trireme.ext.multi_turn.loss_scale"
 _GROUP = "trireme.rewards.orm"
 _HERE = "trireme.ext.swift.imports"
 _REQUIRED = "modelscope"
-"""What every module of ms-swift imports, and Trireme does not need."""
+"""A package that every module of ms-swift imports, and Trireme does not need."""
 _logger = log.get_logger("plugin")
 _ABSENT = (
     *("DefaultRMPlugin", "GenRMPlugin", "PRM", "InferEngine", "PtEngine", "VllmEngine"),
@@ -112,7 +112,7 @@ class RequestConfig(SimpleNamespace):
 
 
 def get_logger(*args: Any, **options: Any) -> logging.Logger:
-    """A logger whose lines are in the run's log."""
+    """Return a logger that writes to the run's log."""
     return log.get_logger("plugin")
 
 
@@ -120,7 +120,7 @@ class Absent:
     """The base of names that have no counterpart here; it can be subclassed."""
 
     stands_for = ""
-    """What it is there, for sentences."""
+    """The name that it replaces, for sentences."""
 
     def __init_subclass__(cls) -> None:
         if Absent in cls.__bases__:
@@ -134,7 +134,7 @@ class Absent:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules of `MODULES` before other finders, where these find no ms-swift that works."""
+    """Finds modules of `MODULES` before other finders, if these find no working ms-swift."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name not in MODULES:
@@ -147,7 +147,7 @@ class _Finder(MetaPathFinder):
         finders = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec("swift", None) for finder in finders)
         origin = next((spec.origin for spec in specs if spec is not None), None)
-        if origin is None:  # none, or a folder of that name that is no package
+        if origin is None:  # none, or a folder of that name that is not a package
             return False
         is_ms_swift = (Path(origin).parent / "cli" / "rlhf.py").is_file()
         if not is_ms_swift or find_spec(_REQUIRED) is not None:
@@ -158,7 +158,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
-        """All names in every module: see above."""
+        """Put all names into every module: see above."""
         vars(module).update({name: type(name, (Absent,), {}) for name in _ABSENT})
         vars(module)["__getattr__"] = lazy_names(module.__name__, NAMES)
 

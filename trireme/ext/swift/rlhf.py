@@ -1,8 +1,8 @@
-"""`trireme rlhf`: a run from ms-swift's flags alone, and the YAML that these stand for.
+"""`trireme rlhf`: runs from ms-swift's flags alone, and writes the equivalent YAML.
 
 `--rlhf_type` is grpo, gkd, dpo or kto. The data sets of the latter two have replies, and there are
-no rollouts. What no flag says is as ms-swift has it by default. NPROC_PER_NODE and NNODES are read
-as there: counts by device are multiplied by them.
+no rollouts. Settings without a flag have ms-swift's defaults. NPROC_PER_NODE and NNODES are read as
+there: counts per device are multiplied by them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _GKD = {
     "lmbda": (0.5, 1, "the policy's own replies are distilled, and none of a data set's"),
     "sft_alpha": (0, 0, "no reply of a data set is learned"),
 }
-"""Flags of --rlhf_type gkd: the default there, what is expected, and why."""
+"""Flags of --rlhf_type gkd: the default there, the expected value, and the reason."""
 _CHORD = {
     "chord_mu_warmup_steps": "mu_warmup_steps",
     "chord_mu_decay_steps": "mu_decay_steps",
@@ -65,12 +65,12 @@ _EXPERTS = ("chord_sft_dataset", "chord_sft_per_device_train_batch_size")
 _OTHERS = ("seq_kd", "gkd_logits_topk", "num_ppo_epochs", "cpo_alpha")
 _OTHERS += ("simpo_gamma", "response_length", "loss_weights", "num_mini_batches", "kl_coef")
 _OTHERS += ("whiten_rewards", "vf_coef", "teacher_model_server", "center_rewards_coefficient")
-"""Flags of algorithms that this command does not have, which it says by their names."""
+"""Flags of algorithms that this command does not have, which are refused by name."""
 _REWARDS = ("reward_funcs", "reward_model", "gym_env", "use_gym_env")
 _BESIDE_REWARDS = ("advantage_estimator", "advantage_reweight", *REWEIGHT_OPTIONS, SDAR)
 _BESIDE_REWARDS += ("sdar_gate_beta", "kl_in_reward", "scale_rewards", "dynamic_sample")
 _BESIDE_REWARDS += ("max_resample_times", "reward_weights", "reward_model_plugin", *REWARD_OPTIONS)
-"""Flags of what is made of rewards: a teacher alone has none."""
+"""Flags about rewards: a teacher alone has none."""
 _EVALUATION = ("eval_steps", "val_dataset")
 _ROLLOUTS = ("num_generations", "generation_batch_size", "steps_per_generation", "val_dataset")
 OWN_FLAGS = ("dataset", "val_dataset", *_COUNTS, *_LOSS[1:], *_OTHERS)
@@ -81,9 +81,8 @@ OWN_FLAGS += (*_GKD, *_CHORD, *_EXPERTS)
 def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     """Write the YAML of a run to the output folder; returns its path.
 
-    One that is there and differs is kept beside it, as rlhf.yaml.bak.
-    `keys` are KEY=VALUE words, which go before the flags. Raises BadParameter for flags that are
-    missing or cannot be.
+    An existing file that differs is renamed to rlhf.yaml.bak. `keys` are KEY=VALUE words, which
+    override the flags. Raises BadParameter for missing or invalid flags.
     """
     from trireme.config.check import UNASKED_SAVE_INTERVAL
     from trireme.config.load import with_overrides
@@ -151,8 +150,8 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
 
 
 def _tree(flags: Given, folder: Path) -> dict[str, Any]:
-    """Build the YAML's tree of ms-swift's defaults, for what the flags leave out, and
-    of the data.
+    """Build the YAML's tree from ms-swift's defaults, for settings without flags, and from the
+    data.
     """
     rollouts = _count(flags, "num_generations", 8)
     completions, of_a_step = _batches(flags, rollouts)
@@ -163,7 +162,7 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
                 f"--kl_in_reward true compares whole groups, and an optimizer step has {of_a_step} "
                 f"of a generation's {completions} completions: expected all of them, or false"
             )
-        size = {}  # it is what an explore step leaves
+        size = {}  # it is the size of an explore step
     tasksets = [_taskset(name) for name in flags["dataset"]]
     return {
         "project": "rlhf",
@@ -209,8 +208,8 @@ def _optimizer(flags: Given) -> dict[str, Any]:
 
 
 def _arithmetic(flags: Given, once: bool) -> dict[str, Any]:
-    """Options of the advantage and the loss. `once`: a generation is one optimizer step's, so that
-    the old log-probabilities are those from before it, the trainer's own.
+    """Return options of the advantage and the loss. `once`: a generation is one optimizer step's,
+    so that the old log-probabilities are the trainer's own from before it.
     """
     out: dict[str, Any] = {"bypass_old_logprobs": False} if once else {}
     if flags.get("scale_rewards", [""])[0] == "gdpo":
@@ -224,7 +223,7 @@ def _arithmetic(flags: Given, once: bool) -> dict[str, Any]:
 
 
 def _with_replies(flags: Given, folder: Path, kind: str) -> dict[str, Any]:
-    """The same of DPO and KTO, which read pairs of replies and labelled ones."""
+    """Return the same for DPO and KTO, which read pairs of replies and labelled ones."""
     micro_batch = _count(flags, "per_device_train_batch_size", 1) * _devices()
     accumulated = _count(flags, "gradient_accumulation_steps", -(-16 // micro_batch))
     if len(flags["dataset"]) > 1:
@@ -252,8 +251,8 @@ def _with_replies(flags: Given, folder: Path, kind: str) -> dict[str, Any]:
 
 
 def _of_replies(flags: Given, kind: str) -> Given:
-    """The flags without those that say what is so anyway. Raises BadParameter for one about
-    rollouts, which DPO and KTO do not have, and for another loss of pairs.
+    """Return the flags without those that only confirm the default. Raises BadParameter for one
+    about rollouts, which DPO and KTO do not have, and for another loss of pairs.
     """
     loss = "sigmoid" if kind == "dpo" else "kto"
     if flags.get("loss_type", [loss]) != [loss]:
@@ -278,7 +277,9 @@ def _of_replies(flags: Given, kind: str) -> Given:
 
 
 def _of_lengths(flags: Given) -> Given:
-    """The flags with lengths that fit --vllm_max_model_len, which a prompt and its reply share."""
+    """Return the flags with lengths that fit --vllm_max_model_len, which a prompt and its reply
+    share.
+    """
     most = _count(flags, "vllm_max_model_len", 1) if "vllm_max_model_len" in flags else None
     reply = _count(flags, "max_completion_length", 512)
     if most is None or most > reply + _count(flags, "max_length", 1):
@@ -311,8 +312,8 @@ def _distils(flags: Given) -> bool:
 
 
 def _of_teacher(flags: Given) -> Given:
-    """The flags of a distillation, as those of GRPO with a rollout a prompt. Raises BadParameter
-    for replies that the policy has not sampled, and for rewards.
+    """Return the flags of a distillation, as those of GRPO with one rollout per prompt. Raises
+    BadParameter for replies that the policy has not sampled, and for rewards.
     """
     for name, (default, expected, why) in _GKD.items():
         value = number_of(name, flags.get(name, [str(default)])[0])
@@ -339,7 +340,7 @@ def _says_no(name: str, flags: Given) -> bool:
 
 
 def _of_penalty(flags: Given) -> Given:
-    """The flags with --kl_in_reward as it is there by default, and without one of a KL of 0."""
+    """Return the flags with the default of --kl_in_reward there, and without one for a KL of 0."""
     beta = number_of("beta", flags.get("beta", ["0.04"])[0])
     by_default = flags.get("advantage_estimator", ["grpo"])[0] in ("rloo", "reinforce_plus_plus")
     said = flags.get("kl_in_reward", [str(by_default)])[0]
@@ -350,8 +351,8 @@ def _of_penalty(flags: Given) -> Given:
 
 
 def _with_experts(tree: dict[str, Any], flags: Given) -> dict[str, Any]:
-    """The tree with an expert's rows beside the rollouts of each optimizer step (CHORD). Raises
-    BadParameter for flags that are missing or cannot stand beside them.
+    """Add an expert's rows to the rollouts of each optimizer step (CHORD). Raises BadParameter for
+    flags that are missing or cannot be combined with them.
     """
     if "kl_in_reward" in flags:
         raise typer.BadParameter(
@@ -395,13 +396,13 @@ def _with_experts(tree: dict[str, Any], flags: Given) -> dict[str, Any]:
 
 
 def _distilled(tree: dict[str, Any], flags: Given, kind: str) -> dict[str, Any]:
-    """The tree with the teacher in place of rewards: a divergence from it is the advantage of each
-    token, of `gkd` the one between the two directions.
+    """Replace the rewards by the teacher: a divergence from it is the advantage of each token, for
+    `gkd` the one between the two directions.
     """
     algorithm = tree["algorithm"]
     if kind == "gkd":
         beta = number_of("beta", flags.get("beta", ["0.5"])[0])
-        # at its ends --beta stands for the other direction than lambda_coef
+        # at its ends --beta means the direction opposite to lambda_coef
         share = 1 - beta if beta in (0, 1) else beta
         algorithm = algorithm | {"algorithm_type": "jsd", "loss_agg_mode": "token-mean"}
         algorithm["advantage_fn_args"] = {"lambda_coef": share}
@@ -415,7 +416,9 @@ def _distilled(tree: dict[str, Any], flags: Given, kind: str) -> dict[str, Any]:
 
 
 def _devices() -> int:
-    """How many processes train, by the variables of ms-swift's launcher; 1 without them."""
+    """Return the number of training processes, from the variables of ms-swift's launcher; 1 without
+    them.
+    """
     count = 1
     for name in _PROCESSES:
         text = os.environ.get(name) or "1"
@@ -426,7 +429,7 @@ def _devices() -> int:
 
 
 def _batches(flags: Given, rollouts: int) -> tuple[int, int]:
-    """Completions of a generation, and those of an optimizer step."""
+    """Return the completions of a generation, and those of an optimizer step."""
     micro_batch = _count(flags, "per_device_train_batch_size", rollouts) * _devices()
     accumulated = _count(flags, "gradient_accumulation_steps", 1)
     completions = micro_batch * _count(flags, "steps_per_generation", accumulated)

@@ -1,1 +1,1 @@
-"""TensorBoard, wandb, MLflow, SwanLab, Trackio and trackers of one's own, told of every step."""
+"""TensorBoard, wandb, MLflow, SwanLab, Trackio and custom trackers, called at every step."""

@@ -2,9 +2,9 @@
 
 Invariants:
 - A tracker is a listener of the run's stream, which never waits for it. One that fails or hangs
-  costs the run nothing but a warning; `metrics.jsonl` has every figure all the same.
-- The id of a tracked run is kept in `trackers.json`, so that a resumed run goes on in it.
-- Beside our names, each metric that has a usual name in this field is sent under that name too.
+  costs the run only a warning; `metrics.jsonl` has every figure anyway.
+- The id of a tracked run is stored in `trackers.json`, so that a resumed run continues in it.
+- Each metric with a usual name in this field is also sent under that name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trireme.registry import TRACKERS, refuse_unknown_options
 from trireme.text import storable
 from trireme.usercode import refuse_signature
 
-if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
+if TYPE_CHECKING:  # importing it would load torch before the thread settings are made
     from torch.utils.tensorboard import SummaryWriter
 
     from trireme.experience import Experience
@@ -39,16 +39,16 @@ if TYPE_CHECKING:  # at run time it would load torch before the threads' setting
 
 FILE_NAME = "trackers.json"
 REMARK = "the run goes on; monitor/metrics.jsonl has its figures"
-"""What ends the warning of a tracker that fails."""
+"""The end of the warning about a tracker that fails."""
 ROLLOUTS = 8
-"""So many rows make a table of sample rollouts."""
+"""The number of rows in a table of sample rollouts."""
 Rollout = Mapping[str, Any]
 """A rollout to look at: step, task, prompt, completion, reward, truth."""
 
 
 class Tracker(Protocol):
-    """Shows a run. Made as `Tracker(run, **monitor_args)`, by a class or what else can be called;
-    a function `(metrics, step, part)` may stand for one. Functions and methods may be async.
+    """Shows a run. Made as `Tracker(run, **monitor_args)`, by a class or another callable; a
+    function `(metrics, step, part)` may replace one. Functions and methods may be async.
     """
 
     @property
@@ -57,15 +57,15 @@ class Tracker(Protocol):
         ...
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """The metrics of one step; `part` is explorer, trainer, eval or bench."""
+        """Log the metrics of one step; `part` is explorer, trainer, eval or bench."""
         ...
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
-        """Some rollouts of a step."""
+        """Log some rollouts of a step."""
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Send what is left. `failed`: the run was stopped, or ended with an error."""
+        """Send the remaining data. `failed`: the run was stopped, or ended with an error."""
         ...
 
 
@@ -74,17 +74,17 @@ class TrackedRun:
     """The facts about a run that a tracker receives."""
 
     folder: Path
-    """Where the run's monitors write."""
+    """The folder of the run's monitors."""
     project: str = ""
     group: str = ""
     name: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration."""
     id: str | None = None
-    """Of the tracked run that a resume goes on with; None: a new one."""
+    """The id of the tracked run that a resume continues; None: a new one."""
 
     def described(self) -> dict[str, Any]:
-        """The keywords by which the libraries' `init` is told of a run."""
+        """Return the keywords that describe a run to the libraries' `init`."""
         return {
             "project": self.project or "trireme",
             "group": self.group or None,
@@ -93,7 +93,7 @@ class TrackedRun:
         }
 
     def local(self, kind: str) -> Path:
-        """A folder for what a tracker stores on this machine."""
+        """Return a folder for a tracker's local files."""
         path = self.folder / kind
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -114,23 +114,24 @@ class Callback:
         return self._function(dict(metrics), step, part)
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
-        """A function takes metrics alone."""
+        """Do nothing: a function takes only metrics."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class Tracking:
-    """A tracker as a listener: made, told and closed in the listener's thread."""
+    """A tracker as a listener: made, called and closed in the listener's thread."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], started: Callable[[str], None]):
-        """`started` keeps the id of the tracked run."""
+        """`started` stores the id of the tracked run."""
         self.name = f"the tracker {name}"
         self._make, self._started = make, started
         self._tracker: Tracker | None = None
         self._rows: list[Rollout] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Of async functions and methods, one for the whole run: what they open stays usable."""
+        """The loop of async functions and methods, one for the whole run, so that their resources
+        stay usable."""
 
     def start(self) -> None:
         """Make the tracker."""
@@ -189,10 +190,10 @@ def row_of(experience: Experience) -> Rollout:
 
 
 class Trackers(RunListener):
-    """Has what `monitor.monitor_type` names show a run: see RunListener."""
+    """Makes the trackers of `monitor.monitor_type` follow a run: see RunListener."""
 
     def examine(self, plan: Plan) -> tuple[()]:
-        """Raise ValueError for what is wrong with the trackers of a plan."""
+        """Raise ValueError for problems with the trackers of a plan."""
         examine_trackers(plan.config.monitor.monitor_type, plan.config.monitor.monitor_args)
         return ()
 
@@ -220,10 +221,10 @@ def subscribe_trackers(
     args: Mapping[str, Any] | None = None,
     part: str = "",
 ) -> None:
-    """Have what `monitor.monitor_type` names receive the stream of a run.
+    """Subscribe the trackers of `monitor.monitor_type` to the stream of a run.
 
-    `keep_until`: the last step of each part that counts, where a run goes on (or begins anew: 0).
-    `part`: this command has that part of the run alone. Raises ValueError for an unknown type.
+    `keep_until`: the last valid step of each part, if a run resumes (or starts from scratch: 0).
+    `part`: this command runs only that part. Raises ValueError for an unknown type.
     """
     names = names_of(kinds)
     trackers = open_trackers(run, names, args, part=part)
@@ -234,7 +235,7 @@ def subscribe_trackers(
 
 
 def names_of(kinds: str | Sequence[str]) -> list[str]:
-    """`monitor.monitor_type` as a list."""
+    """Return `monitor.monitor_type` as a list."""
     return [kinds] if isinstance(kinds, str) else list(kinds)
 
 
@@ -248,7 +249,7 @@ def examine_trackers(kinds: str | Sequence[str], args: Mapping[str, Any] | None)
                 f"monitor.monitor_type '{name}' needs the package {missing[0]}: "
                 f"pip install {missing[1]}"
             )
-        if name == "tensorboard":  # its import takes a second, and it is always there
+        if name == "tensorboard":  # its import takes a second, and it is always installed
             continue
         made = TRACKERS.get(name)
         whose = f"monitor.monitor_type '{name}'"
@@ -277,8 +278,8 @@ def _has_methods(kind: type) -> bool:
 def open_trackers(
     run: TrackedRun, kinds: Sequence[str], args: Mapping[str, Any] | None, *, part: str = ""
 ) -> list[Tracking]:
-    """All but TensorBoard, in their order. `part`: this command has that part of the run alone,
-    and a tracked run of its own.
+    """Open all but TensorBoard, in order. `part`: this command runs only that part, with a separate
+    tracked run.
     """
     path = run.folder / FILE_NAME
     ids = _ids(path)
@@ -291,7 +292,7 @@ def open_trackers(
         )
 
         def started(id: str) -> None:
-            with in_turn(path.with_name(f".{FILE_NAME}.lock")):  # another command's are kept
+            with in_turn(path.with_name(f".{FILE_NAME}.lock")):  # another command's entries stay
                 write_json(path, _ids(path) | {key: id})
 
         if inspect.isfunction(made):
@@ -311,6 +312,8 @@ def _options(names: Sequence[str], name: str, args: Mapping[str, Any] | None) ->
     return dict(settings) if len(names) == 1 else dict(settings.get(name) or {})
 
 
+# `accelerate.tracking` does not fit: its calls raise without a `PartialState`, which begins a
+# process group where a launcher's variables are set, and its trackers end failed runs as a success.
 _PACKAGES = {
     "wandb": ("wandb", "wandb"),
     "mlflow": ("mlflow", "mlflow-skinny"),
@@ -320,7 +323,7 @@ _PACKAGES = {
 
 
 class Wandb:
-    """Weights & Biases; `mode: offline` keeps files for `wandb sync`."""
+    """Weights & Biases; with `mode: offline` it writes files for `wandb sync`."""
 
     def __init__(self, run: TrackedRun, **options: Any) -> None:
         wandb: Any = import_module("wandb")
@@ -332,7 +335,9 @@ class Wandb:
         self.id: str | None = self._run.id
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """Each part counts its own steps: wandb's single counter would refuse the slower part."""
+        """Log a step; each part counts its own steps: wandb's single counter would refuse the
+        slower part.
+        """
         axis = f"{part}_step"
         for name in metrics.keys() - self._known:
             self._run.define_metric(name, step_metric=axis)
@@ -340,7 +345,7 @@ class Wandb:
         self._run.log({**metrics, axis: step})
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
-        """As a table, one a step."""
+        """Log rollouts as a table, one per step."""
         columns = list(rows[0])
         table = self._wandb.Table(columns, [[row[c] for c in columns] for row in rows])
         self._run.log({"rollouts": table, "explorer_step": step})
@@ -372,17 +377,17 @@ class MLflow:
             self.id = run.id
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """Names may hold no `@`: `mean@4` becomes `mean_at_4`."""
+        """Log a step; names may not contain `@`: `mean@4` becomes `mean_at_4`."""
         now = int(time.time() * 1000)
         rows = [
             self._metric(name.replace("@", "_at_"), float(value), now, step)
             for name, value in metrics.items()
         ]
-        for start in range(0, len(rows), 1000):  # a call takes no more
+        for start in range(0, len(rows), 1000):  # the limit of a call
             self._client.log_batch(self.id, metrics=rows[start : start + 1000])
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
-        """As JSON lines of a file for each step."""
+        """Log rollouts as JSON lines, one file per step."""
         text = "".join(json.dumps(row) + "\n" for row in rows)
         self._client.log_text(self.id, text, f"rollouts/step_{step}.jsonl")
 
@@ -407,7 +412,7 @@ class SwanLab:
         self._run.log(dict(metrics), step=step)
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
-        """As texts, each with its reward as the caption."""
+        """Log rollouts as texts, each with its reward as the caption."""
         texts = [
             self._swanlab.Text(
                 f"{row['prompt']}\n---\n{row['completion']}", caption=f"reward {row['reward']}"
@@ -436,7 +441,7 @@ class Trackio:
         self._run.log(dict(metrics), step=step)
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
-        """As a table, one a step."""
+        """Log rollouts as a table, one per step."""
         pandas: Any = import_module("pandas")
         self._run.log({"rollouts": self._trackio.Table(dataframe=pandas.DataFrame(rows))}, step)
 
@@ -445,7 +450,7 @@ class Trackio:
         self._run.finish()
 
 
-# The explorer is who evaluates: its curves and the evaluation's belong side by side.
+# The explorer runs the evaluations: its curves and theirs belong together.
 _FOLDER = {"eval": "explorer", "bench": "explorer"}
 
 
@@ -455,9 +460,9 @@ class TensorBoardMonitor:
     name = "TensorBoard"
 
     def __init__(self, folder: str | Path, keep_until: Mapping[str, int] | None = None) -> None:
-        """`keep_until`: what an earlier start drew of a part after this step is no longer shown."""
+        """`keep_until`: the curves of an earlier attempt after this step of a part are hidden."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
-        from torch.utils.tensorboard import SummaryWriter  # loads torch
+        from torch.utils.tensorboard import SummaryWriter  # imports torch
 
         self._open, self._summary = SummaryWriter, Summary
         self.folder = Path(folder)
@@ -465,18 +470,19 @@ class TensorBoardMonitor:
         self._writers: dict[str, SummaryWriter] = {}
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """All metrics of a step; on disk when this returns."""
+        """Log all metrics of a step; on disk when this returns."""
         name = _FOLDER.get(part, part)
         if name not in self._writers:
             last = self._keep_until.get(name)
-            # 0: nothing was there, or all that was there is of a run that begins anew
+            # 0: nothing was there, or everything belongs to a run that starts from scratch
             purge = None if last is None else last + 1 if last else 0
             there = (self.folder / name).exists()
             self._writers[name] = self._open(
                 str(self.folder / name), purge_step=purge if there else None
             )
         writer = self._writers[name]
-        # one event for all: the writer's queue holds ten, and a full one makes its callers wait
+        # one event for all: the writer's queue has ten places, and a full one makes its callers
+        # wait
         values = [self._summary.Value(tag=tag, simple_value=float(v)) for tag, v in metrics.items()]
         assert writer.file_writer is not None, "it is open"
         writer.file_writer.add_summary(self._summary(value=values), step)

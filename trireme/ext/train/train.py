@@ -1,6 +1,6 @@
 """Train: trains a model from Python, by the same Plan, checks and errors as a YAML.
 
-The run has a thread of its own, so that it works where an event loop runs already (a notebook), and
+The run uses a separate thread, so that it works where an event loop runs already (a notebook), and
 so that Ctrl-C, or a notebook's stop button, ends it at its next safe point with a checkpoint.
 """
 
@@ -43,7 +43,7 @@ WAKE_S = 0.2
 """A signal may reach another thread than the one that waits, which then sees it when it wakes."""
 PROMPTS = ("prompt", "question", "problem", "messages")
 TRUTHS = ("response", "answer", "solution", "truth")
-"""The columns that are looked for where no `format` names them, the first that is there."""
+"""The columns tried if `format` names none, the first present one is used."""
 Tasks = str | Path | Iterable[Any]
 RewardSpec = str | Callable[..., Any] | Mapping[str, Any]
 """A reward: its name, the function, or a mapping of either as `name`, `weight` and options."""
@@ -59,15 +59,15 @@ class Run:
     model: Path | None
     """The folder of the trained model, for `from_pretrained`; None where none was saved."""
     summary: Summary = field(repr=False)
-    """What `summary.json` says: accuracies, seconds, warnings."""
+    """The content of `summary.json`: accuracies, seconds, warnings."""
     plans: list[Plan] = field(repr=False)
-    """What ran, a Plan a stage."""
+    """The Plans that ran, one per stage."""
 
     @property
     def metrics(self) -> dict[str, list[float | None]]:
-        """Every figure of the last stage as a column, for `pandas.DataFrame(run.metrics)`.
+        """Return every figure of the last stage as a column, for `pandas.DataFrame(run.metrics)`.
 
-        Each step is a row. None stands where a step has no such figure.
+        Each step is a row. None marks a step without such a figure.
         """
         steps: dict[int, dict[str, float]] = {}
         for row in read_metrics(self._last.monitor / FILE_NAME):
@@ -111,15 +111,15 @@ def train(
     are functions or names; several rewards are a list, each of them also a mapping with its weight
     (`{"name": right, "weight": 0.5}`). `tools` are functions with type hints and a docstring, or
     names, which replies may call until one calls none. `callbacks` are functions `(metrics, step,
-    part)`, or classes as in docs/trackers.md, told of every step. `overrides` are the YAML's keys:
-    a section as a dictionary (`trainer={"total_steps": 20}`), or a whole key
+    part)`, or classes as in docs/trackers.md, called at every step. `overrides` are the YAML's
+    keys: a section as a dictionary (`trainer={"total_steps": 20}`), or a whole key
     (`**{"trainer.total_steps": 20}`).
 
-    Without keys of your own a step has 32 tasks at most, with 8 rollouts each. A run goes on where
-    an earlier one of the same `name` ended; without a name each run begins anew.
+    Without keys of your own a step has 32 tasks at most, with 8 rollouts each. A run resumes where
+    an earlier one of the same `name` ended; without a name each run starts from scratch.
 
-    Raises ConfigError with all that is wrong before anything starts, and KeyboardInterrupt where it
-    was interrupted.
+    Raises ConfigError with all problems before anything starts, and KeyboardInterrupt if it was
+    interrupted.
     """
     plans = checked(
         config_from(
@@ -211,7 +211,7 @@ def config_from(
 def _refuse_lost(
     config: Config, monitor: Mapping[str, Any] | None, tools: Sequence[str | None]
 ) -> None:
-    """Raise ValueError where the overrides replace what callbacks or tools have set."""
+    """Raise ValueError if the overrides replace settings of callbacks or tools."""
     if monitor is not None and config.monitor.monitor_type != monitor["monitor_type"]:
         raise ValueError(
             "callbacks are trackers, and monitor.monitor_type is given, too: expected all of them "
@@ -250,7 +250,7 @@ def _trackers(callbacks: Sequence[str | Callable[..., Any]]) -> list[str | None]
 
 
 def _as_function(callback: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """A bound method, a partial or an object as a plain function: what else can be called makes a
+    """Wrap a bound method, a partial or an object in a plain function: any other callable makes a
     tracker. A class, and a partial of one, does that here too.
     """
     made = getattr(callback, "func", callback)
@@ -275,21 +275,21 @@ def _as_function(callback: str | Callable[..., Any]) -> str | Callable[..., Any]
         return callback(metrics, step, part)
 
     told.__name__ = getattr(callback, "__name__", type(callback).__name__)
-    told.__wrapped__ = callback  # its signature is what the check looks at
+    told.__wrapped__ = callback  # its signature is what the check inspects
     return told
 
 
 def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any], int | None]:
-    """Path of the tasks, their first row, and how many they are where that is known here.
+    """Return path of the tasks, their first row, and their number if known here.
 
-    Rows that have no file yet are written to one, which is named by what it holds.
+    Rows without a file are written to one, which is named by its content.
     """
     if isinstance(tasks, str | Path):
         if not Path(tasks).expanduser().is_file():
             return str(tasks), {}, None
         try:
             stored = load_rows(Path(tasks).expanduser())
-        except NoRows:  # the check says what is wrong with it, and names its key
+        except NoRows:  # the check reports its problem, with the key
             return str(tasks), {}, None
         return str(tasks), dict(stored[0]), len(stored)
     records = getattr(tasks, "to_dict", None)
@@ -311,7 +311,7 @@ def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any],
 
 
 def _plain(value: Any) -> Any:
-    """A number or array of numpy's as Python's."""
+    """Convert a number or array of numpy's to Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise ValueError(f"{value!r:.60} of type {type(value).__name__} cannot be written as JSON")
@@ -327,7 +327,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(registry: Registry, thing: str | Callable[..., Any] | None) -> str | None:
-    """A name by which the YAML can speak of a function: its own, unless that means another."""
+    """Return a name for a function in the YAML: its own, unless that means another."""
     if thing is None or isinstance(thing, str):
         return thing
     plain_name = getattr(thing, "__name__", type(thing).__name__)
@@ -362,7 +362,7 @@ def _has_function(reward: Reward | None) -> bool:
 def _in_thread(plans: list[Plan]) -> Summary:
     """Run the stages in a thread. KeyboardInterrupt: it was asked to end, and has ended."""
     stop, summaries, failed = Stop(), list[Summary](), list[BaseException]()
-    ended = threading.Event()  # an interrupted `Thread.join` takes a thread that lives for ended
+    ended = threading.Event()  # an interrupted `Thread.join` takes a living thread for ended
 
     def work() -> None:
         console = Console()

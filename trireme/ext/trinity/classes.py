@@ -1,11 +1,12 @@
-"""Classes: the parts of an algorithm in the class form that Trinity-RFT's plug-ins have.
+"""Classes: the parts of an algorithm in the class form of Trinity-RFT's plug-ins.
 
-A class becomes the function that Trireme's parts are. A loss, of the policy or its entropy, gets
-tensors [B, T] with their mask and returns an average: each token of a micro-batch then has that
-average as its loss, so that micro-batches weigh as much as their tokens do in the whole batch.
+A class is converted to a function, the form of Trireme's parts. A loss, of the policy or its
+entropy, receives tensors [B, T] with their mask and returns an average: each token of a micro-batch
+then has that average as its loss, so that a micro-batch weighs as much as its tokens do in the
+whole batch.
 
-An object of the class is made once for each part of an algorithm: what it counts or averages goes
-on from call to call. Checkpoints do not hold it.
+An object of the class is made once for each part of an algorithm: its counts or averages continue
+from call to call. Checkpoints do not store them.
 """
 
 from __future__ import annotations
@@ -49,31 +50,35 @@ _NO_OPTION = ("self", "backend", "buffer_config", "kl_coef", "adaptive", "target
 
 
 class PolicyLossFn(ABC):
-    """Give `__call__(self, logprob, old_logprob, action_mask, advantages, **kwargs)`."""
+    """A policy loss. Define `__call__(self, logprob, old_logprob, action_mask, advantages,
+    **kwargs)`.
+    """
 
     def __init__(self, backend: str = "verl") -> None:
         self.backend = backend
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The average over the tokens of the mask, and metrics."""
+        """Return the average over the tokens of the mask, and metrics."""
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Options of the constructor."""
+        """Return options of the constructor."""
         return {}
 
 
 class AdvantageFn(ABC):
-    """Give `__call__(self, exps)`, which sets `advantages` and `returns` of experiences."""
+    """An advantage. Define `__call__(self, exps)`, which sets `advantages` and `returns` of
+    experiences.
+    """
 
     @abstractmethod
     def __call__(self, exps: Any, **kwargs: Any) -> Any:
-        """The experiences that stay, and metrics."""
+        """Return the experiences that stay, and metrics."""
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Options of the constructor."""
+        """Return options of the constructor."""
         return {}
 
     @classmethod
@@ -83,11 +88,13 @@ class AdvantageFn(ABC):
 
 
 class GroupAdvantage(AdvantageFn):
-    """Give `calculate_group_advantage(self, group_id, exps)`, of the rollouts of one task."""
+    """A group advantage. Define `calculate_group_advantage(self, group_id, exps)` over the rollouts
+    of one task.
+    """
 
     @classmethod
     def compute_in_trainer(cls) -> bool:
-        """It gets experiences."""
+        """Return False: it takes experiences."""
         return False
 
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
@@ -98,7 +105,7 @@ class GroupAdvantage(AdvantageFn):
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
-        """The group's experiences that stay, and metrics."""
+        """Return the group's experiences that stay, and metrics."""
 
     def __call__(
         self, exps: list[Experience], **kwargs: Any
@@ -115,31 +122,33 @@ class GroupAdvantage(AdvantageFn):
 
 
 class KLFn(ABC):
-    """Give `calculate_kl(self, logprob, ref_logprob)`, a number a token."""
+    """A divergence. Define `calculate_kl(self, logprob, ref_logprob)`, one number per token."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
 
     @abstractmethod
     def calculate_kl(self, logprob: Tensor, ref_logprob: Tensor, *args: Any) -> Tensor:
-        """The divergence of each token."""
+        """Return the divergence of each token."""
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Options of the constructor."""
+        """Return options of the constructor."""
         return {}
 
 
 class EntropyLossFn(ABC):
-    """Give `__call__(self, entropy, action_mask, **kwargs)`; its result is taken off the loss."""
+    """An entropy loss. Define `__call__(self, entropy, action_mask, **kwargs)`; its result is
+    subtracted from the loss.
+    """
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The average over the tokens of the mask times the coefficient, and metrics."""
+        """Return the average over the tokens of the mask times the coefficient, and metrics."""
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Options of the constructor."""
+        """Return options of the constructor."""
         return {"entropy_coef": 0.0}
 
 
@@ -158,8 +167,8 @@ class Storage:
     async def read(
         self, batch_size: int | None = None, min_model_version: int = 0
     ) -> list[Experience]:
-        """So many experiences, in the store's order; fewer only when these are the last. What older
-        weights sampled is dropped, and counted.
+        """Return `batch_size` experiences, in the store's order; fewer only if these are the last.
+        Experiences sampled by older weights are dropped, and counted.
         """
         taken, counts = await staleness_control(
             self._store, batch_size or self.batch_size, min_model_version, max_staleness=0
@@ -171,11 +180,11 @@ class Storage:
     read_async = read
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the store's own place is in every checkpoint."""
+        """Return nothing: the store's own position is in every checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def reader_of(storage: Storage, *_: Any) -> Storage:
@@ -184,7 +193,9 @@ def reader_of(storage: Storage, *_: Any) -> Storage:
 
 
 class SampleStrategy(ABC):
-    """Give `async sample(self, step)`, which reads the stores of `buffer_config.trainer_input`."""
+    """A sample strategy. Define `async sample(self, step)`, which reads the stores of
+    `buffer_config.trainer_input`.
+    """
 
     def __init__(self, buffer_config: Any, **options: Any) -> None:
         self.buffer_config = buffer_config
@@ -193,21 +204,21 @@ class SampleStrategy(ABC):
     async def sample(
         self, step: int, **kwargs: Any
     ) -> tuple[list[Experience], dict[str, Any], Any]:
-        """The experiences of a train step, metrics, and samples to show, which are not read."""
+        """Return the experiences of a train step, metrics, and samples to show, which are
+        not read.
+        """
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Options of the constructor."""
+        """Return options of the constructor."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resume needs in addition to the stores; checkpoints do not hold
-        it.
-        """
+        """Return the state that a resume needs besides the stores; checkpoints do not store it."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
-        """Nothing to do."""
+        """Do nothing."""
 
     def set_model_version_metric(
         self, exp_list: Sequence[Experience], metrics: dict[str, Any]
@@ -227,7 +238,7 @@ class DefaultSampleStrategy(SampleStrategy):
     async def sample(
         self, step: int, **kwargs: Any
     ) -> tuple[list[Experience], dict[str, Any], Any]:
-        """As many as a train batch has."""
+        """Return as many experiences as a train batch has."""
         return await self.exp_buffer.read(), {}, []
 
 
@@ -240,23 +251,23 @@ def timed(metrics: dict[str, Any], name: str) -> Iterator[None]:
 
 
 class AlgorithmType(ABC):  # noqa: B024 (what is to be given are attributes and a class method)
-    """Give `default_config`; models follow from the parts that it names."""
+    """An algorithm. Define `default_config`; its models follow from the parts that it names."""
 
     schema: str = "experience"
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
-        """Keys of the YAML's `algorithm` section."""
+        """Return keys of the YAML's `algorithm` section."""
         return {}
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """The mean of what the mask keeps."""
+    """Return the mean over the mask."""
     return (values * mask).sum(axis) / (mask.sum(axis) + 1e-8)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """The sum of what the mask keeps."""
+    """Return the sum over the mask."""
     return (values * mask).sum(axis)
 
 
@@ -265,7 +276,7 @@ def gather_metrics(
     prefix: str = "",
     output_stats: Sequence[str] = ("mean", "max", "min"),
 ) -> dict[str, float]:
-    """`prefix/name/mean` and the like of the numbers that dictionaries have under a name."""
+    """Return `prefix/name/mean` and the like of the numbers that dictionaries have under a name."""
     columns: dict[str, list[float]] = {}
     for metrics in metric_list:
         for name, value in metrics.items():
@@ -290,7 +301,7 @@ def gather_metrics(
 def prefix_metrics(
     src_metrics: Mapping[str, Any], prefix: str, dst_metrics: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Metrics under `prefix/`, added to `dst_metrics`."""
+    """Add metrics under `prefix/` to `dst_metrics`."""
     out = {} if dst_metrics is None else dst_metrics
     out.update({f"{prefix}/{name}": value for name, value in src_metrics.items()})
     return out
@@ -302,7 +313,7 @@ def aggregate_loss(
     loss_agg_mode: str = "token-mean",
     normalizer: float | None = None,
 ) -> Tensor:
-    """An average of losses [B, T], by the names of `algorithm.loss_agg_mode`."""
+    """Average losses [B, T], by the names of `algorithm.loss_agg_mode`."""
     if loss_agg_mode == "token-mean":
         return masked_mean(values, mask)
     sums = masked_sum(values, mask, axis=-1)
@@ -316,7 +327,7 @@ def aggregate_loss(
 
 
 def recipe_of(name: str, kind: type[AlgorithmType]) -> Recipe:
-    """The recipe of an algorithm in the class form. Raises ValueError for a key that it is not."""
+    """Make the recipe of an algorithm in the class form. Raises ValueError for an unknown key."""
     keys = dict(kind.default_config())
     schemas: dict[str, Schema] = {"experience": "experience", "sft": "sft", "dpo": "dpo"}
     schema = schemas.get(kind.schema)
@@ -334,7 +345,8 @@ def recipe_of(name: str, kind: type[AlgorithmType]) -> Recipe:
 
 
 def as_function(kind: str, name: str, part: Any) -> Any:
-    """A class of one of these forms as the function that a part is; anything else as it is.
+    """Convert a class of one of these forms to the function of a part; anything else is returned
+    unchanged.
 
     `name` is the YAML's. Raises ValueError for a class of another form.
     """
@@ -385,7 +397,9 @@ def _average(part: type) -> Callable[..., Any]:
 
 
 def _refuse_tensors(name: str, part: type) -> None:
-    """Raise ValueError for an advantage class of verl's tensors, or one that does not tell."""
+    """Raise ValueError for an advantage class of verl's tensors, or one that does not declare its
+    form.
+    """
     whose = f"algorithm.advantage_fn '{name}' ({part.__name__})"
     told = getattr(part, "compute_in_trainer", None)
     inherited = AdvantageFn.compute_in_trainer.__func__
@@ -420,7 +434,9 @@ def _advantage(part: type) -> Callable[..., Any]:
 
 
 def _padded(e: Experience, name: str, whose: str) -> Tensor:
-    """A field of an experience with the length of its tokens; plug-ins give that of the reply."""
+    """Return a field of an experience at the length of its tokens; plug-ins set that of the
+    reply.
+    """
     values = getattr(e, name)
     if values is None and name == "returns" and e.advantages is not None:
         return e.advantages.clone()
@@ -476,7 +492,7 @@ def _sample(part: type) -> Callable[..., Any]:
                 )
             counts = {name: count for name, count in reads.items() if name != _TAKEN}
             metrics = counts | {name: float(value) for name, value in given[1].items()}
-        for e in chosen:  # what it has set may have the length of the reply
+        for e in chosen:  # plug-ins may set fields at the length of the reply
             for name in TOKEN_FIELDS:
                 if (values := getattr(e, name)) is not None:
                     setattr(e, name, e.aligned(name, values))
@@ -497,7 +513,7 @@ def _buffer_config(
 
 
 def _made_once(part: type) -> Callable[..., Any]:
-    """Gives the class's object: made at the first call, whose options are those of every call."""
+    """Return the class's object: made at the first call, whose options are those of every call."""
     found: list[Any] = []
 
     def made(**options: Any) -> Any:
@@ -509,14 +525,16 @@ def _made_once(part: type) -> Callable[..., Any]:
 
 
 def _arguments(call: Callable[..., Any]) -> dict[str, bool]:
-    """The data that a class's call names, and whether it needs each; the mask is always there."""
+    """Map the data that a class's call names to whether it needs them; the mask is always
+    available.
+    """
     parameters = list(inspect.signature(call).parameters.values())[1:]
     plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return {p.name: p.default is p.empty for p in plain if p.name != "action_mask"}
 
 
 def _sign(function: Any, part: type, data: Mapping[str, bool]) -> None:
-    """Say which data and options the function takes: those of the class."""
+    """Declare which data and options the function takes: those of the class."""
     known: Sequence[inspect.Parameter] = list(inspect.signature(part).parameters.values())
     defaults = _defaults(part)
     options = {

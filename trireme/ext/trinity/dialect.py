@@ -30,9 +30,8 @@ _LAYOUT = frozenset(
         "train_batch_size_expert",
     )
 )
-"""Options of the `mix` losses that say how a batch is cut. Averages here are of the whole batch,
-however it is cut.
-"""
+"""Options of the `mix` losses about how a batch is cut. Averages here are of the whole batch,
+however it is cut."""
 _EDITED = {
     "trinity.common.workflows": ("WORKFLOWS", "trireme.registry:WORKFLOWS"),
     "trinity.common.rewards": ("REWARD_FUNCTIONS", "trireme.registry:REWARDS"),
@@ -45,17 +44,17 @@ class Trinity(Dialect):
     """Trinity-RFT's dialect, as far as its keys are not the schema's own."""
 
     def keys(self, values: dict[str, Any]) -> Sequence[str]:
-        """Drop what Trinity-RFT has computed in a file that it saved."""
+        """Drop the values that Trinity-RFT has computed in a file that it saved."""
         return drop_computed(values)
 
     def options(self, key: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any, Fate]]:
-        """Options of losses that say how a batch is cut."""
+        """Yield options of losses about how a batch is cut."""
         if not key.endswith("policy_loss_fn_args"):
             return ()
         return ((name, values[name], NoEffect()) for name in sorted(_LAYOUT.intersection(values)))
 
     def adapt(self, kind: str, name: str, thing: Any) -> Any:
-        """A class of a plug-in as a function or a recipe."""
+        """Convert a class of a plug-in to a function or a recipe."""
         if not inspect.isclass(thing):
             return None
         from trireme.ext.trinity.classes import AlgorithmType, as_function, recipe_of
@@ -65,8 +64,8 @@ class Trinity(Dialect):
         return recipe_of(name, thing) if issubclass(thing, AlgorithmType) else None
 
     def stand_in(self) -> None:
-        """Import the files that users edit: what they import, register, or list in
-        `default_mapping` is known then. Another package that is called trinity is left alone.
+        """Import the files that users edit, so that the names that they import, register, or list
+        in `default_mapping` are known. Another package called trinity is left alone.
         """
         from trireme.workflows.plugins import guarded
 

@@ -29,7 +29,7 @@ class AccuracyReward(RewardFn):
     """1 where a reply's result is the right one."""
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
-        """`answer_parser`: what of a text is its result; not given: as `accuracy_reward` does."""
+        """`answer_parser` extracts the result from a text; not given: as `accuracy_reward` does."""
         self.answer_parser = answer_parser
 
     def __call__(
@@ -48,7 +48,7 @@ class FormatReward(RewardFn):
     """0.1 for a reply of the right shape, else -0.1."""
 
     def __init__(self, pattern: str | None = None) -> None:
-        """`pattern`: that shape; by default <think> and <answer> on lines of their own."""
+        """`pattern`: the required form; by default <think> and <answer> on separate lines."""
         self.pattern = re.compile(pattern, re.DOTALL | re.MULTILINE) if pattern else None
 
     def __call__(self, response: str) -> dict[str, float]:
@@ -122,7 +122,7 @@ def _task(truth: Any) -> Task:
 
 
 def verify_math_answer(response_text: str, ground_truth: Any) -> tuple[float, dict[str, Any]]:
-    """1 where a reply's result is the right one, else 0, and what was compared."""
+    """Return 1 if a reply's result is right, else 0, and the compared values."""
     found, wanted = final_answer(str(response_text)), final_truth(ground_truth)
     wanted = final_answer(wanted) or wanted
     right = same(found, wanted)
@@ -131,7 +131,7 @@ def verify_math_answer(response_text: str, ground_truth: Any) -> tuple[float, di
 
 
 def compute_score_v0(solution_str: str, ground_truth: Any) -> float:
-    """1 where \\boxed{} holds the right result, which may itself stand in \\boxed{}."""
+    """Return 1 if \\boxed{} contains the right result, which may itself be in \\boxed{}."""
     wanted = boxed(str(ground_truth))
     return math_boxed_reward(_task(ground_truth if wanted is None else wanted), solution_str)[
         "accuracy"
@@ -139,7 +139,7 @@ def compute_score_v0(solution_str: str, ground_truth: Any) -> float:
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> tuple[float, str]:
-    """1 where the result that a reply ends with is the right one, else 0, and that result."""
+    """Return 1 if the result at the end of a reply is right, else 0, and that result."""
     found = final_answer(str(solution_str)) or ""
     right, bare = graded(found, final_truth(ground_truth))
     return float(right), bare
@@ -151,7 +151,7 @@ def is_equiv(str1: str | None, str2: str | None) -> bool:
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    """The last \\boxed{...} of a text, as it stands there."""
+    """Return the last \\boxed{...} of a text, unchanged."""
     inside = boxed(string)
     return None if inside is None else f"\\boxed{{{inside}}}"
 
@@ -176,5 +176,5 @@ def validate_equation(equation_str: str, available_numbers: Sequence[int]) -> bo
 
 
 def evaluate_equation(equation_str: str) -> float | None:
-    """The value of an equation of the four operations; None for any other text."""
+    """Return the value of an equation of the four operations; None for any other text."""
     return None if (value := value_of(equation_str)) is None else float(value)

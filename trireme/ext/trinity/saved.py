@@ -1,9 +1,9 @@
-"""Saved: passes over what Trinity-RFT has computed itself in a configuration that it saved.
+"""Saved: drops the values that Trinity-RFT has computed in a configuration that it saved.
 
-Such a file holds every field of its classes, also those that its program fills in and nobody sets:
-shares of GPUs, folders below the job's, what a section is given of another one. Here all of that
-follows from the rest, so these keys are dropped, and one note names them. The file is known by
-`checkpoint_job_dir`; in any other one such a key is as unknown as a misspelt one.
+Such a file contains every field of its classes, including those that its program fills in and
+nobody sets: shares of GPUs, folders below the job's, values copied between sections. Here all of
+these follow from the rest, so the keys are dropped, and one note names them. The file is recognized
+by `checkpoint_job_dir`; in any other one such a key is as unknown as a misspelt one.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _COMPUTED: Mapping[str, tuple[str, ...]] = {
     "synchronizer": ("explorer_world_size", "ray_namespace"),
     "log": ("save_dir",),
 }
-"""Section -> its keys; `*` stands for each item of a list, or value of a dictionary."""
+"""Maps a section to its keys; `*` stands for each item of a list, or value of a dictionary."""
 _NO_KEY = "EMPTY"  # what Trinity-RFT has for an engine without an API key
 
 
 def drop_computed(values: dict[str, Any]) -> list[str]:
-    """Take these keys out of a saved file's values. Returns the note that names them, if any."""
+    """Remove these keys from a saved file's values. Returns the note that names them, if any."""
     if _MARK not in values:
         return []
     dropped: dict[str, list[str]] = {}
@@ -70,7 +70,7 @@ def drop_computed(values: dict[str, Any]) -> list[str]:
 
 
 def _sections(tree: Any, pattern: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sections that a pattern means, by their full names."""
+    """Yield the sections that a pattern means, by their full names."""
     name, _, rest = pattern.partition(".")
     if not name:
         if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Reads verl's options, `trainer.trainer_config`: the key of ours that each stands for.
+"""verl dialect: translates verl's options, `trainer.trainer_config`, to our keys.
 
 An option is read as another key (`Moved`), changes nothing here (`NoEffect`), or is refused. The
 first pattern that an option's dotted path matches says which.
@@ -61,7 +61,7 @@ READ_AS = {
     "trainer.critic_warmup": "algorithm.critic.warmup_steps",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
 }
-"""verl's option -> our key. The switches of offload count where they are true."""
+"""Maps verl's options to our keys. The switches of offload count if they are true."""
 _IDLE = (
     "*_micro_batch_size*",
     "*.checkpoint.*",
@@ -106,12 +106,12 @@ _IDLE = (
     *(f"trainer.{name}" for name in ("del_local_ckpt_after_load", "max_critic_ckpt_to_keep")),
     *(f"trainer.{name}" for name in ("ray_wait_register_center_timeout", "esi_redundant_time")),
 )
-"""Options that change nothing: Trireme's own keys say these things, or they are always so here."""
+"""Options that change nothing: Trireme's own keys set these things, or they are always so here."""
 _PLAIN = {
     "trainer.resume_mode": "auto",
     "actor_rollout_ref.model.lora_rank": 0,
 }
-"""Options of which one value is what a run here does."""
+"""Options of which one value matches what a run here does."""
 _MODEL = "actor_rollout_ref.model"
 _SWITCHES = {
     "*.enable": "{path}",
@@ -122,7 +122,7 @@ _SWITCHES = {
     f"{_MODEL}.target_modules": f"{_MODEL}.lora_rank",
     f"{_MODEL}.exclude_modules": f"{_MODEL}.lora_rank",
 }
-"""Options -> the one that turns them off where it is given as null, false or 0."""
+"""Maps options to the one that turns them off if it is set to null, false or 0."""
 _INSTEAD = {
     "trainer.resume_*": "the same command resumes; continue_from_checkpoint=false begins anew",
     "actor_rollout_ref.model.lora_*": "set model.lora_configs",
@@ -137,12 +137,12 @@ class Verl(Dialect):
     """verl's options under `trainer.trainer_config`."""
 
     def options(self, key: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any, Fate]]:
-        """Each option with its fate."""
+        """Yield each option with its fate."""
         return options(values) if key.endswith(KEY) else ()
 
 
 def options(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, Fate]]:
-    """Each option's dotted path, value and fate; an empty one says nothing and is left out."""
+    """Yield each option's dotted path, value and fate; an empty one is left out."""
     values = dict(_leaves(tree))
     for path, value in values.items():
         if value not in (None, "", []):
@@ -180,7 +180,7 @@ def _fate(path: str, value: Any, values: Mapping[str, Any]) -> Fate:
 
 
 def _is_off(path: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the option's switch is given, and off."""
+    """Return whether the option's switch is set, and off."""
     switches = (
         switch.format(path=path)
         for pattern, switch in _SWITCHES.items()

@@ -1,1 +1,1 @@
-"""vLLM as an engine: runs in a process of vLLM's own environment, behind a rollout server."""
+"""vLLM as an engine: it runs in a process of vLLM's own environment, behind a rollout server."""

@@ -1,8 +1,8 @@
-"""vLLM as a kind of engine: where it is found, what it cannot do, and what it is started with.
+"""vLLM as a kind of engine: finds it, checks its limits, and makes its start options.
 
-It lives in an environment of its own: `explorer.rollout_model.engine_python` names its Python, else
-this interpreter where it has vLLM, else TRIREME_VLLM_PYTHON. Where none has it the embedded engine
-generates. vLLM is not loaded to find out: its files are read.
+It has a separate environment: `explorer.rollout_model.engine_python` names its Python, else this
+interpreter if it has vLLM, else TRIREME_VLLM_PYTHON. If none has it, the embedded engine generates.
+vLLM is not imported to find out: its files are read.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 VARIABLE = "TRIREME_VLLM_PYTHON"
 OLDEST = (0, 32)
-"""Version of vLLM by whose weight transfer Trireme has been run."""
+"""The version of vLLM whose weight transfer Trireme has been run with."""
 PROBE_S = 60
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM can make room for, of a LoRA adapter."""
+"""The ranks of a LoRA adapter that vLLM supports."""
 _WITHOUT_LORA = {"gpt2"}
 """Models for which vLLM supports no adapter."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -146,7 +146,7 @@ class VllmKind:
         )
 
     def embedded(self, why: str) -> EngineChoice:
-        """The embedded engine in place of vLLM, with the reason."""
+        """Choose the embedded engine in place of vLLM, with the reason."""
         instead = "the embedded torch engine generates in its place"
         return EngineChoice(notes=(f"{KEY}.engine_type ({self.asked}): {instead}, since {why}",))
 
@@ -193,7 +193,7 @@ class VllmKind:
 
 
 class SglangKind(VllmKind):
-    """vLLM where SGLang is asked for, on a machine with a GPU."""
+    """vLLM as a replacement for SGLang, on a machine with a GPU."""
 
     asked = "sglang"
 
@@ -209,7 +209,7 @@ def _wrong(key: str, text: str) -> EngineChoice:
 
 
 def _against(request: EngineRequest) -> str | None:
-    """Why vLLM, which is there, cannot generate for this stage."""
+    """Return the reason why vLLM, though installed, cannot generate for this stage."""
     config, gpus, on_ray, colocated = request
     model, sync = config.explorer.rollout_model, config.synchronizer
     wanted = model.engine_num * size_of(model)
@@ -225,7 +225,9 @@ def _against(request: EngineRequest) -> str | None:
 
 
 def find_vllm(asked: str | None) -> Vllm | None:
-    """The first interpreter that has vLLM. Raises ValueError where the one asked for has not."""
+    """Return the first interpreter that has vLLM. Raises ValueError if the requested one
+    does not.
+    """
     if asked is not None:
         return _probe(os.path.expanduser(asked))
     named = os.environ.get(VARIABLE)
@@ -239,7 +241,7 @@ def find_vllm(asked: str | None) -> Vllm | None:
 
 @lru_cache(maxsize=8)
 def _probe(python: str) -> Vllm:
-    """Raises ValueError where it is no Python, or has no vLLM."""
+    """Inspect a Python. Raises ValueError if it is not one, or has no vLLM."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S
@@ -254,7 +256,9 @@ def _probe(python: str) -> Vllm:
 
 
 def largest_adapter(config: Config) -> int:
-    """Largest rank of an adapter that vLLM supports for this model; 0: it supports none."""
+    """Return the largest rank of an adapter that vLLM supports for this model; 0: it
+    supports none.
+    """
     model_type = model_config(config.model.model_path).get("model_type")
     holds = config.explorer.rollout_model.enable_lora and model_type not in _WITHOUT_LORA
     return RANKS[-1] if holds else 0
@@ -277,7 +281,7 @@ def _check_arguments(config: Config, vllm: Vllm) -> Iterator[Problem]:
 
 
 def _check_heads(config: Config, gpus: int) -> Iterator[Problem]:
-    """Find what vLLM cannot do of the model's shape, by config.json."""
+    """Find limits of vLLM that the model's shape exceeds, by config.json."""
     facts = model_config(config.model.model_path)
     heads = facts.get("num_attention_heads")
     if not isinstance(heads, int):

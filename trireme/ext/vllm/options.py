@@ -7,7 +7,7 @@ from typing import Any
 
 WORKER = "trireme.ext.vllm.worker.TriremeWorker"
 TRANSFER = "trireme"
-"""What vLLM knows our weight transfer by."""
+"""The name of our weight transfer in vLLM."""
 STREAM = "trireme_stream"
 """Name of a request's random stream among vLLM's `extra_args`."""
 ADAPTER = ("trireme", 1)
@@ -25,7 +25,7 @@ def arguments(
     options: Mapping[str, Any],
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs. `options`: keys of the YAML's `rollout_model`.
+    """Return keyword arguments of AsyncEngineArgs. `options`: keys of the YAML's `rollout_model`.
 
     On a CPU vLLM runs eagerly, since compiling takes longer than most runs there. It has no sleep
     mode there.

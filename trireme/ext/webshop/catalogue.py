@@ -2,7 +2,7 @@
 
 The same seed gives the same prices of ranges, goals and texts, in every process; nothing touches
 the global random state. (In the original the order of the goals is fixed and their texts are not:
-they are ours of seed s where `random.seed(s)` stands before its constructor.)
+they equal ours of seed s if `random.seed(s)` precedes its constructor.)
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Goal:
 
 
 Seed = int | random.Random
-"""A number, or the source that the products' prices came from, to go on with for their goals."""
+"""A number, or the random source that drew the products' prices, to continue with for their
+goals."""
 Filter = Callable[[int, Goal], bool]
 """Whether a goal stays, by its number among all and itself."""
 
@@ -67,10 +68,10 @@ Filter = Callable[[int, Goal], bool]
 def load_products(
     items: Path, attributes: Path, seed: Seed = 0, *, num_products: int | None = None
 ) -> list[Product]:
-    """The products of `items_shuffle*.json` with the attributes of `items_ins_v2*.json`.
+    """Load the products of `items_shuffle*.json` with the attributes of `items_ins_v2*.json`.
 
-    `num_products` takes so many rows from the top. Raises ValueError naming the file, and the
-    product and key where one is missing.
+    `num_products` is the number of rows, from the top. Raises ValueError naming the file, and the
+    product and key if one is missing.
     """
     source = _source(seed)
     about = read_json(attributes, dict)
@@ -90,7 +91,7 @@ def load_products(
 
 
 def human_goals(products: Sequence[Product], instructions: Path, seed: Seed = 0) -> list[Goal]:
-    """The goals that people wrote (`items_human_ins.json`)."""
+    """Load the goals that people wrote (`items_human_ins.json`)."""
     source = _source(seed)
     written = read_json(instructions, dict)
     goals = []
@@ -107,9 +108,9 @@ def human_goals(products: Sequence[Product], instructions: Path, seed: Seed = 0)
 
 
 def synthetic_goals(products: Sequence[Product], seed: Seed = 0) -> list[Goal]:
-    """A goal for every choice of options of each product that has an instruction.
+    """Make a goal for every choice of options of each product that has an instruction.
 
-    Weighted by how rare its attributes are.
+    Each is weighted by the rarity of its attributes.
     """
     source = _source(seed)
     goals = []
@@ -133,7 +134,9 @@ def synthetic_goals(products: Sequence[Product], seed: Seed = 0) -> list[Goal]:
 def chosen_goals(
     goals: Sequence[Goal], filter_goals: Filter | None = None, limit_goals: int = -1
 ) -> list[Goal]:
-    """The goals in the original's order; those that stay, and so many of them drawn by weight."""
+    """Return the goals in the original's order: those that pass the filter, and a number of them
+    drawn by weight.
+    """
     source = random.Random(SHUFFLE_SEED)
     chosen = list(goals)
     source.shuffle(chosen)
@@ -149,19 +152,19 @@ def chosen_goals(
 
 
 def weight_steps(goals: Sequence[Goal]) -> list[float]:
-    """The weights added up, for `draw`."""
+    """Return the cumulative weights, for `draw`."""
     return list(itertools.accumulate((goal.weight for goal in goals), initial=0.0))
 
 
 def draw(steps: Sequence[float], source: random.Random) -> int:
-    """The number of a goal by weight. As in the original each has the weight of the one before it,
-    so that the first of several is never drawn.
+    """Draw the number of a goal by weight. As in the original each has the weight of the one before
+    it, so that the first of several is never drawn.
     """
     return min(bisect(steps, source.uniform(0, steps[-1])), len(steps) - 2)
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """The content of a file. Raises ValueError naming it where it is not there or not right."""
+    """Return the content of a file. Raises ValueError naming it if it is missing or invalid."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     try:
@@ -209,7 +212,9 @@ def _options(groups: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]
 
 
 def _price_limit(price: float, source: random.Random) -> tuple[str, float]:
-    """A price limit as said and as meant; none where no two round numbers lie above the price."""
+    """Return a price limit as text and as number; none if no two round numbers are above
+    the price.
+    """
     above = [p for p in range(10, 1000, 10) if p > price][:4]
     if len(above) < 2:
         return "", NO_LIMIT

@@ -11,7 +11,7 @@ from trireme.text import say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command of examples/grpo_webshop/get_webshop_data.py and of scripts/data_prepare."""
+    """Run the command of examples/grpo_webshop/get_webshop_data.py and of scripts/data_prepare."""
     parser = argparse.ArgumentParser(description="Writes the data set of WebShop sessions.")
     parser.add_argument("--local_dir", default="examples/grpo_webshop/webshop_data")
     parser.add_argument("--train_size", type=int, default=4096)

@@ -4,10 +4,10 @@ The shop (products, goals, index) is shared by all customers and never changes; 
 fields. One difference from the original: a session that has bought takes no further action, where
 the original could buy, and pay, a second time.
 
-`OriginalEnv` is a session of the package web_agent_site, where a user has installed it. Its
-products are loaded once in a process, for all sessions. Its goals draw their price limits from
-Python's global random source before the package seeds it: it is seeded here first, so that every
-process has the same texts, and left as it was.
+`OriginalEnv` is a session of the package web_agent_site, if a user has installed it. Its products
+are loaded once in a process, for all sessions. Its goals draw their price limits from Python's
+global random source before the package seeds it: it is seeded here first, so that every process has
+the same texts, and restored.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Shop:
 
     @cached_property
     def search(self) -> Search:
-        """The index; made when the first query comes."""
+        """The index; made for the first query."""
         return Search(self.products)
 
     def session(self, name: int | str | None, prefix: str = "") -> ShopSession:
-        """A session on the first page. Its goal is that of its number, else drawn by weight; a
+        """Open a session on the first page. Its goal is that of its number, else drawn by weight; a
         known key keeps its goal.
 
         Raises IndexError past the last goal.
@@ -92,7 +92,7 @@ class Shop:
         return ShopSession(key, self.sessions[key])
 
     def find(self, keywords: Sequence[str]) -> Sequence[str]:
-        """ASINs for a query; its first word may be <r> (random), <a>, <c> or <q>."""
+        """Return ASINs for a query; its first word may be <r> (random), <a>, <c> or <q>."""
         first, rest = keywords[0], " ".join(keywords[1:]).strip()
         if first == "<r>":
             asins = [product.asin for product in self.products]
@@ -120,7 +120,7 @@ class WebShopEnv:
         session_prefix: str = "",
         session: int | str | None = None,
     ) -> None:
-        """`session` is what `reset` takes where it is given none."""
+        """`session` is the default argument of `reset`."""
         if observation_mode not in _MODES:
             raise ValueError(
                 f"observation_mode is '{observation_mode}': expected {', '.join(_MODES)}"
@@ -136,10 +136,10 @@ class WebShopEnv:
     def reset(
         self, session: int | str | None = None, instruction_text: str | None = None
     ) -> tuple[str, None]:
-        """The shop's first page with the instruction of the session.
+        """Return the shop's first page with the instruction of the session.
 
-        `instruction_text` goes into the attribute of that name in place of the session's, and
-        changes no page.
+        `instruction_text` replaces the session's in the attribute of that name, and changes no
+        page.
         """
         asked = self._default if session is None else session
         self.session = self.shop.session(asked, self._prefix)
@@ -149,7 +149,7 @@ class WebShopEnv:
         return self._observe(), None
 
     def step(self, action: str) -> tuple[str, float, bool, None]:
-        """Return what the page shows after the action. An impossible action changes nothing."""
+        """Return the page after the action. An impossible action changes nothing."""
         bought = False
         match = _ACTION.match(action)
         if match and self.session.view != "done":
@@ -170,7 +170,7 @@ class WebShopEnv:
 
     @property
     def state(self) -> dict[str, str]:
-        """The page's address, its HTML, and what the customer wants."""
+        """Return the page's address, its HTML, and the customer's instruction."""
         nodes = self._nodes()
         return {
             "url": self.session.address,
@@ -180,11 +180,11 @@ class WebShopEnv:
 
     @property
     def observation(self) -> str:
-        """The page in the form of `observation_mode`."""
+        """Return the page in the form of `observation_mode`."""
         return self._form(self.session, self._nodes())
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def _search(self, keywords: list[str]) -> None:
         s = self.session
@@ -192,8 +192,8 @@ class WebShopEnv:
         s.hits, s.options = self.shop.find(keywords), {}
 
     def _click(self, name: str) -> bool:
-        """Follow a button; whether it was a purchase. A button goes before an option of its name,
-        on the pages that the original knows it on.
+        """Follow a button; returns whether it was a purchase. A button has precedence over an
+        option of its name, on the pages on which the original knows it.
         """
         s = self.session
         if name == "buy now":
@@ -219,12 +219,14 @@ class WebShopEnv:
         return False
 
     def _search_again(self) -> None:
-        """Every page of results is a search of its own: it matters where products are drawn."""
+        """Search again: every page of results is a separate search, which matters for drawn
+        products.
+        """
         if self.session.keywords[0] == "<r>":
             self.session.hits = self.shop.find(self.session.keywords)
 
     def _option(self, value: str) -> str | None:
-        """The option that a value belongs to; the last one where several have it."""
+        """Return the option that a value belongs to; the last one if several have it."""
         product = self.session.product
         assert product is not None
         names = [name for name, values in product.options.items() if value in values]
@@ -275,12 +277,13 @@ def open_shop(
     filter_goals: Filter | None = None,
     limit_goals: int = -1,
 ) -> Shop:
-    """The shop of a folder, else of $WEBSHOP_DATA; loaded once in a process.
+    """Open the shop of a folder, else of $WEBSHOP_DATA; loaded once per process.
 
-    `nouns`: see `noun_tagger`. `num_products`: so many rows of the file. `filter_goals(number,
-    goal)`: whether a goal stays. `limit_goals`: so many goals, drawn by weight.
+    `nouns`: see `noun_tagger`. `num_products`: the number of rows of the file.
+    `filter_goals(number, goal)`: whether a goal stays. `limit_goals`: the number of goals, drawn by
+    weight.
 
-    Raises ValueError saying what to do where it is not there.
+    Raises ValueError with the remedy if it is missing.
     """
     path = folder or os.environ.get("WEBSHOP_DATA")
     if not path:
@@ -303,7 +306,7 @@ def open_shop(
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    """The file of a pattern; the first by name where there are several sizes."""
+    """Return the file of a pattern; the first by name if there are several sizes."""
     files = sorted(folder.glob(pattern))
     if not files:
         raise ValueError(f"WEBSHOP_DATA is {folder}: it has no {pattern}; {HOW}")
@@ -327,7 +330,7 @@ class OriginalEnv:
         show_attrs: bool = False,
         seed: int = 0,
     ) -> None:
-        """Raises ModuleNotFoundError saying what to do where the package is not installed."""
+        """Raises ModuleNotFoundError with the remedy if the package is not installed."""
         try:
             make = import_module("web_agent_site.envs").WebAgentTextEnv
         except ModuleNotFoundError as error:
@@ -350,18 +353,18 @@ class OriginalEnv:
                     _servers[key] = make(observation_mode=observation_mode, **loaded).server
                 finally:
                     random.setstate(before)
-        # sessions of one server are told apart by their names: those of a group have one number
+        # a server identifies sessions by their names: those of a group have one number
         self._prefix, self._server = f"{uuid4().hex}-", _servers[key]
         self._env = make(
             observation_mode=observation_mode, server=self._server, session_prefix=self._prefix
         )
 
     def reset(self, session: int | str | None = None) -> tuple[str, None]:
-        """The shop's first page."""
+        """Return the shop's first page."""
         return self._env.reset(session=session)
 
     def step(self, action: str) -> tuple[str, float, bool, None]:
-        """Return what the page shows after the action."""
+        """Return the page after the action."""
         return self._env.step(action)
 
     def get_available_actions(self) -> dict[str, Any]:
@@ -369,8 +372,8 @@ class OriginalEnv:
         return self._env.get_available_actions()
 
     def close(self) -> None:
-        """The server forgets the session."""
-        for name in list(self._server.user_sessions):  # a copy: other threads go on
+        """Remove the sessions from the server."""
+        for name in list(self._server.user_sessions):  # a copy: other threads continue
             if name.startswith(self._prefix):
                 del self._server.user_sessions[name]
         self._env.close()

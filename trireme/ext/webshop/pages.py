@@ -1,4 +1,6 @@
-"""Pages: what a session shows, as nodes of text and buttons, and the four forms of them."""
+"""Pages: renders a session's page as nodes of text and buttons, and in the four observation
+forms.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ class Node:
     kind: Kind = "text"
     clicked: bool = False
     name: str = ""
-    """Of an option: what it is a value of. Of a value: what it is."""
+    """For the button of an option, the key of that option; for a value, what it describes."""
 
     @property
     def seen(self) -> bool:
@@ -77,7 +79,7 @@ class Node:
 def nodes(
     session: ShopSession, products: dict[str, Product], show_attributes: bool
 ) -> Iterator[Node]:
-    """The nodes of the present page, in the order of the document."""
+    """Yield the nodes of the present page, in the order of the document."""
     if session.view == "index":
         yield Node("WebShop")
         yield Node("Instruction: ", "heading")
@@ -115,7 +117,7 @@ def nodes(
 
 
 def rich_text(nodes: Sequence[Node]) -> str:
-    """`text_rich`: buttons are marked, and what was clicked is said first."""
+    """Render `text_rich`: buttons are marked, and clicked ones are listed first."""
     lines = ""
     for node in nodes:
         text = node.text
@@ -142,12 +144,14 @@ _MARKUP: dict[Kind, str] = {
 
 
 def plain_text(nodes: Sequence[Node]) -> str:
-    """`text`: nothing but the words."""
+    """Render `text`: only the words."""
     return " [SEP] ".join(node.text.strip() for node in nodes if node.seen)
 
 
 def html(nodes: Sequence[Node]) -> str:
-    """`html`: our own markup, with the original's ids and classes of what can be used."""
+    """Render `html`: our own markup, with the original's ids and classes of interactive
+    elements.
+    """
     lines = [_MARKUP[n.kind].format(text=escape(n.text), name=escape(n.name)) for n in nodes]
     if any(node.text == "Search" and node.kind == "button" for node in nodes):
         lines.insert(-1, '<input id="search_input" type="text" name="search_query">\n')
@@ -167,8 +171,8 @@ def clickables(session: ShopSession, nodes: Sequence[Node]) -> list[str]:
 
 
 def _item(session: ShopSession, product: Product, show_attributes: bool) -> Iterator[Node]:
-    # as in the original an option shows as chosen where the address has it in quotes: values with
-    # quotes or other scripts never do, though they count
+    # as in the original an option is shown as chosen if the address has it in quotes: values with
+    # quotes or other scripts never are, though they count
     address = session.address
     for name, values in product.options.items():
         yield Node(name)

@@ -1,4 +1,4 @@
-"""Reward: how well a purchase meets a goal, from 0 to 1, by the rules of the original.
+"""Reward: scores how well a purchase meets a goal, from 0 to 1, by the rules of the original.
 
 total = type * (attributes met + options met + price met) / (attributes + options + 1)
 
@@ -36,7 +36,7 @@ COLORS = re.findall(
 def reward(
     bought: Product, goal: Goal, options: Mapping[str, str], nouns: Nouns
 ) -> tuple[float, dict[str, Any]]:
-    """The reward of buying a product with these options, and its parts."""
+    """Return the reward of buying a product with these options, and its parts."""
     kind = type_score(bought, goal, nouns)
     attributes = sum(attribute_met(wanted, bought) for wanted in goal.attributes)
     wanted = goal_options(goal)
@@ -98,7 +98,7 @@ def attribute_met(wanted: str, bought: Product) -> bool:
 
 
 def normalize_color(text: str) -> str:
-    """The first colour, in the list's order, that the text has in it; else the text."""
+    """Return the first colour, in the list's order, that the text contains; else the text."""
     return next((color for color in COLORS if color in text), text)
 
 
@@ -112,18 +112,21 @@ def close(one: str, other: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The original's matcher drops accented Latin letters, and keeps those of other scripts."""
+    """Drop accented Latin letters as the original's matcher does, and keep those of other
+    scripts.
+    """
     return re.sub(r"\W", " ", re.sub(r"[\x80-\xff]", "", text)).lower().strip()
 
 
 def simple_nouns(text: str) -> list[str]:
-    """Words of a title that may be nouns: all but numbers and stop words, in lower case."""
+    """Return words of a title that may be nouns: all but numbers and stop words, in lower case."""
     return [w for w in re.findall(r"[a-z]+", text.lower()) if len(w) > 2 and w not in STOP_WORDS]
 
 
 def noun_tagger(nouns: str | Nouns = "auto") -> Nouns:
-    """A function of one's own; `simple`; the name of a spaCy model; or `auto`: the original's model
-    where it is installed, else the simple one. Raises ValueError where a named model is not there.
+    """Return a tagger: a custom function; `simple`; the name of a spaCy model; or `auto`: the
+    original's model if it is installed, else the simple one. Raises ValueError if a named model is
+    missing.
     """
     if callable(nouns):
         return nouns

@@ -34,14 +34,14 @@ _EXACT = 24
 
 
 def document(product: Product) -> str:
-    """The text that a product is found by."""
+    """Return the text by which a product is found."""
     options = ", and ".join(f"{name}: {', '.join(v)}" for name, v in product.options.items())
     first = product.bullets[0] if product.bullets else ""
     return f"{product.title} {product.description} {first} {options}".lower()
 
 
 class _Numbers(dict[str, int]):
-    """The number of each word's stem; -1 where it is not indexed. A word is stemmed once."""
+    """Numbers each word's stem; -1 if it is not indexed. A word is stemmed once."""
 
     def __init__(self) -> None:
         self._stem = extra("Stemmer", "the WebShop environment").Stemmer("porter").stemWord
@@ -57,8 +57,8 @@ class _Numbers(dict[str, int]):
 class Search:
     """An index of all products; shared by all sessions, and never changed.
 
-    The products of a word and their weights lie in two arrays, one word after the other. Products
-    are numbered in the order of their ASINs: equal scores then stand right.
+    The products of a word and their weights are in two arrays, one word after the other. Products
+    are numbered in the order of their ASINs: equal scores are then in the right order.
     """
 
     def __init__(self, products: Sequence[Product]) -> None:
@@ -72,7 +72,7 @@ class Search:
         self._stems, total = numbers.stems, max(len(ordered), 1)
         self._stems, total = numbers.stems, max(len(ordered), 1)
         lengths, length = np.diff(np.asarray(ends), prepend=0), len(said) / total or 1.0
-        # in place, and no longer than needed: these are as long as all texts together
+        # in place, and released early: these are as long as all texts together
         pairs = np.asarray(said).astype(np.int64)
         del said
         pairs *= total
@@ -95,13 +95,13 @@ class Search:
         self.hits = lru_cache(maxsize=10_000)(self._hits)
 
     def postings(self, word: str) -> tuple[np.ndarray, np.ndarray]:
-        """The products that have a stem, by number, and what it adds to their scores."""
+        """Return the products that have a stem, by number, and its contribution to their scores."""
         number = self._stems.get(word)
         held = slice(0) if number is None else slice(*self._starts[number : number + 2])
         return self._documents[held], self._weights[held]
 
     def _hits(self, query: str) -> tuple[str, ...]:
-        """ASINs of the best products, at most 50. A word that is said twice counts twice."""
+        """Return ASINs of the best products, at most 50. A repeated word counts twice."""
         lists = [self.postings(word) for word in stems(query)]
         scores = np.zeros(len(self._asins))
         for documents, weights in lists:
@@ -118,7 +118,7 @@ class Search:
 
 
 def stems(text: str) -> list[str]:
-    """The terms of a text, in their order."""
+    """Return the terms of a text, in order."""
     numbers = _Numbers()
     words = [numbers[word] for word in _WORD.findall(text.lower())]
     named = list(numbers.stems)
@@ -126,7 +126,7 @@ def stems(text: str) -> list[str]:
 
 
 def stored_length(length: int) -> int:
-    """A document's length after Lucene's byte: exact below 40, then with four bits."""
+    """Return a document's length after Lucene's byte: exact below 40, then with four bits."""
     if length < _EXACT:
         return length
     rest = length - _EXACT

@@ -34,12 +34,12 @@ Choose the options that the instruction asks for before you click[buy now]. An e
 
 
 def format_observation(observation: str) -> str:
-    """The user's message of a page."""
+    """Return the user's message for a page."""
     return f"Observation: {observation.strip()}"
 
 
 class _Checked:
-    """A shop that says why an action is not possible, in place of showing the page again."""
+    """A shop that explains why an action is impossible, instead of showing the page again."""
 
     def __init__(self, env: Any, session: int) -> None:
         self._env, self._session = env, session
@@ -86,7 +86,7 @@ class WebShopWorkflow(EpisodeWorkflow):
         return dict.fromkeys(("Stemmer", "rapidfuzz"), "the WebShop environment") if ours else {}
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task."""
+        """Set the attributes that users' methods read from the task."""
         super().bind(task)
         self.per_step = bool(task.workflow_args.get("per_step", False))
         asked = task.workflow_args.get("original", False)
@@ -96,7 +96,7 @@ class WebShopWorkflow(EpisodeWorkflow):
         self.blocking_env = self.original  # ours takes no time
 
     def make_env(self) -> Any:
-        """A session of the shop."""
+        """Open a session of the shop."""
         args, session = self.workflow_args, int(self.task_desc)
         human, products = bool(args.get("human_goals", True)), args.get("num_products")
         limit, page = int(args.get("limit_goals", -1)), args.get("observation_mode", "text_rich")
@@ -121,7 +121,7 @@ class WebShopWorkflow(EpisodeWorkflow):
         return _Checked(env, session)
 
     def format_observation(self, seen: Seen) -> str:
-        """The page."""
+        """Return the page."""
         return format_observation(str(seen.observation))
 
     def final_reward(self, seen: Seen, total: float) -> float:
