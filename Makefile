@@ -1,6 +1,6 @@
 # make setup | demo | demo-cluster | docs | test | test-quick | test-without | test-gpu | gpu-report | test-vllm | test-megatron |
 # test-postgres | test-trackers | test-agents | test-data-juicer | test-ray | test-fuzz | test-long | test-sandbox |
-# test-page | test-envs | test-extras | faults | test-python | audit | bench-peers | performance | lint | clean: needs
+# test-page | test-envs | test-extras | faults | test-python | audit | bench-peers | performance | page-library | lint | clean: needs
 # Python 3.11 to 3.13; all else goes into environments in this folder.
 
 VENV := .venv
@@ -31,7 +31,7 @@ endif
 
 .PHONY: setup demo demo-cluster docs test test-quick test-without test-gpu gpu-report test-page test-extras test-envs test-sandbox \
     test-fuzz test-long test-megatron test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray \
-    test-python audit faults bench-peers performance lint format clean
+    test-python audit faults bench-peers performance page-library lint format clean
 
 setup: $(STAMP)
 
@@ -111,6 +111,13 @@ bench-peers: setup $(PEERS)/.installed $(VLLM_INSTALLED)
 PARTS ?=
 performance: setup $(PEERS)/.installed $(VLLM_INSTALLED)
 	$(BIN)/python scripts/performance_page.py --measure --trl $(CURDIR)/$(PEERS)/bin/python --vllm $(VLLM_PYTHON) $(PARTS)
+
+# the page's chart library, from the version that its package-lock.json names: needs npm
+UPLOT := trireme/ext/page/uplot
+page-library:
+	cd $(UPLOT) && npm ci --ignore-scripts --no-audit --no-fund
+	cd $(UPLOT)/node_modules/uplot && cp LICENSE dist/uPlot.iife.min.js dist/uPlot.min.css ../..
+	rm -r $(UPLOT)/node_modules
 
 $(PEERS)/.installed: constraints.txt constraints-peers.txt
 	$(BIN)/python -m venv $(PEERS)

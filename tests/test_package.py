@@ -86,7 +86,11 @@ def test_the_wheel_runs_the_demo_in_an_empty_environment(built: Path, tmp_path: 
     looks = told.splitlines()[-1].replace("trireme", str(program), 1).split()[1:]
     call(*looks, "--plain", cwd=outside)
     call(*looks, "--html", "report.html", cwd=outside)
-    assert (outside / "report.html").stat().st_size > 1_000_000
+    report = (outside / "report.html").read_text(encoding="utf-8")
+    page = ROOT / "trireme" / "ext" / "page"
+    for part in ("uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "static/style.css"):
+        assert (page / part).read_text(encoding="utf-8") in report, part
+    assert "arithmetic" in report and "/static/" not in report and "/uplot/" not in report
     job = outside / "checkpoints" / "Trireme-demo" / "arithmetic"
     assert (job / "summary.json").is_file()
     assert (job / "grpo/global_step_1/actor/huggingface/model.safetensors").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.buffer.made import TOOLS, experience
 from tests.ext.page.made import make_run
 from tests.odd import ALL, ODD
 from trireme.buffer.record import Record
-from trireme.ext.page.app import STATIC, Page, create_app
+from trireme.ext.page.app import STATIC, UPLOT, Page, create_app
 from trireme.ext.page.report import write_report
 from trireme.ext.page.serve import PageOptions, _listen, serve
 from trireme.files import write_bytes
@@ -43,7 +44,7 @@ def client(stranger: TestClient) -> TestClient:
 
 
 def test_nobody_gets_in_without_the_token(stranger: TestClient) -> None:
-    for path in ("/", "/api/runs", "/static/app.js", "/plotly.js", "/?token=wrong"):
+    for path in ("/", "/api/runs", "/static/app.js", "/uplot/uPlot.iife.min.js", "/?token=wrong"):
         answer = stranger.get(path)
         assert answer.status_code == 401 and "open the whole URL" in answer.text
     given = stranger.get("/?token=open+sesame")
@@ -96,7 +97,8 @@ def test_the_page_may_load_nothing_from_elsewhere(client: TestClient) -> None:
     page = client.get("/")
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self';" in policy
-    assert len(client.get("/plotly.js").content) > 1_000_000
+    for name in re.findall(r'"/uplot/([^"]+)"', page.text):
+        assert client.get(f"/uplot/{name}").content == (UPLOT / name).read_bytes()
     for path in STATIC.iterdir():
         assert client.get(f"/static/{path.name}").content == path.read_bytes()
         if path.suffix != ".svg":
@@ -104,6 +106,13 @@ def test_the_page_may_load_nothing_from_elsewhere(client: TestClient) -> None:
             assert "http://" not in text and "https://" not in text
     for path in ("..%2Fapp.py", "%2e%2e/app.py", "nothing.js"):
         assert client.get(f"/static/{path}").status_code == 404
+    assert client.get("/uplot/package-lock.json").status_code == 404
+
+
+def test_the_chart_library_is_the_locked_version() -> None:
+    lock = json.loads((UPLOT / "package-lock.json").read_text())
+    version = lock["packages"]["node_modules/uplot"]["version"]
+    assert f"(v{version})" in (UPLOT / "uPlot.iife.min.js").read_text()[:100]
 
 
 def test_what_a_page_asks_for(client: TestClient) -> None:

@@ -104,7 +104,7 @@ def test_is_it_learning_and_what_is_wrong(tab: Any, url: str) -> None:
     ]
     warning = tab.locator(".warning").inner_text()
     assert "all rewards are equal." in warning and "What to do: make tasks easier" in warning
-    tab.wait_for_selector(".panel .plot svg.main-svg")
+    tab.wait_for_selector(".panel .plot canvas")
     titles = tab.locator(".panel h3").all_inner_texts()
     assert titles[:2] == ["Reward", "Held-out tasks"] and "Entropy" in titles
     assert "KL to the reference" not in titles  # all of it was no number
@@ -112,7 +112,8 @@ def test_is_it_learning_and_what_is_wrong(tab: Any, url: str) -> None:
     tab.wait_for_function("() => document.querySelector('.bar h2').textContent === '2 runs'")
     plot = tab.locator(".panel", has_text="Reward").first.locator(".plot")
     tab.wait_for_function(
-        "plot => plot.data?.filter((t) => t.name).length === 2", arg=plot.element_handle()
+        "plot => plot.chart?.series.filter((s) => s.label.startsWith('job/')).length === 2",
+        arg=plot.element_handle(),
     )
 
 
@@ -233,7 +234,7 @@ def test_narrow_screens_scroll_down_and_never_sideways(browser: Any, url: str, s
 def test_a_report_shows_the_same_without_a_server(tab: Any, root: Path, tmp_path: Path) -> None:
     report = write_report(root, tmp_path / "report.html").as_uri()
     opened(tab, report, "overview")
-    tab.wait_for_selector(".panel .plot svg.main-svg")
+    tab.wait_for_selector(".panel .plot canvas")
     opened(tab, report, "rollouts?order=best&tab=tokens&eid=2/1/1/0")
     tab.wait_for_selector(".tokens .token >> nth=5")
     tab.fill("input[name=text]", "reply 3")
@@ -262,10 +263,11 @@ def test_a_slow_view_draws_nothing_over_a_newer_one(tab: Any, url: str) -> None:
 
 def test_a_curve_of_few_steps_labels_each_once(tab: Any, url: str) -> None:
     opened(tab, url, "overview")
-    tab.wait_for_selector(".plot .xtick")
-    for plot in tab.locator(".plot").all():
-        labels = [tick.text_content() for tick in plot.locator(".xtick").all()]
+    tab.wait_for_selector(".plot canvas")
+    shown = "plots => plots.filter((plot) => plot.chart).map((plot) => plot.chart.axes[0]._values)"
+    for labels in (axes := tab.locator(".plot").evaluate_all(shown)):
         assert len(labels) == len(set(labels)), labels
+    assert ["1", "2", "3"] in axes
 
 
 def test_charts_that_left_the_page_are_let_go(tab: Any, url: str) -> None:
@@ -274,18 +276,18 @@ def test_charts_that_left_the_page_are_let_go(tab: Any, url: str) -> None:
         for (const [name, change] of [["addEventListener", 1], ["removeEventListener", -1]]) {
           const plain = window[name];
           window[name] = function (kind, ...rest) {
-            if (kind === "resize") globalThis.listening += change;
+            if (kind === "dppxchange") globalThis.listening += change;
             return plain.call(this, kind, ...rest);
           };
         }""")
     opened(tab, url, "overview")
     for axis in ("By time", "By step", "By time"):
-        tab.wait_for_selector(".panel .plot.js-plotly-plot .main-svg")
+        tab.wait_for_selector(".panel .plot canvas")
         tab.get_by_role("button", name=axis).click()
         tab.wait_for_selector(f"button[aria-pressed=true]:text-is('{axis}')")
-    tab.wait_for_selector(".panel .plot.js-plotly-plot .main-svg")
-    charts = "document.querySelectorAll('.js-plotly-plot').length"
-    tab.wait_for_function(f"() => listening > 0 && listening <= {charts}")
+    tab.wait_for_selector(".panel .plot canvas")
+    charts = "document.querySelectorAll('.uplot').length"
+    tab.wait_for_function(f"() => listening > 0 && listening <= {charts} + 1")
 
 
 def test_rollouts_of_a_run_that_has_just_begun(tab: Any, url: str, root: Path) -> None:

@@ -1,10 +1,11 @@
-"""The page's server: what the browser asks for, on loopback, for those who know the token.
+"""The page's server: answers the browser's requests, on loopback, if they have the token.
 
 Invariants:
-- Every answer but the refusal needs the token: in the URL once, from then on in a cookie that
+- Every answer except the refusal needs the token: in the URL once, from then on in a cookie that
   scripts cannot read.
 - Nothing is changed by a request, and no file is sent but the page's own and the chart library.
-- Answers hold text of models: the page never gets it as HTML, and may load nothing from elsewhere.
+- Answers contain text of models: the page never gets it as HTML, and may load nothing from other
+  sites.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote
@@ -36,6 +36,8 @@ from trireme.text import as_json
 COOKIE = "trireme_view_{port}"
 """Browsers keep one jar for all ports of a host."""
 STATIC = Path(__file__).parent / "static"
+UPLOT = Path(__file__).parent / "uplot"
+"""The chart library, as its npm package has it (`make page-library`)."""
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 MOST_ROWS = 500
 """Rollouts of one answer."""
@@ -48,7 +50,7 @@ POLICY = (
 
 
 class Page:
-    """The runs below a folder, and what has been read of them."""
+    """The runs below a folder, and the data read from them."""
 
     def __init__(self, root: Path) -> None:
         """Raises ValueError where `root` has no run."""
@@ -60,7 +62,7 @@ class Page:
         self.runs = {run.name: run for run in find_runs(root)}
 
     def begin(self) -> None:
-        """Index what is there before the first request, in a thread of its own."""
+        """Index the existing data before the first request, in a separate thread."""
         threading.Thread(target=self._index, name="view-index", daemon=True).start()
 
     def _index(self) -> None:
@@ -69,7 +71,7 @@ class Page:
         import trireme.serialize  # noqa: F401  (torch takes seconds: before the first request needs it)
 
     def list(self) -> list[dict[str, Any]]:
-        """All runs, also those that have begun since."""
+        """Return all runs, including those that have begun since."""
         self.runs = {run.name: run for run in find_runs(self.root)}
         out = []
         for run in self.runs.values():
@@ -80,7 +82,7 @@ class Page:
         return out
 
     def run_of(self, query: Mapping[str, str]) -> RunFolder:
-        """The run that a query names. Raises ValueError for one that is not there."""
+        """Return the run that a query names. Raises ValueError for one that does not exist."""
         name = query.get("run", "")
         if name not in self.runs:
             known = ", ".join(self.runs)
@@ -88,7 +90,7 @@ class Page:
         return self.runs[name]
 
     def rollouts(self, run: RunFolder) -> RolloutIndex:
-        """The index of a run's rollouts, as far as it was read."""
+        """Return the index of a run's rollouts, as far as it was read."""
         with self._lock:
             if run.name not in self._rollouts:
                 self._rollouts[run.name] = RolloutIndex(run.folder)
@@ -99,9 +101,9 @@ class Page:
         return meanings(self.curves.of(self.run_of(query)))
 
     def search(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the rollouts that a filter wants, and how many there are.
+        """Return a page of the rollouts that match a filter, and their number.
 
-        `uncounted=1`: `total` may be null, where a search found the page without reading all.
+        `uncounted=1`: `total` may be null, if a search found the page without reading all.
         """
         rollouts = self.rollouts(self.run_of(query))
         rollouts.refresh()
@@ -120,7 +122,7 @@ class Page:
         }
 
     def rollout(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """One rollout, whole, with its messages where a database of the run has them."""
+        """Return one whole rollout, with its messages if a database of the run has them."""
         run, kind, eid = self.run_of(query), query.get("kind", "train"), query.get("eid", "")
         rollouts = self.rollouts(run)
         rollouts.refresh()
@@ -131,18 +133,18 @@ class Page:
         return row
 
     def tokens(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """One rollout, token for token."""
+        """Return one rollout, token by token."""
         eid, kind = query.get("eid", ""), query.get("kind", "train")
         return self.tokens_of(self.run_of(query)).of(eid, kind)
 
     def tokens_of(self, run: RunFolder) -> Tokens:
-        """The tokens of a run's rollouts."""
+        """Return the tokens of a run's rollouts."""
         with self._lock:
             return self._tokens.setdefault(run.name, Tokens(run))
 
 
 def filter_of(query: Mapping[str, str]) -> Filter:
-    """The filter that a URL's query says. Raises ValueError naming what is no number."""
+    """Make the filter of a URL's query. Raises ValueError naming a value that is not a number."""
 
     def real(name: str) -> float | None:
         text = query.get(name, "")
@@ -174,7 +176,7 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def create_app(page: Page, token: str) -> ASGIApp:
-    """The whole server."""
+    """Make the whole server."""
 
     def answer(look_up: Callable[[Mapping[str, str]], Any]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
@@ -191,8 +193,8 @@ def create_app(page: Page, token: str) -> ASGIApp:
 
     routes = [
         Route("/", _index),
-        Route("/static/{name}", _static),
-        Route("/plotly.js", _plotly),
+        Route("/static/{name}", _file_of(STATIC)),
+        Route("/uplot/{name}", _file_of(UPLOT)),
         Route("/api/runs", answer(lambda query: page.list())),
         Route("/api/curves", answer(lambda query: page.curves.of(page.run_of(query)))),
         Route("/api/meanings", answer(page.meanings)),
@@ -224,7 +226,7 @@ def _export(page: Page, query: Mapping[str, str]) -> Response:
         parts = iter([b"".join(parts)])
     name = f"{query.get('run', 'run').replace('/', '_')}_rollouts.{form}"
     kind = "application/jsonl" if form == "jsonl" else "application/vnd.apache.parquet"
-    plain = re.sub(r"[^\w. -]", "_", name, flags=re.ASCII)  # a header holds no other name
+    plain = re.sub(r"[^\w. -]", "_", name, flags=re.ASCII)  # a header cannot contain other names
     named = f"filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
     headers = {"Content-Disposition": f"attachment; {named}"}
     return StreamingResponse(parts, 200, headers, kind)
@@ -234,26 +236,18 @@ def _index(request: Request) -> Response:
     return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
 
 
-def _static(request: Request) -> Response:
-    path = STATIC / request.path_params["name"]
-    if path.parent != STATIC or not path.is_file():
-        raise HTTPException(404)
-    return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+def _file_of(folder: Path) -> Callable[[Request], Response]:
+    def endpoint(request: Request) -> Response:
+        path = folder / request.path_params["name"]
+        if path.parent != folder or path.suffix not in TYPES or not path.is_file():
+            raise HTTPException(404)
+        return Response(path.read_bytes(), media_type=TYPES[path.suffix])
 
-
-def chart_library() -> bytes:
-    """The JavaScript that plotly's package carries."""
-    return (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
-
-
-def _plotly(request: Request) -> Response:
-    body = gzip.compress(chart_library(), 1)
-    headers = {"Cache-Control": "private, max-age=86400", "Content-Encoding": "gzip"}
-    return Response(body, 200, headers, "text/javascript")
+    return endpoint
 
 
 class Guard:
-    """Refuses requests without the token, and tells browsers what the page may load. Plain ASGI."""
+    """Refuses requests without the token, and restricts what the page may load. Plain ASGI."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -261,7 +255,7 @@ class Guard:
         self._wrong_keys = WrongKeys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle an ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -271,14 +265,14 @@ class Guard:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         shown = (token, bearer, request.cookies.get(cookie, ""))
         if not any(self._is(text) for text in shown):
-            if any(shown):  # who shows none does not guess
+            if any(shown):  # a client without any token does not guess
                 await self._wrong_keys.wait(scope)
             text = "This page needs its token: open the whole URL that trireme view printed.\n"
             await Response(text, 401, media_type="text/plain")(scope, receive, send)
             return
         if token and scope["path"] == "/":  # out of the address line, and of the browser's history
             response = RedirectResponse("/", 303)
-            if self._is(token):  # who has a cookie keeps it where an old URL has another token
+            if self._is(token):  # with a cookie, an old URL's other token does not matter
                 response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             await response(scope, receive, send)
             return

@@ -1,9 +1,9 @@
-"""Writes the page and what it shows into one file that needs no server and no network.
+"""Report: writes the page and its data into one file that needs no server and no network.
 
 Invariants:
-- The file holds curves, warnings, configuration and timeline whole, and a selection of rollouts:
-  the best, the worst and the newest, whole groups, and of held-out tasks some through all steps.
-- It is the page's own code; only where its answers come from differs.
+- The file contains all curves, warnings, configuration and timeline, and a selection of rollouts:
+  the best, the worst and the newest, in whole groups, and some held-out tasks through all steps.
+- It uses the page's own code; only the source of its answers differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trireme.ext.page.app import STATIC, Page, chart_library
+from trireme.ext.page.app import STATIC, UPLOT, Page
 from trireme.ext.page.rollouts import KINDS, Filter, RolloutIndex
 from trireme.ext.page.runs import RunFolder, about
 from trireme.files import write_text
@@ -30,7 +30,7 @@ MOST_TOKENS = 40
 
 
 def write_report(root: Path, path: Path) -> Path:
-    """One HTML file of all runs below `root`. Raises ValueError where there is none."""
+    """Write one HTML file of all runs below `root`. Raises ValueError if there are none."""
     if path.is_dir():
         raise ValueError(f"--html {path} is a folder: expected a file, as in report.html")
     page = Page(root)
@@ -55,7 +55,7 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
         for eid in [row["eid"] for row in rows if row["kind"] == kind][:MOST_TOKENS]:
             try:
                 token_views[f"{kind} {eid}"] = tokens.of(eid, kind)
-            except ValueError:  # no copy of its tokens was kept
+            except ValueError:  # no copy of its tokens was saved
                 continue
     facts = {
         kind: {
@@ -76,7 +76,9 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
 
 
 def _selected(rollouts: RolloutIndex) -> list[dict[str, Any]]:
-    """Whole groups of the newest, best and worst rollouts, some held-out tasks, some failures."""
+    """Return whole groups of the newest, best and worst rollouts, some held-out tasks, some
+    failures.
+    """
     chosen: dict[str, dict[str, Any]] = {}
 
     def add(wanted: Filter, most: int | None = None) -> list[dict[str, Any]]:
@@ -97,26 +99,30 @@ def _selected(rollouts: RolloutIndex) -> list[dict[str, Any]]:
 
 
 def _document(held: dict[str, Any]) -> str:
-    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    page = _text(STATIC / "index.html")
     modules = {
-        f"view/{file.name}": _module_url(file.read_text(encoding="utf-8"))
+        f"view/{file.name}": _module_url(_text(file))
         for file in sorted(STATIC.glob("*.js"))
         if file.name != "theme.js"
     }
     data = as_json(held, default=str).replace("<", "\\u003c")
-    # in a text of the script no tag may end the element that it stands in
-    library = chart_library().decode().replace("</script", "<\\/script")
     parts = {
+        '<link rel="stylesheet" href="/uplot/uPlot.min.css">': (
+            f"<style>{_text(UPLOT / 'uPlot.min.css')}</style>"
+        ),
         '<link rel="stylesheet" href="/static/style.css">': (
-            f"<style>{(STATIC / 'style.css').read_text(encoding='utf-8')}</style>"
+            f"<style>{_text(STATIC / 'style.css')}</style>"
         ),
         '<script src="/static/theme.js"></script>': (
-            f"<script>{(STATIC / 'theme.js').read_text(encoding='utf-8')}</script>"
+            f"<script>{_text(STATIC / 'theme.js')}</script>"
             f"<script>globalThis.TRIREME_REPORT = {data};</script>"
             f'<script type="importmap">{json.dumps({"imports": modules})}</script>'
         ),
+        '<script defer src="/uplot/uPlot.iife.min.js"></script>': (
+            f"<script>{_text(UPLOT / 'uPlot.iife.min.js')}</script>"
+        ),
         '<script type="module" src="/static/app.js"></script>': (
-            f'<script>{library}</script><script type="module">import "view/app.js";</script>'
+            '<script type="module">import "view/app.js";</script>'
         ),
     }
     for old, new in parts.items():
@@ -125,7 +131,13 @@ def _document(held: dict[str, Any]) -> str:
     return page
 
 
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 def _module_url(module: str) -> str:
-    """A module as a data URL, which has no folder: its imports become names of the import map."""
+    """Return a module as a data URL, which has no folder: its imports become names of the import
+    map.
+    """
     module = re.sub(r'from "\./([\w-]+\.js)"', r'from "view/\1"', module)
     return "data:text/javascript;base64," + base64.b64encode(module.encode()).decode()

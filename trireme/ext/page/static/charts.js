@@ -1,19 +1,11 @@
-// Curves by plotly, which comes from its installed package and is loaded after the first paint.
+// Curves by uPlot (trireme/ext/page/uplot), which index.html loads.
+import { h, number } from "./dom.js";
 
 const COLOURS = ["#15808f", "#c25b2a", "#6553a8", "#3f8c4a", "#b0437c", "#8a7420", "#3a6fc4", "#7a7f86"];
 export const colour = (place) => COLOURS[place % COLOURS.length];
-
-let loading = null;
-export function library() {
-  loading ??= globalThis.Plotly ? Promise.resolve(globalThis.Plotly) : new Promise((resolve, reject) => {
-    const script = document.createElement("script");
-    script.src = "/plotly.js";
-    script.onload = () => resolve(globalThis.Plotly);
-    script.onerror = () => reject(new Error("the chart library could not be loaded"));
-    document.head.append(script);
-  });
-  return loading;
-}
+const NEAR = 20; // pixels between the pointer and a value that is shown
+const FEW = 25; // values that are shown as points, too
+const WHOLE = [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -30,47 +22,81 @@ export function smoothed(values, weight) {
   });
 }
 
-function faded(hex, alpha) {
-  const [r, g, b] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  return `rgba(${r},${g},${b},${alpha})`;
+const drawn = new Set(); // uPlot listens to the window for each of them until it is destroyed
+const size = (element) => ({ width: element.clientWidth, height: element.clientHeight });
+const resized = new ResizeObserver((entries) => { for (const { target } of entries) target.chart.setSize(size(target)); });
+
+function forget(element) {
+  resized.unobserve(element);
+  element.chart.destroy();
+  drawn.delete(element);
 }
 
-const drawn = new Set(); // plotly listens to the window for each of them until it is told to stop
-
-function forgetRemoved(Plotly) {
-  for (const element of drawn) if (!element.isConnected) { Plotly.purge(element); drawn.delete(element); }
+const two = (n) => String(n).padStart(2, "0");
+function clock(time, withSeconds) {
+  const date = new Date(time * 1000);
+  return [date.getHours(), date.getMinutes(), ...(withSeconds ? [date.getSeconds()] : [])].map(two).join(":");
 }
 
-// lines: {name, x, y, low, high, colour, dash}; `low` and `high` make a band.
-export async function draw(element, lines, { log = false, time = false, weight = 0, share = false, zero = false } = {}) {
-  const Plotly = await library();
-  forgetRemoved(Plotly);
-  if (!element.isConnected) return;
-  drawn.add(element);
-  const traces = [];
-  for (const line of lines) {
-    const few = line.y.filter((value) => value !== null).length < 25;
-    if (line.low && !log) {
-      const plain = { x: line.x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, connectgaps: true };
-      traces.push({ ...plain, y: smoothed(line.low, weight) });
-      traces.push({ ...plain, y: smoothed(line.high, weight), fill: "tonexty", fillcolor: faded(line.colour, 0.16) });
-    }
-    traces.push({
-      x: line.x, y: smoothed(line.y, weight), name: line.name, mode: few ? "lines+markers" : "lines", connectgaps: true,
-      line: { color: line.colour, width: 1.8, dash: line.dash ?? "solid" }, marker: { size: 5 },
-      hovertemplate: `%{y:${share ? ".1%" : ".4~g"}}<extra>${line.name.replace(/[<>]/g, "")}</extra>`,
-    });
-  }
-  const steps = lines.flatMap((line) => line.x);
-  const whole = !time && steps.reduce((most, step) => Math.max(most, step), -1) - steps.reduce((least, step) => Math.min(least, step), Infinity) < 6 ? { dtick: 1 } : {}; // of half steps a label would stand twice
-  const flat = lines.every((line) => line.y.every((value) => !value));
-  const axis = { gridcolor: style("--line"), zeroline: false, color: style("--faint"), tickfont: { size: 11 }, fixedrange: true };
-  const layout = {
-    margin: { l: 46, r: 8, t: 6, b: 26 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent", showlegend: false,
-    font: { family: style("--sans"), color: style("--soft") }, hovermode: "x unified", dragmode: "zoom",
-    hoverlabel: { bgcolor: style("--surface"), bordercolor: style("--line-strong"), font: { size: 12, color: style("--ink") } },
-    xaxis: { ...axis, fixedrange: false, showgrid: false, type: time ? "date" : "linear", tickformat: time ? "%H:%M" : "d", nticks: 6, ...whole },
-    yaxis: { ...axis, type: log ? "log" : "linear", tickformat: share ? ".0%" : log ? ".0e" : ".3~g", nticks: 5, rangemode: zero ? "tozero" : "normal", ...(flat ? { range: [0, 1], autorange: false } : {}) },
+// What the lines are under the pointer.
+function tooltip(lines, place, show) {
+  const box = h("div.tooltip", { hidden: true });
+  const move = (chart) => {
+    const near = lines.map((line) => ({ line, at: chart.cursor.idxs[line.series] })).filter(({ at }) => at !== null && at !== undefined);
+    box.hidden = !near.length;
+    if (!near.length) return;
+    box.replaceChildren(h("b", {}, place(chart.data[0][near[0].at])), ...near.map(({ line, at }) =>
+      h("div", {}, h("i", { style: { background: line.colour } }), `${show(chart.data[line.series][at])} ${line.name}`)));
+    const right = chart.cursor.left > chart.over.clientWidth / 2;
+    Object.assign(box.style, right ? { right: `${chart.over.clientWidth - chart.cursor.left + 10}px`, left: "" } : { left: `${chart.cursor.left + 10}px`, right: "" });
   };
-  await Plotly.react(element, traces, layout, { displayModeBar: false, responsive: true });
+  return { hooks: { init: (chart) => chart.over.append(box), setCursor: move } };
+}
+
+// lines: {name, x, y, low, high, colour, dotted}; `low` and `high` make a band. x is a step, or seconds where `time` is true.
+export function draw(element, lines, { log = false, time = false, weight = 0, share = false, zero = false } = {}) {
+  for (const one of drawn) if (!one.isConnected || one === element) forget(one);
+  if (!element.isConnected) return;
+  const flat = lines.every((line) => line.y.every((value) => !value));
+  const logarithmic = log && !flat;
+  const [series, tables, bands, shown] = [[{}], [], [], []];
+  for (const line of lines) {
+    if (line.low && !log) {
+      bands.push({ series: [series.length + 1, series.length], fill: `${line.colour}29` });
+      for (const edge of [line.low, line.high]) {
+        series.push({ spanGaps: true, width: 0, points: { show: false } });
+        tables.push([line.x, smoothed(edge, weight)]);
+      }
+    }
+    const few = line.y.filter((value) => value !== null).length < FEW;
+    const y = smoothed(line.y, weight).map((value) => (logarithmic && value <= 0 ? null : value));
+    shown.push({ name: line.name, colour: line.colour, series: series.length });
+    series.push({ label: line.name, stroke: line.colour, width: 1.8, dash: line.dotted ? [2, 3] : [], spanGaps: true, points: { show: few, size: 5, fill: line.colour } });
+    tables.push([line.x, y]);
+  }
+  const axis = { stroke: style("--faint"), font: `11px ${style("--sans")}`, ticks: { show: false }, gap: 6 };
+  const labels = logarithmic ? (value) => value?.toExponential(0).replace("e+", "e") ?? "" : share ? (value) => `${Number((100 * value).toFixed(2))}%` : short;
+  const decades = (_, values) => (logarithmic ? values.map((value) => (Number.isInteger(Math.log10(value)) ? value : null)) : values);
+  const options = {
+    ...size(element), padding: [6, 14, 0, 0], legend: { show: false }, series, bands,
+    cursor: { y: false, hover: { prox: NEAR, skip: [null] } },
+    scales: {
+      x: { time, range: (_, least, most) => (least === most ? [least - 0.5, most + 0.5] : [least, most]) },
+      y: logarithmic ? { distr: 3 } : { range: (_, least, most) => (flat || least === null ? [0, 1] : uPlot.rangeNum(zero ? Math.min(least, 0) : least, most, 0.1, true)) },
+    },
+    axes: [
+      { ...axis, size: 26, space: 55, grid: { show: false }, ...(time ? { values: (_, times, nth, space, between) => times.map((at) => clock(at, between < 60)) } : { incrs: WHOLE, values: (_, values) => values.map(short) }) },
+      { ...axis, size: 46, space: 30, grid: { stroke: style("--line"), width: 1, filter: decades }, values: (_, values) => values.map(labels) },
+    ],
+    plugins: [tooltip(shown, (x) => (time ? clock(x, true) : `step ${x}`), share ? (value) => `${(100 * value).toFixed(1)}%` : number)],
+  };
+  element.chart = new uPlot(options, uPlot.join(tables), element);
+  drawn.add(element);
+  resized.observe(element);
+}
+
+// A number on an axis, in at most six characters or so.
+function short(value) {
+  const size = Math.abs(value);
+  return size !== 0 && (size >= 1e6 || size < 1e-4) ? value.toExponential(1).replace("e+", "e").replace(".0e", "e") : String(Number(value.toPrecision(6)));
 }

@@ -46,13 +46,13 @@ function linesOf(panel, runs) {
   for (const { name, curves, place } of runs) {
     const part = curves[panel.part];
     if (!part) continue;
-    const x = settings.axis === "time" ? part.times.map((time) => new Date(time * 1000)) : part.steps;
+    const x = settings.axis === "time" ? part.times : part.steps;
     let names = panel.metrics?.filter((metric) => part.metrics[metric]) ?? [];
     for (const pattern of [panel.match, panel.other]) if (pattern && !names.length) names = Object.keys(part.metrics).filter((metric) => pattern.test(metric));
     names.forEach((metric, nth) => {
       const y = part.metrics[metric];
       if (y.every((value) => value === null)) return;
-      const line = { name: runs.length > 1 ? `${short(name)} ${nth ? metric.split("/").at(-1) : ""}` : metric, run: name, metric, x, y, colour: colour(place), dash: nth ? "dot" : "solid" };
+      const line = { name: runs.length > 1 ? `${short(name)} ${nth ? metric.split("/").at(-1) : ""}` : metric, run: name, metric, x, y, colour: colour(place), dotted: nth > 0 };
       const band = panel.band?.(part.metrics, metric);
       if (typeof band === "function") {
         line.low = y.map((value, at) => (value === null ? null : value - band(value, at)));
