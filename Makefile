@@ -133,8 +133,8 @@ test-gpu:
 	@$(GPU_PYTHON) -c "import importlib.util, sys; sys.exit(None if importlib.util.find_spec('pytest') else f'make test-gpu needs pytest, and {sys.executable} has none; make gpu-report needs none')"
 	$(REQUIRE)=test-gpu $(GPU_PYTHON) -m pytest -q -rsfE --continue-on-collection-errors -m gpu \
 	    tests/trainer/test_gpu.py tests/engines/test_contract.py tests/engines/test_sampling.py \
-	    tests/engines/test_weight_group.py tests/e2e/test_engine_processes.py \
-	    $(wildcard tests/ext/ray/test_colocate.py)
+	    $(wildcard tests/ext/remote/test_weight_group.py tests/e2e/test_engine_processes.py \
+	        tests/ext/ray/test_colocate.py)
 
 # what nobody can know of a GPU without one, in a table and as gpu_report.json: some ten minutes.
 # REPORT="--device cpu" tries the script on a machine without a GPU

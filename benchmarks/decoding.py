@@ -32,8 +32,8 @@ from trireme.demo.tiny_model import make_tiny_model
 from trireme.engines.engine import Sampling
 from trireme.engines.request import Request, make_requests
 from trireme.engines.torch.decoder import Decoder
-from trireme.engines.torch.lean import Lean, PlainOps, make_lean
 from trireme.engines.torch.shell import load_shell
+from trireme.ext.fast_engine.lean import Lean, PlainOps, make_lean
 
 ROWS, RAGGED = 64, 0.85
 Work = list[tuple[list[int], int, int]]
@@ -136,7 +136,7 @@ def measured(
     for name, (work, rows) in works.items():
         ways: dict[str, Callable[[], object]] = {}
         for way, one in lean.items():
-            decoder = Decoder(shell, tokenizer, kv_tokens=2**18, prefix_tokens=0, lean=one)
+            decoder = Decoder(shell, tokenizer, kv_tokens=2**18, prefix_tokens=0, forward=one)
             ways[way] = lambda decoder=decoder, work=work, rows=rows: by_decoder(
                 decoder, work, rows
             )

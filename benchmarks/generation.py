@@ -30,10 +30,10 @@ from trireme.demo.tiny_model import make_tiny_model
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.make import EngineSpec
-from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.linear import linear
-from trireme.launch.engine_host import EngineHost, start_all, stop_all
+from trireme.ext.remote.engine import RemoteEngine
+from trireme.ext.remote.engine_host import EngineHost, start_all, stop_all
 
 PROMPTS, SAMPLES, ROUNDS = 32, 8, 3
 TARGETS = {"equal": 1.0, "ragged": 1.5}

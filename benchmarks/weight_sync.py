@@ -27,11 +27,11 @@ from trireme.config.schema import OptimizerConfig
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.engines.device import Device
 from trireme.engines.make import EngineSpec
-from trireme.engines.remote import RemoteEngine
-from trireme.launch.engine_host import EngineHost, start_all, stop_all
+from trireme.ext.remote.engine import RemoteEngine
+from trireme.ext.remote.engine_host import EngineHost, start_all, stop_all
+from trireme.ext.remote.push import GroupSync, HttpSync
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe
-from trireme.sync.push import GroupSync, HttpSync
 from trireme.trainer.backend import Backend, TrainSettings
 
 TIMES, SHARE_OF_FLOOR = 3, 0.7

@@ -14,6 +14,7 @@ from trireme.algorithms.part import SETTINGS
 from trireme.algorithms.recipes import PARTS
 from trireme.batch import COLUMNS
 from trireme.cli.listing import first_line
+from trireme.extensions import extensions
 from trireme.registry import ALGORITHMS, Registry
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
@@ -39,12 +40,15 @@ def document() -> str:
 
 
 def _algorithms() -> Iterator[str]:
-    yield "| `algorithm_type` | advantage | policy loss | KL | averaged by | when to use it |"
-    yield "|-|-|-|-|-|-|"
+    yield (
+        "| `algorithm_type` | advantage | policy loss | KL | averaged by | when to use it "
+        "| extension |"
+    )
+    yield "|-|-|-|-|-|-|-|"
     for name in ALGORITHMS.built_in():
         recipe = ALGORITHMS.get(name)
         cells = (f"`{name}`", recipe.advantage_fn or "", recipe.policy_loss_fn, recipe.kl_loss_fn,
-                 recipe.loss_agg_mode, recipe.use)  # fmt: skip
+                 recipe.loss_agg_mode, recipe.use, _owner("algorithm", name))  # fmt: skip
         yield f"| {' | '.join(cells)} |"
 
 
@@ -57,8 +61,8 @@ def _part(registry: Registry) -> Iterator[str]:
             for key, value in SETTINGS[kind].items()
         )
         yield f"All have the options {own}.\n"
-    yield "| name | what it computes | options |"
-    yield "|-|-|-|"
+    yield "| name | what it computes | options | extension |"
+    yield "|-|-|-|-|"
     for name in registry.built_in():
         function = registry.get(name)
         options = [
@@ -67,7 +71,13 @@ def _part(registry: Registry) -> Iterator[str]:
             if p.kind is p.KEYWORD_ONLY
         ]
         line = first_line(function).replace("|", "\\|")
-        yield f"| `{name}` | {line} | {', '.join(options)} |"
+        owner = _owner(kind.removesuffix("_fn"), name)
+        yield f"| `{name}` | {line} | {', '.join(options)} | {owner} |"
+
+
+def _owner(kind: str, name: str) -> str:
+    """The extension that gives a name; nothing for the kernel's."""
+    return next((e.name for e in extensions().values() if name in e.names.get(kind, {})), "")
 
 
 def _columns() -> Iterator[str]:

@@ -44,9 +44,12 @@ def document() -> str:
     written = known()
     here = ours()
     lines = [HEAD]
-    for kind in KINDS:
+    for kind in (*KINDS, "formerly"):
         names = {n: owner for n, owner in written.get(kind, {}).items() if owner not in here}
-        names |= {n: e.name for e in here.values() for n in e.names.get(kind, {})}
+        for e in here.values():
+            names |= dict.fromkeys(
+                e.formerly if kind == "formerly" else e.names.get(kind, ()), e.name
+            )
         if names:
             rows = sorted(names.items(), key=lambda row: row[::-1])
             lines += [f"\n[{kind}]\n", *(f'{_quoted(name)} = "{owner}"\n' for name, owner in rows)]
@@ -81,8 +84,8 @@ def _import(module: str, name: str) -> str:
 
 
 def _quoted(name: str) -> str:
-    """A name as a key of TOML: a dot in it makes no table."""
-    return f'"{name}"' if "." in name else name
+    """Quote a name that has a dot, which would make a table, or a colon."""
+    return f'"{name}"' if {".", ":"} & {*name} else name
 
 
 if __name__ == "__main__":

@@ -628,7 +628,7 @@ def ranks(machine: Machine) -> Lines:
 
 MEMBER = """
 import sys
-from trireme.engines.weight_group import Meeting, WeightGroup
+from trireme.ext.remote.weight_group import Meeting, WeightGroup
 group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, sys.argv[2], timeout=60))
 group.connect()
 for _ in range(2):
@@ -665,7 +665,7 @@ def sync(machine: Machine) -> Lines:
 
 def pushed(machine: Machine, tensors: list[tuple[str, Tensor]], backend: str) -> tuple[float, bool]:
     """Bytes a second of a push to a second process, and whether all came, twice."""
-    from trireme.engines.weight_group import Meeting, WeightGroup
+    from trireme.ext.remote.weight_group import Meeting, WeightGroup
 
     device = machine.device if backend == "ipc" else None
     group = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, backend, timeout=60), device)

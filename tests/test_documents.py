@@ -79,6 +79,7 @@ def test_the_readme_fits_on_a_few_screens() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 175
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_the_readme_counts_the_algorithms_that_there_are(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

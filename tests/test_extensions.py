@@ -10,7 +10,9 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 
 import trireme
 from tests.config.made import problems_of
+from tests.packages import install, manifests_read_anew
 from trireme import extensions
 from trireme.extensions import Extension, kernel, names_of
 from trireme.registry import ENGINES, Registry
@@ -28,26 +31,9 @@ NAMES = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "extension_na
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder on the path, and manifests that are read anew before and after."""
-    cached = (extensions.extensions, names_of)
-    for function in cached:
-        function.cache_clear()
     monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for function in cached:
-        function.cache_clear()
-
-
-def install(folder: Path, name: str, manifest: str, code: str = "", package: str = "") -> None:
-    """What pip leaves of a package with one entry point."""
-    package = package or f"package_{name}"
-    (folder / package).mkdir(exist_ok=True)
-    (folder / package / "__init__.py").write_text("raise AssertionError('imported')\n")
-    (folder / package / "ext.toml").write_text(manifest)
-    (folder / package / "things.py").write_text(code)
-    info = folder / f"{package}_{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}-{name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[trireme.ext]\n{name} = {package}\n")
+    with manifests_read_anew():
+        yield tmp_path
 
 
 def test_a_package_of_others_gives_names_and_is_imported_when_one_is_looked_up(fresh: Path) -> None:
@@ -78,6 +64,8 @@ def test_a_package_of_others_gives_names_and_is_imported_when_one_is_looked_up(f
         ("needs = 'torch'", "needs is 'torch': expected a list of names"),
         ("uses = [1]", "uses is [1]: expected a list of names"),
         ("formerly = 1", 'expected lines `"older.module" = "module"` in [formerly]'),
+        ("refused = 1", 'expected lines `"kind:name" = "sentence"` in [refused]'),
+        ("[refused]\nfun = 'no'", 'expected lines `"kind:name" = "sentence"` in [refused]'),
         ("[reward", "cannot be read: "),
         ("\udce4", "cannot be read: "),
     ],
@@ -162,6 +150,15 @@ def test_a_module_is_found_by_its_former_name_and_is_the_same_one(fresh: Path) -
     assert done.stdout == "sold\n", done.stderr
 
 
+def test_a_name_that_an_extension_refuses_is_answered_by_its_sentence(fresh: Path) -> None:
+    sentence = "is sold out: expected fine"
+    install(fresh, "shop", f"[refused]\n'reward:fun' = '{sentence}'\n'workflow:fair' = 'no'\n")
+    rewards = Registry("reward", kind="reward")
+    assert rewards.refuses("fun") and not rewards.refuses("fair") and "fun" not in rewards
+    with pytest.raises(ValueError, match=f"^reward 'fun' {sentence}$"):
+        rewards.get("fun")
+
+
 def test_a_name_of_an_extension_that_is_not_here_says_which(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -172,6 +169,35 @@ def test_a_name_of_an_extension_that_is_not_here_says_which(
             sentence = f"^workflow '{name}' needs the extension '{owner}', which is not here: "
             with pytest.raises(ValueError, match=sentence):
                 Registry("workflow", kind="workflow").get(name)
+    finally:
+        names_of.cache_clear()
+
+
+def test_a_module_of_an_extension_that_is_not_here_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its name and by a former one; in a dotted path of the YAML, and in a user's file."""
+    monkeypatch.setattr(extensions, "extensions", dict)
+    monkeypatch.setattr(
+        extensions,
+        "_owners",
+        lambda: {
+            "formerly": {"trireme.workflows.old_shop": "shop", "trireme.task:Shelf": "shop"},
+            "workflow": {"buy": "shop"},
+        },
+    )
+    names_of.cache_clear()
+    try:
+        for module in ("trireme.workflows.old_shop", "trireme.ext.shop"):
+            sentence = f"'{module}(:Buy)?' needs the extension 'shop', which is not here: "
+            with pytest.raises(ModuleNotFoundError, match=sentence):
+                import_module(module)
+            with pytest.raises(ValueError, match=f"^workflow {sentence}"):
+                Registry("workflow").get(f"{module}:Buy")
+        with pytest.raises(AttributeError, match="'Shelf': it needs the extension 'shop', which"):
+            extensions.former_names("trireme.task")("Shelf")
+        with pytest.raises(ValueError, match=r"there is no module 'trireme\.workflows\.new_shop'"):
+            Registry("workflow").get("trireme.workflows.new_shop:Buy")
     finally:
         names_of.cache_clear()
 
@@ -188,6 +214,22 @@ def test_an_engine_of_an_extension_that_is_not_here_is_a_problem_that_says_which
         names_of.cache_clear()
     assert said.startswith(
         "explorer.rollout_model.engine_type is 'vllm': engine 'vllm' needs the extension 'vllm', "
+        "which is not here"
+    )
+
+
+def test_the_users_servers_of_an_extension_that_is_not_here_are_a_problem_that_says_which(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(extensions, "extensions", dict)
+    names_of.cache_clear()
+    keys = ["engine_type=remote", "base_urls=[http://localhost:1]"]
+    try:
+        (said,) = problems_of(tmp_path, *(f"explorer.rollout_model.{key}" for key in keys))
+    finally:
+        names_of.cache_clear()
+    assert said.startswith(
+        "explorer.rollout_model.engine_type is 'remote', which needs the extension 'remote', "
         "which is not here"
     )
 
@@ -249,6 +291,7 @@ def test_the_list_of_the_extensions_names_is_up_to_date() -> None:
 
 
 ROOT = Path(__file__).parents[1]
+FILES = [*(ROOT / "trireme").rglob("*.py")]
 OURS = {name: e for name, e in extensions.extensions().items() if e.package.startswith("trireme.")}
 
 
@@ -299,3 +342,22 @@ def test_an_extension_imports_the_kernel_and_what_its_manifest_names(name: str) 
                 assert f"{module}.".startswith(allowed), (
                     f"{file}:{line} imports {module}: its extension is not in `uses` of ext.toml"
                 )
+
+
+def others(files: Iterable[Path]) -> set[str]:
+    """Top-level modules of other packages that files import, anywhere in them."""
+    found = {module.partition(".")[0] for file in files for _, module in imported(file)}
+    return found - {*sys.stdlib_module_names, "trireme", "trinity", "__future__"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_manifest_names_the_packages_that_the_kernel_does_not_import(name: str) -> None:
+    kernel_files = (f for f in FILES if "ext" not in f.relative_to(ROOT).parts)
+    own = others((ROOT / "trireme" / "ext" / name).rglob("*.py")) - others(kernel_files)
+    extension = extensions.extensions()[name]
+    used = [extensions.extensions()[one] for one in extension.uses]
+    needs = {need.lower() for one in (extension, *used) for need in one.needs}
+    installed = packages_distributions()
+    for module in own:
+        names = {one.lower() for one in installed.get(module, [f"py-{module}".replace("_", "-")])}
+        assert names & needs, f"{name} imports {module}: `needs` lists {sorted(needs)}"

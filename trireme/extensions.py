@@ -1,4 +1,4 @@
-"""Extensions: finds what extends the kernel, by manifests that are read without importing code.
+"""Extensions: finds the kernel's extensions by manifests, which are read without importing code.
 
 An extension is a folder with an `ext.toml`:
 
@@ -11,13 +11,16 @@ An extension is a folder with an `ext.toml`:
     "trireme.workflows.webshop" = "workflow"
     "trireme.data.rows:Shelf" = "rows:Shelf"  # a name that left a module which is still there
 
+    [refused]                    # names of other systems: what to name instead
+    "workflow:image_workflow" = "shows images, which are not supported: expected simple_workflow"
+
     [workflow]                   # a kind of name: names, each with its `module:attribute`
     webshop_workflow = "workflow:WebShopWorkflow"
 
-Ours lie in `trireme/ext/<name>/`. A package of others names its own in the entry points of the
-group `trireme.ext` (`shop = "my_package"`: the folder of that package). The kernel's names stand in
-`builtin.toml`, which has the same form. `extensions.toml` says which extension a name needs that is
-not here.
+Ours are in `trireme/ext/<name>/`. Another package declares its extensions as entry points of the
+group `trireme.ext` (`shop = "my_package"`: the folder of that package). The kernel's names are in
+`builtin.toml`, which has the same form. `extensions.toml` lists the extension that each missing
+name needs.
 """
 
 from __future__ import annotations
@@ -73,6 +76,8 @@ KINDS = (
     "command",
     "route",
     "engine",
+    "servers",
+    "forward_pass",
     "push",
     "steering",
     "memory_planner",
@@ -80,39 +85,43 @@ KINDS = (
     "launcher",
     "mode",
     "model",
+    "client",
     "gateway",
+    "external_model",
     "program",
     "dialect",
     "key",
     "flags",
 )
-"""The kinds of names: a manifest's tables."""
+"""The kinds of names: the tables of a manifest."""
 _LISTS = ("needs", "uses", "files")
-_FIELDS = ("about", *_LISTS, "formerly")
+_FIELDS = ("about", *_LISTS, "formerly", "refused")
 
 
 @dataclass(frozen=True)
 class Extension:
-    """One manifest: what it adds, and what it takes."""
+    """One manifest: the names that an extension adds, and its requirements."""
 
     name: str
     package: str
-    """Its folder, as a package's dotted name."""
+    """The dotted name of its folder as a package."""
     about: str = ""
     needs: tuple[str, ...] = ()
-    """Packages to be installed."""
+    """Required packages."""
     uses: tuple[str, ...] = ()
-    """Other extensions."""
+    """Required extensions."""
     files: tuple[str, ...] = ()
-    """What else is deleted with it: tests, examples, pages."""
+    """Other files that are deleted with it: tests, examples, pages."""
     formerly: Mapping[str, str] = field(default_factory=dict)
-    """Older name of a module or package, or `module:attribute`, -> its name."""
+    """Maps the older name of a module or package, or `module:attribute`, to its current name."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Maps `kind:name` of another system to the rest of the sentence that refuses it."""
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Kind -> name -> `package.module:attribute`."""
+    """Maps kind -> name -> `package.module:attribute`."""
 
     @classmethod
     def read(cls, name: str, package: str, file: Path) -> Extension:
-        """Read a manifest. Raises ValueError, with the file, for what it cannot be."""
+        """Read a manifest. Raises ValueError, with the file, if it is invalid."""
         import tomllib  # as much as `import trireme` does without
 
         try:
@@ -140,9 +149,14 @@ class Extension:
         formerly = found.get("formerly", {})
         if not isinstance(formerly, dict) or not all(isinstance(v, str) for v in formerly.values()):
             raise ValueError(f'{where}: expected lines `"older.module" = "module"` in [formerly]')
+        refused = found.get("refused", {})
+        kinds = {key.partition(":")[0] for key in refused} if isinstance(refused, dict) else {""}
+        if not kinds <= {*KINDS} or not all(isinstance(v, str) for v in refused.values()):
+            raise ValueError(f'{where}: expected lines `"kind:name" = "sentence"` in [refused]')
         return cls(
             name,
             package,
+            refused=refused,
             about=str(found.get("about", "")),
             **{key: tuple(found.get(key, ())) for key in _LISTS},
             formerly={old: f"{package}.{new}".rstrip(".") for old, new in formerly.items()},
@@ -162,7 +176,7 @@ def kernel() -> Extension:
 
 @cache
 def extensions() -> Mapping[str, Extension]:
-    """Name -> extension, ours first. One that cannot be read is passed by with a warning."""
+    """Map name -> extension, ours first. One that cannot be read is skipped with a warning."""
     found: dict[str, Extension] = {}
     for name, package, folder in (*_ours(), *_installed()):
         if name in found:
@@ -207,9 +221,9 @@ def _installed() -> Iterable[tuple[str, str, Path]]:
 
 @cache
 def names_of(kind: str) -> Mapping[str, str]:
-    """Name -> `package.module:attribute` of everything of one kind: the kernel's, then extensions'.
+    """Map name -> `package.module:attribute` for one kind: the kernel's names, then extensions'.
 
-    Of a name that two extensions give, the first one's counts, and a warning says so.
+    If two extensions define a name, the first one's counts, and a warning reports it.
     """
     if kind not in KINDS:
         raise ValueError(f"'{kind}' is no kind of name: expected one of {', '.join(KINDS)}")
@@ -229,36 +243,64 @@ def names_of(kind: str) -> Mapping[str, str]:
     return MappingProxyType(names)
 
 
+def refused_of(kind: str) -> Mapping[str, str]:
+    """Map each name of one kind that an extension refuses to the rest of the sentence that does."""
+    return {
+        key.partition(":")[2]: sentence
+        for extension in extensions().values()
+        for key, sentence in extension.refused.items()
+        if key.startswith(f"{kind}:")
+    }
+
+
 @cache
 def _owners() -> Mapping[str, Mapping[str, str]]:
-    """Kind -> name -> the extension of this release that gives it."""
+    """Map kind -> name -> the extension of this release that defines it."""
     import tomllib
 
     return tomllib.loads(Path(__file__).with_name("extensions.toml").read_text(encoding="utf-8"))
 
 
 def absent(kind: str) -> Mapping[str, str]:
-    """Name -> extension, of the names that extensions of this release give which are not here."""
+    """Map name -> extension, for names that this release's missing extensions define."""
     there = extensions()
     return {n: owner for n, owner in _owners().get(kind, {}).items() if owner not in there}
 
 
 def needed_for(kind: str, name: str) -> str | None:
-    """The extension of this release that gives a name and is not here; None where there is none."""
+    """Return the missing extension of this release that defines a name; None if there is none."""
     owner = _owners().get(kind, {}).get(name)
     return None if owner in extensions() else owner
 
 
 def missing(kind: str, name: str) -> str:
-    """The rest of a sentence on a name that an extension gives which is not here; else ''."""
+    """Return the rest of a sentence on a name that a missing extension defines; else ''."""
     owner = needed_for(kind, name)
     if owner is None:
         return ""
-    return f"needs the extension '{owner}', which is not here: `trireme extensions` lists what is"
+    return _needs(owner)
+
+
+def _needs(extension: str) -> str:
+    return (
+        f"needs the extension '{extension}', which is not here: `trireme extensions` lists what is"
+    )
+
+
+def missing_module(module: str) -> str:
+    """The rest of a sentence on a module of an extension of this release that is not here, by its
+    name or a former one; else ''.
+    """
+    names = {f"trireme.ext.{one}": one for names in _owners().values() for one in names.values()}
+    names |= {former: one for former, one in _owners().get("formerly", {}).items()}
+    parts = module.split(".")
+    above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    owner = next((names[name] for name in above if name in names), None)
+    return "" if owner is None or owner in extensions() else _needs(owner)
 
 
 def former_names(module: str) -> Callable[[str], Any]:
-    """A module's `__getattr__` (PEP 562): finds names that extensions have taken from it."""
+    """Make a module's `__getattr__` (PEP 562), which finds names that moved to extensions."""
 
     def get(name: str) -> Any:
         if not name.startswith("__"):
@@ -266,13 +308,15 @@ def former_names(module: str) -> Callable[[str], Any]:
                 if place := extension.formerly.get(f"{module}:{name}"):
                     source, _, attribute = place.partition(":")
                     return getattr(import_module(source), attribute)
+            if needs := missing("formerly", f"{module}:{name}"):
+                raise AttributeError(f"module '{module}' has no attribute '{name}': it {needs}")
         raise AttributeError(f"module '{module}' has no attribute '{name}'")
 
     return get
 
 
 class _Moved(MetaPathFinder):
-    """Finds modules by the names that manifests list as former ones.
+    """Finds modules by their former names in manifests.
 
     It is the last finder: manifests are read only for a module that is found nowhere else.
     """
@@ -289,6 +333,8 @@ class _Moved(MetaPathFinder):
             if fullname == old or fullname.startswith(f"{old}.")
         ]
         if not moved:
+            if needs := missing_module(fullname):
+                raise ModuleNotFoundError(f"'{fullname}' {needs}", name=fullname)
             return None
         old, new = max(moved, key=lambda pair: len(pair[0]))  # of a package, a module may be apart
         return _spec_of(fullname, new + fullname.removeprefix(old))
@@ -303,7 +349,7 @@ def _spec_of(former: str, name: str) -> ModuleSpec | None:
 
 
 class _Same(Loader):
-    """Gives the module of a specification under another name, as one and the same module."""
+    """Provides the module of a specification under another name, as one and the same module."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         self._spec = spec
@@ -312,10 +358,10 @@ class _Same(Loader):
         return import_module(self._spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the former name's there
+        module.__spec__ = self._spec  # the import system has set the former name's here
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The code that `python -m FORMER.NAME` runs."""
+        """Return the code that `python -m FORMER.NAME` runs."""
         return cast(Any, self._spec.loader).get_code(self._spec.name)
 
 

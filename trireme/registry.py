@@ -1,10 +1,9 @@
-"""Registry: keeps the names that a YAML may use, and what each stands for.
+"""Registry: maps the names that a YAML may use to functions and classes.
 
 A name is looked up in this order: registered by the user, built in, dotted path
-(`package.module.Name` or `my_file:name`). A user's name overrides a built-in and one line says so;
-two users' names collide loudly. What is built in stands in manifests (extensions.py) and is
-imported when it is looked up: importing all of it takes seconds. Users register by the decorators
-below.
+(`package.module.Name` or `my_file:name`). A user's name overrides a built-in, which is logged; two
+users' equal names are an error. Built-in names are listed in manifests (extensions.py) and imported
+on use: importing all of them takes seconds. Users register with the decorators below.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from trireme.extensions import missing, names_of
+from trireme.extensions import missing, missing_module, names_of, refused_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ _RAISE: Any = object()
 
 
 class UnknownName(ValueError, KeyError):
-    """A name that a registry does not have. A KeyError too, as of any mapping."""
+    """A name that a registry does not have. Also a KeyError, as for any mapping."""
 
     __str__ = Exception.__str__  # a KeyError prints its sentence in quotes
 
@@ -38,8 +37,8 @@ class UnknownName(ValueError, KeyError):
 class Registry(MutableMapping[str, Any]):
     """One kind of thing by name: workflows, rewards, algorithms and their parts.
 
-    A mapping as ms-swift's are (`update`, `items`, `in`, `del`), of built-in names and users'. Only
-    `get` without a default is another: an unknown name is an error there, as in Trinity-RFT.
+    A mapping (`update`, `items`, `in`, `del`) of built-in names and users'. Only `get` without a
+    default differs: an unknown name is an error.
     """
 
     __eq__ = object.__eq__  # comparing the items would import them all
@@ -53,35 +52,34 @@ class Registry(MutableMapping[str, Any]):
         default_mapping: Mapping[str, str] | None = None,
         *,
         kind: str | None = None,
-        refused: Mapping[str, str] | None = None,
     ) -> None:
-        """`kind`: the table of the manifests whose names are built in. `refused`: names of other
-        systems, each with the sentence that tells the user what to name instead.
+        """`kind`: the table of the manifests whose names are built in.
 
-        `default_mapping`: name -> dotted path, imported on first use.
+        `default_mapping` maps name -> dotted path, imported on first use.
         """
         self.name = name
         self._kind = kind
-        self._refused = dict(refused or {})
         self._paths: dict[str, str] = dict(default_mapping or {})
         self._registered: dict[str, Any] = {}
         self._of_paths: dict[str, Any] = {}
         self._removed: set[str] = set()
+        self._made: dict[str, Any] = {}
+        self._left_out: set[str] = set()
 
     def names(self) -> list[str]:
-        """All known names, sorted."""
+        """Return all known names, sorted."""
         return sorted(self)
 
     def built_in(self) -> list[str]:
-        """Names that no user registered, in the order of the manifests."""
+        """Return the names that no user registered, in the order of the manifests."""
         names = dict.fromkeys([*self._provided, *self._paths])
         return [name for name in names if name not in self._removed]
 
     def get(self, key: str | None, default: Any = _RAISE, *, kind: str = "") -> Any:
         """Look `key` up; None for None. For an unknown name return the default, if one is given.
 
-        Raises UnknownName, a ValueError, or ImportError where the name's module is broken. `kind`:
-        the word for it in messages, where several keys of the YAML share this registry.
+        Raises UnknownName, a ValueError, or ImportError if the name's module is broken. `kind`: the
+        word for it in messages, where several keys of the YAML share this registry.
         """
         kind = kind or self.name
         if key is None:
@@ -96,7 +94,7 @@ class Registry(MutableMapping[str, Any]):
         if path is not None:
             thing = self._registered[key] = _import_path(path, kind=kind)
             return thing
-        if key in self._refused:
+        if self.refuses(key):
             raise UnknownName(f"{kind} '{key}' {self._refused[key]}")
         if need := self._kind and missing(self._kind, key):
             raise UnknownName(f"{kind} '{key}' {need}")
@@ -104,7 +102,7 @@ class Registry(MutableMapping[str, Any]):
             known = ", ".join(self.names()) or "none"
             hint = did_you_mean(key, self.names()) or "."
             raise UnknownName(f"unknown {kind} '{key}'{hint} Known: {known}")
-        if key not in self._of_paths:  # a path is no name
+        if key not in self._of_paths:  # a path is not a name
             self._of_paths[key] = _import_path(key, kind=kind)
         return self._of_paths[key]
 
@@ -124,8 +122,9 @@ class Registry(MutableMapping[str, Any]):
             return lambda cls: self.register_module(module_name, cls, force, lazy)
         taken, replaces = self._registered.get(module_name), module_name in self.built_in()
         self._removed.discard(module_name)
+        self._forget(module_name)
         if taken is not None and not replaces and not force:
-            if _where(taken) == _where(module_cls):  # of a module that was loaded twice
+            if _where(taken) == _where(module_cls):  # from a module that was loaded twice
                 return module_cls
             raise ValueError(
                 f"{self.name}: the name '{module_name}' is registered twice, "
@@ -145,11 +144,37 @@ class Registry(MutableMapping[str, Any]):
         return module_cls
 
     def register(self, name: str) -> Callable[[Thing], Thing]:
-        """Decorator: a function or class by this name."""
+        """Decorate a function or class to register it by this name."""
         return self.register_module(name)
 
+    def make_all(self, *, anew: bool = False) -> dict[str, Any]:
+        """Call each thing without arguments; returns the instances by name, in order.
+
+        They are the same ones each time, unless `anew`. A thing that cannot be imported or made is
+        left out with one warning: an installed package that is broken ends no command.
+        """
+        made: dict[str, Any] = {}
+        for name in self.names():
+            if name in self._left_out:
+                continue
+            try:
+                made[name] = (
+                    self.get(name)() if anew or name not in self._made else self._made[name]
+                )
+            except Exception as error:
+                self._left_out.add(name)
+                logger.warning("%s '%s' is left out: it cannot be used: %s", self.name, name, error)
+        if not anew:
+            self._made.update(made)
+        return made
+
+    def _forget(self, name: str) -> None:
+        """Drop what `make_all` remembers of a name."""
+        self._made.pop(name, None)
+        self._left_out.discard(name)
+
     def adopt(self, other: Registry) -> None:
-        """Take over what another registry of the same kind knows."""
+        """Take over the entries of another registry of the same kind."""
         self._paths.update(other._paths)
         for name, thing in other._registered.items():
             self.register_module(name, thing)
@@ -158,9 +183,13 @@ class Registry(MutableMapping[str, Any]):
         """Return whether `get` refuses this name and suggests another."""
         return name in self._refused
 
+    @property
+    def _refused(self) -> Mapping[str, str]:
+        return refused_of(self._kind) if self._kind else {}
+
     def __setitem__(self, name: str, thing: Any) -> None:
-        """`registry["name"] = thing`, the way in which some plug-ins register: the last one counts,
-        and a line says so.
+        """Register by `registry["name"] = thing`, as some plug-ins do: the last one counts, which
+        is logged.
         """
         there = self._registered.get(name)
         if there is not None and name not in self.built_in() and _where(there) != _where(thing):
@@ -175,6 +204,7 @@ class Registry(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         if name not in self:
             raise UnknownName(f"{self.name} '{name}' is not there to be removed")
+        self._forget(name)
         self._registered.pop(name, None)
         if name in self.built_in():
             self._removed.add(name)
@@ -212,13 +242,15 @@ def is_path(key: str) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{}'?") -> str:
-    """`form` with the nearest of the known names; nothing where none is near."""
+    """Return `form` with the nearest of the known names; empty if none is near."""
     near = get_close_matches(name, list(known), n=1)
     return form.format(near[0]) if near else ""
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """`inspect.signature`, remembered for plain functions: it takes as long as a small reward."""
+    """Return `inspect.signature`, cached for plain functions: it takes as long as a small
+    reward.
+    """
     return _signature(function) if inspect.isfunction(function) else inspect.signature(function)
 
 
@@ -226,7 +258,9 @@ _signature = lru_cache(maxsize=256)(inspect.signature)
 
 
 def refuse_unknown_options(whose: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError for the first option that `whose` (`reward 'math'`, say) does not have."""
+    """Raise ValueError for the first option that `whose` (such as `reward 'math'`) does not
+    have.
+    """
     known = list(known)
     for option in options:
         if option not in known:
@@ -238,7 +272,7 @@ def refuse_unknown_options(whose: str, options: Iterable[str], known: Iterable[s
 
 
 def lazy_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` (PEP 562): each name is imported from its module when it is used.
+    """Make a module's `__getattr__` (PEP 562), which imports each name from its module on use.
 
     `names`: name -> `package.module`, or `package.module:other_name`.
     """
@@ -253,13 +287,15 @@ def lazy_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def _import_path(path: str, *, kind: str) -> Any:
-    """The object at `package.module.Name` or `module:name`."""
+    """Import the object at `package.module.Name` or `module:name`."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module of the folder that the run is started in
+        sys.path.append(os.getcwd())  # a module in the folder from which the run is started
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        if needs := missing_module(module_name):
+            raise ValueError(f"{kind} '{path}' {needs}") from error
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ValueError(
                 f"{kind} '{path}': there is no module '{module_name}' (is its folder on the path, "
@@ -293,53 +329,25 @@ policy_loss = POLICY_LOSSES.register
 kl_loss = KLS.register
 """Decorator: a divergence `(logprobs, ref_logprobs, *, options) -> [M]` by this name."""
 
-WORKFLOWS = Registry(
-    "workflow",
-    kind="workflow",
-    refused={
-        **dict.fromkeys(
-            ("simple_mm_workflow", "async_simple_mm_workflow"),
-            "shows images to the model, and prompts are text only here: simple_workflow is the "
-            "same for text",
-        ),
-    },
-)
+WORKFLOWS = Registry("workflow", kind="workflow")
 MULTI_TURNS = Registry("multi-turn scheduler", kind="multi_turn")
 """Schedulers of conversations: see ext/multi_turn/scheduler.py. `multi_turns` for plug-ins."""
 ENVS = Registry("environment", kind="environment")
-"""Those of the gym scheduler. `gym_envs` for plug-ins."""
+"""Environments of the gym scheduler. `gym_envs` for plug-ins."""
 CONTEXT_MANAGERS = Registry("context manager", kind="context_manager")
 
 workflow = WORKFLOWS.register
 """Decorator: an async function `(task, model)`, or a Workflow class, by this name."""
 
-REWARDS = Registry(
-    "reward",
-    kind="reward",
-    refused={
-        "rm_gallery_reward": "asks the package rm-gallery, which is not used here: judge asks "
-        "a model of explorer.auxiliary_models"
-    },
-)
+REWARDS = Registry("reward", kind="reward")
 ORMS = Registry("reward function", kind="reward_function")
 """Rewards that see a task's rollouts together: see rewards/orm.py. `orms` for plug-ins."""
-RM_PLUGINS = Registry(
-    "reward model plug-in",
-    kind="reward_model_plugin",
-    refused={"genrm": "asks a language model for a score: the rewards judge and rubric do that"},
-)
-"""Functions `(scores, task) -> scores`: see ext/judges/reward_model.py. ms-swift's `rm_plugins`."""
-CALLBACKS = Registry(
-    "trainer.callbacks",
-    kind="callback",
-    refused=dict.fromkeys(
-        ("early_stop", "lisa", "adalora", "perf_log", "graceful_exit", "deepspeed_elastic"),
-        "is one of ms-swift's own, which is not here: expected a class of a plug-in",
-    ),
-)
-"""Classes that a training calls at its events. ms-swift's `callbacks_map`."""
+RM_PLUGINS = Registry("reward model plug-in", kind="reward_model_plugin")
+"""Functions `(scores, task) -> scores`: see ext/judges/reward_model.py. Plug-ins: `rm_plugins`."""
+CALLBACKS = Registry("trainer.callbacks", kind="callback")
+"""Classes that a training calls at its events. `callbacks_map` for plug-ins."""
 STEERINGS = Registry("steering", kind="steering")
-"""Who may end a training: see trainer/steering.py."""
+"""Code that may end a training: see trainer/steering.py."""
 
 reward = REWARDS.register
 """Decorator: a function `(task, answer, *, options)` or a RewardFn class by this name."""
@@ -357,19 +365,19 @@ SELECTORS = Registry("data_selector", kind="data_selector")
 SOURCES = Registry("source of rows", kind="source")
 """Places of rows other than data files: see RowSource in data/rows.py."""
 STORES = Registry("store", kind="store")
-"""What carries experiences from the explorer to the trainer: see buffer/store.py."""
+"""Stores that carry experiences from the explorer to the trainer: see buffer/store.py."""
 READERS = Registry("reader of checkpoints", kind="reader")
-"""Weights of other trainers' checkpoints: see checkpoint/reader.py."""
+"""Readers of the weights in other trainers' checkpoints: see checkpoint/reader.py."""
 
 LISTENERS = Registry("listener", kind="listener")
-"""Who follows a run: see launch/listeners.py."""
+"""Followers of a run: see launch/listeners.py."""
 TRACKERS = Registry("monitor.monitor_type", kind="tracker")
 
 tracker = TRACKERS.register
 """Decorator: a Tracker class, or a function `(metrics, step, part)`, by this name."""
 
 FORMATS = Registry("tool_call_parser", kind="tool_call_parser")
-"""How models write tool calls: see model/tool_calls.py."""
+"""Formats in which models write tool calls: see model/tool_calls.py."""
 TOOLS = Registry("tool", kind="tool")
 """Functions that a model may call: see ext/multi_turn/tool_calls.py."""
 SCALES = Registry("loss scale", kind="loss_scale")
@@ -387,26 +395,36 @@ ENGINES = Registry("explorer.rollout_model.engine_type", kind="engine")
 engine = ENGINES.register
 """Decorator: an EngineKind class by this name."""
 
+SERVERS = Registry("servers of engines", kind="servers")
+"""Connections to engines of other processes: see launch/servers.py."""
+
+FORWARD_PASSES = Registry("forward pass", kind="forward_pass")
+"""Functions that make a faster pass for the embedded engine: see engines/torch/forward.py."""
+
 PUSHES = Registry("weight push", kind="push")
-"""Ways of weights to an engine, which names its own: see sync/push.py."""
+"""Methods of sending weights to an engine, which names its own: see sync/push.py."""
 LAUNCHERS = Registry("cluster.launcher", kind="launcher")
-"""What starts the parts of a stage in processes of their own: see config/launcher.py."""
+"""Launchers that start the parts of a stage in separate processes: see config/launcher.py."""
 MODES = Registry("mode", kind="mode")
 """Modes that extensions run: functions `(stage, engine, stop)`, see `run_plan` in launch/run.py."""
 
 MODELS = Registry("model of an engine", kind="model")
-"""Classes of what workflows hold of an engine, which names its own: see model/model.py."""
+"""Classes through which workflows use an engine, which names its own: see model/model.py."""
+EXTERNAL_MODELS = Registry("external model", kind="external_model")
+"""Models of someone else's that bench measures: see config/external.py."""
 PROGRAMS = Registry("program", kind="program")
-"""The `main` of modules that are run in processes of their own: see launch/engine_host.py."""
+"""The `main` of modules that are run in separate processes: see ext/remote/engine_host.py."""
+CLIENTS = Registry("client", kind="client")
+"""Functions `(model)`: clients of other APIs whose requests reach a rollout's Model."""
 GATEWAYS = Registry("gateway", kind="gateway")
-"""What gives rollouts addresses of their own: see launch/explorer_side.py."""
+"""Gateways that give rollouts addresses: see launch/explorer_side.py."""
 
 DIALECTS = Registry("dialect", kind="dialect")
-"""What other systems' keys, options and classes mean: see config/dialect.py."""
+"""Translators of other systems' keys, options and classes: see config/dialect.py."""
 DIALECT_KEYS = Registry("key of a dialect", kind="key")
-"""Keys of files that only a dialect reads, each with that one."""
-FLAGS = Registry("flags", kind="flags")
+"""Keys of files that only one dialect reads, each with that dialect."""
+FLAGS = Registry("dialect of flags", kind="flags")
 """What other systems' flags mean: see cli/arguments.py."""
 
 MEMORY_PLANNERS = Registry("memory planner", kind="memory_planner")
-"""Estimates of what a trainer's rank needs of its device: see config/memory.py."""
+"""Estimates of the device memory of a trainer's rank: see config/memory.py."""

@@ -13,16 +13,17 @@ from transformers import AutoTokenizer
 
 from tests.agents.programs import EXAMPLES, PROGRAMS, Program
 from tests.agents.steered import MAX_LEN, ROOT, Steered, exactness, make_model
+from tests.ext.vllm.host import vllm_host
 from tests.limits import HANG_S
-from tests.vllm import START_S, needs_vllm, vllm_host
+from tests.vllm import START_S, needs_vllm
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
-from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Outcome, Runner, TimeLimit
 from trireme.ext.http.gateway import Gateway
 from trireme.ext.http.rollouts import Rollouts
-from trireme.launch.engine_host import start_all, stop_all
+from trireme.ext.remote.engine import RemoteEngine
+from trireme.ext.remote.engine_host import start_all, stop_all
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.task import Task

@@ -109,4 +109,3 @@ def test_reduction_refuses_an_unknown_mode():
 def test_of_no_tokens_there_are_no_sums():
     nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert kl.segment_sum(nothing, ids).shape == (0,)
-    assert kl.discounted_ahead(nothing, ids, ids, 0.5).shape == (0,)

@@ -20,6 +20,7 @@ from trireme.algorithms.recipes import algorithm, get_recipe
 from trireme.batch import Columns, flatten
 from trireme.config.schema import AlgorithmConfig
 from trireme.experience import EID, Experience
+from trireme.extensions import kernel
 from trireme.registry import (
     ADVANTAGES,
     ALGORITHMS,
@@ -37,7 +38,7 @@ def _config(**given):
     return AlgorithmConfig.model_construct(**given)  # what a section would refuse, too
 
 
-def _rollouts(rewards: Mapping[tuple[int, int], float | None]) -> list[Experience]:
+def experiences_of(rewards: Mapping[tuple[int, int], float | None]) -> list[Experience]:
     """{(task, run): reward}, each two prompt tokens and two sampled ones, the last not trained."""
     return [
         Experience(
@@ -48,20 +49,20 @@ def _rollouts(rewards: Mapping[tuple[int, int], float | None]) -> list[Experienc
 
 
 @pytest.mark.parametrize(
-    ("registry", "some", "count"),
+    ("kind", "registry", "some", "count"),
     [
-        (ALGORITHMS, {"grpo", "grpo_verl", "ppo", "sft"}, 32),
-        (ADVANTAGES, {"grpo", "rloo", "ppo", "clipv"}, 23),
-        (POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix_chord", "vespo"}, 22),
-        (KLS, {"none", "k2", "abs"}, 8),
-        (ENTROPIES, {"none", "default", "mix"}, 3),
-        (SAMPLES, {"default", "warmup", "mix"}, 5),
+        ("algorithm", ALGORITHMS, {"grpo", "grpo_verl", "ppo", "sft"}, 17),
+        ("advantage", ADVANTAGES, {"grpo", "rloo", "ppo", "reinforceplusplus"}, 11),
+        ("policy_loss", POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix"}, 8),
+        ("kl_loss", KLS, {"none", "k2", "abs"}, 7),
+        ("entropy_loss", ENTROPIES, {"none", "default", "mix"}, 3),
+        ("sample_strategy", SAMPLES, {"default", "warmup", "mix"}, 5),
     ],
     ids=lambda given: getattr(given, "name", ""),
 )
-def test_every_built_in_name_is_known(registry, some, count):
-    names = registry.built_in()
-    assert some <= {*names} and len(names) == count
+def test_every_name_of_the_kernel_is_known(kind, registry, some, count):
+    names = kernel().names[kind]
+    assert some <= {*names} <= {*registry.built_in()} and len(names) == count
     assert all(callable(registry.get(name)) or registry is ALGORITHMS for name in names)
 
 
@@ -88,7 +89,7 @@ def test_grpo_has_a_reference_model_unless_its_coefficient_is_zero():
 def test_sft_has_neither_advantage_nor_reference():
     recipe = get_recipe(_config(algorithm_type="sft"))
     assert (recipe.schema, recipe.needs_reference) == ("sft", False)
-    experiences = _rollouts({(0, 0): None})
+    experiences = experiences_of({(0, 0): None})
     assert recipe.advantages(experiences) == (experiences, {})
 
 
@@ -186,7 +187,7 @@ def test_a_users_function_has_its_own_ranges():
 
 
 def test_advantages_are_per_task_and_lie_on_the_mask():
-    experiences = _rollouts({(0, 0): 0.0, (1, 0): 9.0, (0, 1): 2.0, (1, 1): 9.0})
+    experiences = experiences_of({(0, 0): 0.0, (1, 0): 9.0, (0, 1): 2.0, (1, 1): 9.0})
     kept, metrics = get_recipe(_config(algorithm_type="grpo")).advantages(experiences)
     assert kept == experiences
     half = 1 / 2**0.5
@@ -208,14 +209,14 @@ def test_an_own_advantage_that_is_no_number_is_refused_by_name(number: float):
     recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn=f"test_gives_{number}"))
     said = f"advantage_fn 'test_gives_{number}' gave {number} for 2 of 2 experiences, first for 3/0"
     with pytest.raises(ValueError, match=said):
-        recipe.advantages(_rollouts({(0, 0): 0.0, (0, 1): 2.0}))
+        recipe.advantages(experiences_of({(0, 0): 0.0, (0, 1): 2.0}))
     if number != number:  # a filter may leave out what has nothing to compare
-        assert recipe.advantages(_rollouts({(0, 0): 2.0, (0, 1): 2.0}))[0] == []
+        assert recipe.advantages(experiences_of({(0, 0): 2.0, (0, 1): 2.0}))[0] == []
 
 
 def test_groups_below_the_threshold_are_dropped_and_counted():
     config = _config(algorithm_type="grpo", advantage_fn_args={"std_threshold": 0.01})
-    experiences = _rollouts({(0, 0): 0.0, (0, 1): 2.0, (1, 0): 9.0, (1, 1): 9.0})
+    experiences = experiences_of({(0, 0): 0.0, (0, 1): 2.0, (1, 0): 9.0, (1, 1): 9.0})
     kept, metrics = get_recipe(config).advantages(experiences)
     assert [e.eid.task for e in kept] == [0, 0]
     assert (metrics["filtered_count"], metrics["experience_count"]) == (2, 2)
@@ -226,7 +227,7 @@ def test_groups_left_out_are_refilled_with_copies_that_have_ids_of_their_own():
     args = {"std_threshold": 0.01, "duplicate_experiences": True}
     config = _config(algorithm_type="grpo", advantage_fn_args=args)
     rewards = {(0, 0): 0.0, (0, 1): 2.0} | {(task, run): 9.0 for task in (1, 2) for run in (0, 1)}
-    kept, metrics = get_recipe(config).advantages(_rollouts(rewards))
+    kept, metrics = get_recipe(config).advantages(experiences_of(rewards))
     assert [e.eid.tid for e in kept] == ["3/0"] * 6
     assert len({e.eid.uid for e in kept}) == 6
     names = ("filtered_count", "duplicated_count", "experience_count")
@@ -241,7 +242,7 @@ def test_the_draw_of_copies_is_the_steps_own():
     args = {"std_threshold": 0.01, "duplicate_experiences": True}
     recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn_args=args))
     rewards = {(t, run): float(run if t < 4 else 1) for t in range(20) for run in (0, 1)}
-    first, again = (recipe.advantages(_rollouts(rewards))[0] for _ in range(2))
+    first, again = (recipe.advantages(experiences_of(rewards))[0] for _ in range(2))
     assert [e.eid.uid for e in first] == [e.eid.uid for e in again]
     assert len(first) == 40 and len({e.eid.tid for e in first}) == 4
 
@@ -249,7 +250,7 @@ def test_the_draw_of_copies_is_the_steps_own():
 def test_nothing_is_copied_where_no_group_is_left():
     args = {"std_threshold": 0.01, "duplicate_experiences": True}
     recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn_args=args))
-    kept, metrics = recipe.advantages(_rollouts({(0, 0): 1.0, (0, 1): 1.0}))
+    kept, metrics = recipe.advantages(experiences_of({(0, 0): 1.0, (0, 1): 1.0}))
     assert kept == [] and metrics["duplicated_count"] == 0
 
 
@@ -257,7 +258,7 @@ def test_ranks_come_from_the_trained_tokens_log_probabilities():
     recipe = get_recipe(
         _config(algorithm_type="grpo", advantage_fn_args={"rank_penalty": 1, "norm_by_std": False})
     )
-    rollouts = _rollouts({(0, 0): 1.0, (0, 1): 1.0})
+    rollouts = experiences_of({(0, 0): 1.0, (0, 1): 1.0})
     rollouts[0].logprobs = torch.tensor([0, 0, -1.0, -9.0])  # the last token is not trained
     rollouts[1].logprobs = torch.tensor([0, 0, -2.0, 0])
     kept, _ = recipe.advantages(rollouts)
@@ -267,35 +268,19 @@ def test_ranks_come_from_the_trained_tokens_log_probabilities():
         recipe.advantages(rollouts)
 
 
-def test_an_advantage_of_tokens_may_start_from_that_of_groups():
-    args = {"std_threshold": 0.01, "mu": 1.0}
-    recipe = get_recipe(
-        _config(algorithm_type="grpo", advantage_fn="clipb", advantage_fn_args=args)
-    )
-    kept, metrics = recipe.advantages(
-        _rollouts({(0, 0): 0.0, (0, 1): 2.0, (1, 0): 9.0, (1, 1): 9.0})
-    )
-    assert [float(e.advantages[2]) for e in kept if e.advantages is not None] == pytest.approx(
-        [-(0.5**0.5), 0.5**0.5], abs=1e-5
-    )
-    assert metrics["filtered_count"] == 2
-    assert recipe.token_advantage is not None and recipe.token_advantage.options == {"mu": 1.0}
-    with pytest.raises(ValueError, match=r"no option 'mus'.*It has: mu, epsilon, std_threshold"):
-        given = {"advantage_fn": "clipb", "advantage_fn_args": {"mus": 1}}
-        get_recipe(_config(algorithm_type="grpo", **given))
-
-
 def test_an_experience_without_a_reward_is_named():
     with pytest.raises(ValueError, match="3/0/1/0 has no reward"):
-        get_recipe(_config(algorithm_type="grpo")).advantages(_rollouts({(0, 0): 1, (0, 1): None}))
+        get_recipe(_config(algorithm_type="grpo")).advantages(
+            experiences_of({(0, 0): 1, (0, 1): None})
+        )
 
 
 def test_where_the_trainer_computes_advantages_the_rewards_are_metrics_if_all_are_known():
     recipe = get_recipe(_config(algorithm_type="ppo"))
-    kept, metrics = recipe.advantages(experiences := _rollouts({(0, 0): 1.0, (0, 1): 2.0}))
+    kept, metrics = recipe.advantages(experiences := experiences_of({(0, 0): 1.0, (0, 1): 2.0}))
     assert kept == experiences and experiences[0].advantages is None
     assert (metrics["reward_mean"], metrics["group_reward_std"]) == (1.5, 0.5)
-    assert recipe.advantages(_rollouts({(0, 0): 1.0, (0, 1): None}))[1] == {}
+    assert recipe.advantages(experiences_of({(0, 0): 1.0, (0, 1): None}))[1] == {}
     assert recipe.advantages([]) == ([], {})
 
 
@@ -311,7 +296,7 @@ def test_the_default_strategy_takes_what_the_buffer_gives(strategy):
             raise AssertionError("not asked for")
 
         async def take(self, n: int) -> list[Experience]:
-            return _rollouts({(0, run): 0.0 for run in range(n)})
+            return experiences_of({(0, run): 0.0 for run in range(n)})
 
     recipe = get_recipe(_config(algorithm_type="grpo", sample_strategy=strategy))
     taken, sampled = asyncio.run(recipe.take(Five(), 5))
@@ -328,7 +313,7 @@ def test_what_no_weights_sampled_is_never_stale():
         async def take(self, n: int) -> list[Experience]:
             self.asked += 1
             assert self.asked == 1, "what the first take gave was dropped"
-            return _rollouts({(0, run): 0.0 for run in range(n)})
+            return experiences_of({(0, run): 0.0 for run in range(n)})
 
     options = {"sample_strategy_args": {"max_staleness": 1}}
     recipe = get_recipe(
@@ -343,7 +328,7 @@ def test_stale_experiences_are_dropped_and_counted():
         """Five of each version from 0 on; the last take is short."""
 
         def __init__(self) -> None:
-            self.left = [_rollouts({(0, run): 0.0 for run in range(5)}) for _ in range(4)]
+            self.left = [experiences_of({(0, run): 0.0 for run in range(5)}) for _ in range(4)]
 
         async def take_step(self) -> list[Experience]:
             raise AssertionError("not asked for")
@@ -378,7 +363,7 @@ def test_no_more_is_taken_than_fresh_ones_are_missing():
 
         async def take(self, n: int) -> list[Experience]:
             asked.append(n)
-            taken = _rollouts({(0, run): 0.0 for run in range(n)})
+            taken = experiences_of({(0, run): 0.0 for run in range(n)})
             for experience in taken:
                 experience.versions = torch.full((len(experience.tokens),), 9 * next(fresh))
             return taken
@@ -415,7 +400,7 @@ algorithm("rank_rl", advantage="rank", policy_loss="soft_clip", kl="none", group
 def test_a_users_algorithm_is_two_functions_and_a_line():
     recipe = get_recipe(_config(algorithm_type="rank_rl", policy_loss_fn_args={"width": 0.3}))
     assert recipe.group_size == 8 and not recipe.needs_reference
-    kept, _ = recipe.advantages(_rollouts({(0, run): float(run) for run in range(3)}))
+    kept, _ = recipe.advantages(experiences_of({(0, run): float(run) for run in range(3)}))
     assert [e.advantages[2].item() for e in kept if e.advantages is not None] == [-1, 0, 1]
     logprobs = torch.tensor([-1.0], requires_grad=True)
     data = {
@@ -444,7 +429,7 @@ def test_an_advantage_that_asks_for_what_there_is_not_is_told():
 
     recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn="wants_values"))
     with pytest.raises(ValueError, match=r"'wants_values' asks for 'values'. There is: rewards"):
-        recipe.advantages(_rollouts({(0, 0): 1.0}))
+        recipe.advantages(experiences_of({(0, 0): 1.0}))
 
 
 def test_an_advantage_of_the_wrong_shape_is_told():
@@ -454,7 +439,7 @@ def test_an_advantage_of_the_wrong_shape_is_told():
 
     recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn="one_number"))
     with pytest.raises(ValueError, match="gave one number: expected one number per exp") as raised:
-        recipe.advantages(_rollouts({(0, 0): 1.0}))
+        recipe.advantages(experiences_of({(0, 0): 1.0}))
     raised.value.__traceback__ = None  # a run has no line of the user's on its way there
     fault = fault_of(raised.value)
     assert fault is not None and str(fault).startswith("algorithm.advantage_fn 'one_number' gave ")
@@ -515,10 +500,3 @@ def test_how_a_batch_is_cut_is_no_option_of_a_loss():
     assert recipe.policy_loss.options == {"mu": 0.3}
     with pytest.raises(ValueError, match="has no option 'ppo_batch_size'"):
         get_recipe(_config(algorithm_type="mix", policy_loss_fn_args={"ppo_batch_size": 8}))
-
-
-def test_raft_learns_from_the_only_rollout_of_a_task():
-    recipe = get_recipe(_config(algorithm_type="raft"))
-    assert not recipe.needs_groups
-    kept, _ = recipe.advantages(_rollouts({(0, 0): 1.0, (1, 0): 0.0}))
-    assert [e.eid.task for e in kept] == [0]

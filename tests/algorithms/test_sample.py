@@ -11,6 +11,8 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.algorithms.sample import own_share, representative_sample
 from trireme.experience import EID, Experience
 
+MORE_LOSSES = pytest.mark.extension("more_losses")
+
 
 class Rows:
     """An endless buffer of one kind, which remembers what was asked for."""
@@ -76,14 +78,17 @@ def test_a_mix_needs_the_strategy_that_brings_the_expert():
         ({"algorithm_type": "rloo", "kl_penalty_fn": "k1"}, "sample_strategy explore_step"),
         ({"algorithm_type": "remax", "kl_penalty_fn": "k1"}, "'remax' has an advantage"),
         ({"algorithm_type": "multi_step_grpo", "kl_penalty_fn": "k1"}, "not one of each rollout's"),
-        ({"algorithm_type": "grpo", "advantage_fn": "gdpo", "kl_penalty_fn": "k1"}, "grpo or rloo"),
-        ({"algorithm_type": "grpo", "advantage_fn": "clipb", "kl_penalty_fn": "k1"}, "no token's"),
+        pytest.param({"algorithm_type": "grpo", "advantage_fn": "gdpo", "kl_penalty_fn": "k1"},
+                     "grpo or rloo", marks=MORE_LOSSES),
+        pytest.param({"algorithm_type": "grpo", "advantage_fn": "clipb", "kl_penalty_fn": "k1"},
+                     "no token's", marks=MORE_LOSSES),
         ({"algorithm_type": "sft", "kl_penalty_fn": "k1"}, "'sft' has no rewards"),
         ({"algorithm_type": "rloo", "kl_penalty_fn": "k1", "sample_strategy": "explore_step",
           "advantage_fn_args": {"duplicate_experiences": True}}, "duplicate_experiences: false"),
         ({"algorithm_type": "ppo", "rollout_correction": {"rollout_iss": "token"}},
          "has no option 'rollout_iss' .did you mean 'rollout_is'"),
-        ({"algorithm_type": "rec", "policy_loss_fn_args": {"clip": 1}}, "It has: clip_mode, eps"),
+        pytest.param({"algorithm_type": "rec", "policy_loss_fn_args": {"clip": 1}},
+                     "It has: clip_mode, eps", marks=MORE_LOSSES),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_refused_in_one_sentence(given, message):

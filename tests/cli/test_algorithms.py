@@ -40,6 +40,7 @@ def test_the_user_s_own_are_listed_with_their_folder(
     assert "broken_listed.py" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_the_documentation_page_is_up_to_date() -> None:
     page = PAGE["PAGE"].read_text(encoding="utf-8")
     assert page == PAGE["document"](), "run: python scripts/algorithms_page.py"

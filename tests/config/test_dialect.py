@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from tests.config.made import values
 from trireme import extensions
 from trireme.algorithms.recipes import row_of
-from trireme.cli import arguments
 from trireme.cli.arguments import Given, Source, WithFlags, yaml_and_keys
-from trireme.config import ConfigError, dialect
+from trireme.config import ConfigError
 from trireme.config.dialect import Dialect, dialects
 from trireme.config.load import read_config
 from trireme.config.section import Fate, Moved, NoEffect
@@ -64,12 +63,10 @@ class Broken(Dialect):
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    dialect._made.cache_clear()
     DIALECTS["klingon"] = Klingon
     yield
     del DIALECTS["klingon"]
     sys.modules.pop("klingon", None)
-    dialect._made.cache_clear()
 
 
 def written(tmp_path: Path, **more: Any) -> Path:
@@ -134,7 +131,6 @@ def test_a_dialect_that_cannot_be_made_is_left_out_with_a_warning(
         assert "dialect 'broken' is left out: it cannot be used: no" in caplog.text
     finally:
         del DIALECTS["broken"]
-        dialect._made.cache_clear()
 
 
 @pytest.fixture
@@ -219,10 +215,9 @@ def test_flags_that_cannot_be_made_are_left_out_with_a_warning(
     FLAGS["broken"] = Broken
     try:
         assert "name=kor" in said()
-        assert "flags 'broken' are left out: they cannot be used: no" in caplog.text
+        assert "dialect of flags 'broken' is left out: it cannot be used: no" in caplog.text
     finally:
         del FLAGS["broken"]
-        arguments._made.cache_clear()
 
 
 @pytest.mark.usefixtures("gone")

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 
 from tests.config.made import SEEDS, plan_of, values
-from trireme.config import ConfigError, load_config
+from trireme.config import ConfigError, Findings, load_config
+from trireme.config.memory import MemoryPlan
 from trireme.config.plan import gpu_bytes
 from trireme.launch.check import draft
 
@@ -110,6 +111,7 @@ def test_megatron_is_said_to_be_fsdp2(tmp_path):
 MODEL = "explorer.rollout_model"
 
 
+@pytest.mark.extension("remote")
 def test_an_engine_takes_its_tensor_pipeline_and_data_parallel_places(tmp_path, machine):
     machine(8)
     sizes = (f"{MODEL}.pipeline_parallel_size=2", f"{MODEL}.data_parallel_size=2")
@@ -137,7 +139,7 @@ def test_of_the_gpus_the_smallest_that_is_visible_counts(monkeypatch):
 URLS = (f"{MODEL}.base_urls=[http://127.0.0.1:1]",)
 
 
-@pytest.mark.extension("http")
+@pytest.mark.extension("remote")
 @pytest.mark.extension("sql")
 def test_auxiliary_models_on_gpus_have_a_place_of_their_own(tmp_path, machine):
     machine(4)
@@ -153,7 +155,7 @@ def test_auxiliary_models_on_gpus_have_a_place_of_their_own(tmp_path, machine):
     assert plan_of(tmp_path, "cluster.launcher=ray", judge).auxiliary_places == 0
 
 
-@pytest.mark.extension("http")
+@pytest.mark.extension("remote")
 def test_torch_engines_are_no_more_than_there_are_gpus_beside_the_trainers(tmp_path, machine):
     machine(1)
     asked = ("cluster.launcher=local", f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
@@ -172,7 +174,7 @@ def test_engines_in_processes_without_their_server_are_a_problem(tmp_path, monke
         plan_of(tmp_path, f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
 
 
-@pytest.mark.extension("http")
+@pytest.mark.extension("remote")
 def test_several_torch_engines_are_processes(tmp_path):
     torch = f"{MODEL}.engine_type=torch"
     found = plan_of(tmp_path, torch, f"{ENGINES}=2")
@@ -186,3 +188,15 @@ def test_without_a_memory_planner_activations_are_computed_again_where_it_is_ask
     monkeypatch.setattr("trireme.config.memory.MEMORY_PLANNERS", {})
     assert plan_of(tmp_path).memory == {} and not plan_of(tmp_path).gradient_checkpointing
     assert plan_of(tmp_path, "trainer.enable_gradient_checkpointing=true").gradient_checkpointing
+
+
+def test_of_two_memory_planners_the_first_counts_and_a_note_names_the_other(tmp_path, monkeypatch):
+    def estimate(stage, places, request):
+        return MemoryPlan({"weights": 5}, True), Findings()
+
+    planners = {"estimate": estimate, "mine": estimate}
+    monkeypatch.setattr("trireme.config.memory.MEMORY_PLANNERS", planners)
+    plan = plan_of(tmp_path)
+    assert plan.memory == {"weights": 5}
+    [note] = [note for note in plan.notes if "memory planner" in note]
+    assert note.startswith("memory planner 'estimate': it alone counts, and 'mine' is not asked")

@@ -203,6 +203,7 @@ def test_how_weights_travel_depends_on_the_mode(tmp_path, mode, given, method):
     assert bool(noted) == (given in ("online", "memory"))  # nccl is the default: nobody's wish
 
 
+@pytest.mark.extension("remote")
 def test_a_note_on_weights_says_how_they_travel_to_servers(tmp_path):
     remote = [
         "explorer.rollout_model.engine_type=remote",
@@ -437,8 +438,12 @@ def test_what_changes_nothing_is_noted(tmp_path, overrides, told):
 @pytest.mark.parametrize(
     ("given", "noted"),
     [
-        (["policy_loss_fn=geo_mean"], True),
-        (["policy_loss_fn=geo_mean", "loss_agg_mode=seq-mean-token-mean"], False),
+        pytest.param(["policy_loss_fn=geo_mean"], True, marks=pytest.mark.extension("more_losses")),
+        pytest.param(
+            ["policy_loss_fn=geo_mean", "loss_agg_mode=seq-mean-token-mean"],
+            False,
+            marks=pytest.mark.extension("more_losses"),
+        ),
         (["algorithm_type=gspo", "loss_agg_mode=token-mean"], True),
         (["algorithm_type=gspo"], False),
         ([], False),

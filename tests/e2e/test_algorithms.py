@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -123,6 +124,7 @@ def test_continued_pretraining_reads_plain_text(tmp_path: Path) -> None:
     assert trained[0]["perf/trained_tokens"] > 4 * len("1 + 2 = 3.\n#### 3")
 
 
+@pytest.mark.extension("more_losses")
 def test_mix_learns_from_rollouts_and_from_an_expert(tmp_path: Path) -> None:
     config = _config(tmp_path, "mix_chord", kl_loss_fn="none")
     data = write_jsonl(tmp_path / "expert.jsonl", rows(5))
@@ -148,6 +150,7 @@ def test_remax_compares_with_a_greedy_rollout(tmp_path: Path) -> None:
     assert all(row["perf/idle_experiences"] >= 4 for row in trained)
 
 
+@pytest.mark.extension("more_losses")
 def test_a_teacher_scores_what_the_student_says(tmp_path: Path) -> None:
     config = _config(tmp_path, "jsd")
     teacher = make_model(tmp_path / "teacher", hidden=64, seed=3, max_len=256)

@@ -45,7 +45,7 @@ def test_a_misspelt_kind_of_engine_is_named_with_the_nearest(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "embedded", [True, pytest.param(False, marks=pytest.mark.extension("http"))]
+    "embedded", [True, pytest.param(False, marks=pytest.mark.extension("remote"))]
 )
 def test_a_plugins_kind_of_engine_generates_here_or_in_a_process(
     tmp_path: Path, embedded: bool

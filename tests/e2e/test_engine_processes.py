@@ -22,7 +22,7 @@ from tests.limits import HANG_S
 from tests.tiny import make_model
 from tests.vllm import needs_vllm
 from trireme.cli.main import app
-from trireme.engines.remote import RemoteEngine
+from trireme.ext.remote.engine import RemoteEngine
 from trireme.monitor.monitor import read_metrics
 
 VLLM = {"engine_type": "vllm", "enable_prefix_caching": True}

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.tiny import make_model, make_tokenizer
 from tests.trainer.samples import backend_of
-from trireme.engines.adapter import A, Merged, layers_of, write_adapter
+from trireme.engines.adapter import A, Merged
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
 from trireme.sync.probe import Probe, WrongWeights
@@ -168,26 +168,6 @@ def test_another_base_or_an_adapter_that_is_not_the_trainers_is_seen(folder, tmp
         device.close()
 
     asyncio.run(main())
-
-
-def test_peft_reads_what_is_written_for_vllm(folder, tmp_path):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    backend = adapted(folder, rslora=True)
-    adapter = AdapterSource(backend).weights()
-    stem, a, b = next(layers_of(adapter))  # a layer of a rank of its own
-    adapter[stem + A] = torch.cat((a, torch.zeros(2, a.shape[1])))
-    adapter[adapter_b := stem + ".lora_B.weight"] = torch.cat((b, torch.zeros(len(b), 2)), 1)
-    assert adapter_b in adapter
-    write_adapter(tmp_path, adapter)
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.tensor(ROWS[:1])
-    peft = PeftModel.from_pretrained(plain, str(tmp_path))
-    logits = peft(ids).logits
-    merged = AutoModelForCausalLM.from_pretrained(folder)
-    merged.load_state_dict(backend.weights(), strict=False)
-    assert torch.allclose(logits, merged(ids).logits, atol=WITHIN)
 
 
 def test_an_adapter_on_the_embedding_does_not_travel_alone(folder):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +14,28 @@ from transformers import AutoTokenizer
 
 from tests.limits import HANG_S
 from tests.tiny import make_model
-from tests.vllm import START_S, needs_vllm, vllm_host
+from tests.vllm import needs_vllm
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
-from trireme.engines.remote import RemoteEngine
 from trireme.engines.scripted import ScriptedEngine
 from trireme.engines.torch.engine import TorchEngine
-from trireme.launch.engine_host import EngineHost, start_all, stop_all
 
 PROMPT = [5, 6, 7, 8]
 MAX_LEN = 64
 LONG = Sampling(max_tokens=40, ignore_eos=True)
-REMOTE = pytest.param("remote", marks=pytest.mark.extension("http"))
+OVER_HTTP, VLLM_HOST = "tests.ext.remote.served", "tests.ext.vllm.host"
+"""Imported by name: without their extensions the other engines' tests are run."""
+REMOTE = pytest.param("remote", marks=pytest.mark.extension("remote"))
 VLLM = pytest.param("vllm", marks=needs_vllm)
 Run = Callable[[Callable[[Engine], Awaitable[Any]]], Any]
 
 
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineHost, Path]]:
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     """One process for all tests: it takes long to start."""
     folder = make_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32)
-    host = vllm_host(folder, max_model_len=MAX_LEN)
-    asyncio.run(start_all([host], START_S))
-    yield host, folder
-    asyncio.run(stop_all([host]))
+    with import_module(VLLM_HOST).serving(folder, max_model_len=MAX_LEN) as host:
+        yield host, folder
 
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -46,11 +46,14 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
     """Runs `main(engine)`, closes the engine, and fails after a while."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     if request.param == "remote":
-        return lambda main: asyncio.run(asyncio.wait_for(_remote(main, tiny_dir), HANG_S))
+        remote = partial(import_module(OVER_HTTP).with_engine, tiny_dir, MAX_LEN)
+        return lambda main: asyncio.run(asyncio.wait_for(remote(main), HANG_S))
 
     if request.param == "vllm":
-        host, folder = request.getfixturevalue("vllm")
-        return lambda main: asyncio.run(asyncio.wait_for(_vllm(main, host, folder), HANG_S))
+        with_engine = partial(
+            import_module(VLLM_HOST).with_engine, *request.getfixturevalue("vllm")
+        )
+        return lambda main: asyncio.run(asyncio.wait_for(with_engine(main), HANG_S))
 
     def make(device: Device) -> Engine:
         if request.param == "scripted":
@@ -77,29 +80,6 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
         return asyncio.run(go())
 
     return run
-
-
-async def _remote(main: Callable[[Engine], Awaitable[Any]], folder: Path) -> Any:
-    from tests.ext.http.made import on_port, torch_rollouts
-
-    async with torch_rollouts(folder, max_model_len=MAX_LEN) as rollouts, on_port(rollouts) as url:
-        engine = RemoteEngine([url])
-        try:
-            return await main(engine)
-        finally:
-            await engine.close()
-
-
-async def _vllm(main: Callable[[Engine], Awaitable[Any]], host: EngineHost, folder: Path) -> Any:
-    engine = RemoteEngine([host.url], api_key=host.key)
-    try:
-        return await main(engine)
-    finally:
-        await engine.close()
-        again = RemoteEngine([host.url], api_key=host.key)  # as the next test expects to find it
-        await again.update_weights(folder, 0)
-        await again.resume()
-        await again.close()
 
 
 def test_n_samples_have_lists_of_one_length_and_tokens_of_the_present_version(run: Run) -> None:

@@ -134,6 +134,7 @@ def test_the_group_size_of_an_own_algorithm_holds_where_the_file_says_nothing(
     assert [plan.repeat_times for plan in plans] == [8, 2]
 
 
+@pytest.mark.extension("more_losses")
 def test_a_part_that_is_exchanged_decides_whether_groups_are_needed(checked: Any) -> None:
     one = "algorithm.repeat_times=1"
     assert "no problems" in checked(one, "algorithm.advantage_fn=reinforce")
@@ -181,7 +182,7 @@ def test_a_run_reads_no_data_set_twice(tmp_path: Path) -> None:
     assert parts.evaluation[0] is not None and evaluation.rows is parts.evaluation[0].rows
 
 
-@pytest.mark.extension("multi_turn")
+@pytest.mark.extension("more_losses", "multi_turn")
 def test_gdpo_refuses_before_the_run_what_has_no_parts_or_changes_the_reward(checked: Any) -> None:
     gdpo = "algorithm.algorithm_type=gdpo"
     assert "no problems" in checked(gdpo)

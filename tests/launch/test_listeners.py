@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.e2e.job import small_config
+from tests.packages import install, manifests_read_anew
 from trireme import extensions
 from trireme.checkpoint.layout import JobFolder
 from trireme.cli.run import run as command
@@ -90,26 +91,14 @@ class Brake:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """What pip leaves of a package with one entry point."""
-    site = tmp_path / "site"
-    (site / "diary").mkdir(parents=True)
-    (site / "diary" / "__init__.py").write_text("")
-    (site / "diary" / "ext.toml").write_text(MANIFEST)
-    (site / "diary" / "things.py").write_text(THINGS)
-    info = site / "diary-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: diary\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[trireme.ext]\ndiary = diary\n")
-    monkeypatch.syspath_prepend(site)
-    cached = (extensions.extensions, names_of)
-    for function in cached:
-        function.cache_clear()
-    yield site / "diary" / "things.py"
-    for function in cached:
-        function.cache_clear()
+    """A package that brings a listener and a steering."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with manifests_read_anew():
+        yield install(tmp_path / "site", "diary", MANIFEST, THINGS, package="diary", first_line="")
     for module in ("diary", "diary.things"):
         sys.modules.pop(module, None)
     LISTENERS._registered.pop("diary", None)
+    LISTENERS._forget("diary")
     STEERINGS._registered.pop("brake", None)
 
 
@@ -186,10 +175,14 @@ def test_a_key_that_only_an_extension_reads_which_is_not_here_names_it(
     ]
 
 
-def test_a_listener_that_cannot_be_imported_is_named(package: Path, tmp_path: Path) -> None:
-    package.write_text("import no_such_package_for_diaries\n")
+def test_a_listener_that_cannot_be_made_is_left_out_with_a_warning(
+    package: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = "    def __init__(self):\n        import no_such_package_for_diaries\n"
+    package.write_text(THINGS.replace('    name = "the diary"\n', late))
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(small_config(tmp_path)))
-    sentence = "listener 'diary' cannot be imported: No module named 'no_such_package"
-    with pytest.raises(ValueError, match=sentence):
+    for _ in range(2):
         checked(load_config(path))
+    sentence = "listener 'diary' is left out: it cannot be used: No module named 'no_such_package"
+    assert len([text for text in caplog.messages if sentence in text]) == 1

@@ -17,13 +17,16 @@ import yaml
 from tests.e2e.job import small_config
 from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import Loaded
 from trireme.config import ConfigError, Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch.check import make_plans
 from trireme.launch.listeners import RunListener
+from trireme.launch.open_run import open_run
 from trireme.launch.results import StageResult, explored, summarise
+from trireme.launch.resume import refuse_other_run
 from trireme.launch.run import nothing_left
-from trireme.launch.stage import Stage, _refuse_other_model, open_run
+from trireme.launch.stage import Stage
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
 
@@ -79,8 +82,7 @@ def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
             raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("trireme.launch.stage.LISTENERS", ["fails"])
-        patch.setattr("trireme.launch.stage.listener_named", lambda _: Fails())
+        patch.setattr("trireme.launch.open_run.listeners", lambda: {"fails": Fails()})
         with pytest.raises(ZeroDivisionError), opened(plan, device):
             pass
     assert logging.getLogger("trireme").handlers == handlers
@@ -95,19 +97,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = JobFolder(plan.job_dir)
     recipe = get_recipe(plan.config.algorithm)
     stage: Any = SimpleNamespace(
-        plan=plan, model_path=plan.model_path, folder=folder, recipe=recipe,
-        resumed=SimpleNamespace(step=2),
+        plan=plan, model_path=plan.model_path, folder=folder, recipe=recipe, made_with={}
     )  # fmt: skip
-    _refuse_other_model(stage)
+    resumed = Loaded(2, folder.actor_dir(2), {})
+    refuse_other_run(stage, resumed)
     stage.recipe = SimpleNamespace(needs_critic=True)
     with pytest.raises(ConfigError, match="is grpo, which learns a value model, and"):
-        _refuse_other_model(stage)
+        refuse_other_run(stage, resumed)
     config = json.loads((Path(plan.model_path) / "config.json").read_text())
     folder.hf_dir(2).mkdir(parents=True)
     wide = {**config, "hidden_size": 9}
     (folder.hf_dir(2) / "config.json").write_text(json.dumps(wide))
     with pytest.raises(ConfigError, match=r"whose hidden_size is \d+, and the .* has 9;"):
-        _refuse_other_model(stage)
+        refuse_other_run(stage, resumed)
 
 
 def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from tests.model.fake import TOKENIZER, Say, assistant, engine_of, make, user
+from trireme import extensions
+from trireme.extensions import names_of
 from trireme.model.model import Model, PromptTooLong, Revoked
+from trireme.registry import CLIENTS
 
 
 def ask(model: Model, *chats: list[dict[str, Any]], **options: Any) -> list[Any]:
@@ -266,3 +269,22 @@ def test_what_is_no_message_is_refused(message: Any) -> None:
 
 def test_logprobs_come_from_the_engine() -> None:
     assert asyncio.run(make([]).logprobs([1, 2, 3], temperature=2.0)) == [0.0, -2.0, -2.0]
+
+
+@pytest.mark.parametrize("form", ["openai", "openai_async"])
+def test_a_client_whose_extension_is_not_here_is_refused_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(extensions, "extensions", dict)
+    monkeypatch.setattr(CLIENTS, "_registered", {})
+    names_of.cache_clear()
+    model = make(["a"])
+    try:
+        with pytest.raises(ValueError) as caught:
+            model.get_openai_client() if form == "openai" else model.get_openai_async_client()
+    finally:
+        names_of.cache_clear()
+    assert str(caught.value) == (
+        f"client '{form}' needs the extension 'openai', which is not here: `trireme extensions` "
+        "lists what is"
+    )

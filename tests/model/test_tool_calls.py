@@ -1,127 +1,13 @@
-"""Tool calls: what a family's template renders, its format reads; cut calls; forced ones."""
+"""Tool calls: how they are told apart from a reply's own part, and formats by name."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from typing import Any
-
 import pytest
 
-from tests.model.fake import FakeEngine, Say
 from trireme.engines.engine import Completion
-from trireme.model.chat_tokens import ChatTokens
 from trireme.model.conversation import text_before
-from trireme.model.model import Model
-from trireme.model.openai_answer import respond, stream
 from trireme.model.recorder import Call
-from trireme.model.tool_calls import ToolCall, format_of
-
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "at": {"type": "string"},
-                    "times": {"type": "integer"},
-                    "deep": {"type": "object"},
-                },
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "wait", "parameters": {"type": "object"}}},
-]
-ARGUMENTS = {"at": 'a "b"\n{c}', "times": 3, "deep": {"x": [1, True]}}
-
-
-def mine(text: str, tools: Any) -> tuple[str, list[ToolCall]]:
-    before, found, name = text.partition("CALL ")
-    return before, [ToolCall(name, {})] if found else []
-
-
-class Telling(FakeEngine):
-    """It tells each token as it comes."""
-
-    async def generate(self, *args: Any, on_token: Any = None, **named: Any) -> list[Completion]:
-        completions = await super().generate(*args, **named)
-        for sample, c in enumerate(completions if on_token else ()):
-            for token, logprob in zip(c.ids, c.logprobs, strict=True):
-                on_token(sample, token, logprob, {})
-        return completions
-
-
-def model_of(replies: list[Any], parser: str | None = None) -> Model:
-    engine: Any = Telling(replies)
-    chat = ChatTokens(engine.tokenizer, tool_call_parser=parser)
-    return Model(engine, chat, max_model_len=4000)
-
-
-def ask(model: Model, **more: Any) -> Any:
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | more
-    if not more.get("stream"):
-        return asyncio.run(respond(model, body, chat=True))["choices"][0]
-
-    async def all_of() -> list[Any]:
-        return [chunk["choices"][0] async for chunk in stream(model, body, chat=True)]
-
-    return asyncio.run(all_of())
-
-
-@pytest.mark.parametrize(
-    ("choice", "reply", "begun"),
-    [
-        ("required", 'look", "arguments": {"times": 1}}\n</tool_call>', '{"name": "'),
-        (
-            {"type": "function", "function": {"name": "look"}},
-            '{"times": 1}}\n</tool_call>',
-            '{"name": "look", "arguments": ',
-        ),
-    ],
-)
-def test_a_call_that_has_to_be_is_begun_for_the_model_and_that_is_not_trained(
-    choice: Any, reply: str, begun: str
-) -> None:
-    model = model_of([reply, "A cat."])
-    user: Any = {"role": "user", "content": "hi"}
-
-    async def both() -> tuple[Any, Any]:
-        body = {"messages": [user], "tools": TOOLS}
-        response = await respond(model, body | {"tool_choice": choice}, chat=True)
-        found = response["choices"][0]
-        [call] = found["message"]["tool_calls"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "cat"}
-        await respond(model, body | {"messages": [user, found["message"], result]}, chat=True)
-        return found, call
-
-    found, call = asyncio.run(both())
-    assert found["message"]["content"] is None and found["finish_reason"] == "tool_calls"
-    assert json.loads(call["function"]["arguments"]) == {"times": 1}
-    engine: Any = model.engine
-    begin = f"<|im_start|>assistant\n<tool_call>\n{begun}"
-    assert engine.tokenizer.decode(engine.prompts[0]).endswith(begin)
-    [experience] = model.experiences(reward=1.0)  # the second call goes on from the sampled ids
-    sampled = engine.tokenizer.decode(experience.tokens[experience.mask].tolist())
-    assert sampled == f"{reply}<|im_end|>A cat.<|im_end|>"
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_call_that_was_begun_and_cut_is_shown_with_its_beginning(streams: bool) -> None:
-    cut, user = Say('look", "argu', stop_reason="length"), {"role": "user", "content": "hi"}
-    model = model_of([cut, "A cat."])
-    found = ask(model, tool_choice="required", stream=streams)
-    if streams:
-        content = "".join(choice["delta"].get("content") or "" for choice in found)
-    else:
-        content = found["message"]["content"]
-    assert content == '<tool_call>\n{"name": "look", "argu'
-    [call] = model.recorder
-    assert text_before(call) == '<tool_call>\n{"name": "'
-    model._loop = None  # each `ask` has one of its own
-    ask(model, messages=[user, {"role": "assistant", "content": content}, user])
-    assert len(model.experiences(reward=1.0)) == 1  # the second call goes on from the sampled ids
+from trireme.model.tool_calls import format_of
 
 
 def test_what_stands_before_a_reply_s_own_part_where_its_calls_are_apart() -> None:
@@ -132,12 +18,6 @@ def test_what_stands_before_a_reply_s_own_part_where_its_calls_are_apart() -> No
         assert text_before(Call(None, [], completion, 1.0, reply=reply, shown=shown)) == "So. "
 
 
-def test_a_cut_call_stays_text_and_a_choice_that_cannot_be_is_refused() -> None:
-    cut = Say('<tool_call>\n{"name": "look", "argu', stop_reason="length")
-    found = ask(model_of([cut]))
-    assert found["message"]["content"] == cut.text and found["finish_reason"] == "length"
-    for choice in ("sometimes", {"type": "function", "function": {"name": "run"}}):
-        with pytest.raises(ValueError, match="the tools are look, wait"):
-            ask(model_of([]), tool_choice=choice)
+def test_a_format_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown tool_call_parser 'herms'; did you mean"):
         format_of("herms")

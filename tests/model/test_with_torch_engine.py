@@ -18,7 +18,9 @@ from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 
 
-@pytest.mark.parametrize("through_client", [False, True])
+@pytest.mark.parametrize(
+    "through_client", [False, pytest.param(True, marks=pytest.mark.extension("openai"))]
+)
 def test_logprobs_of_a_conversation_are_those_of_its_ids(
     tiny_dir: Path, through_client: bool
 ) -> None:

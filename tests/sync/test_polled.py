@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.limits import HANG_S
 from trireme.checkpoint.layout import JobFolder
 from trireme.engines.device import Device
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weights import fingerprint
 from trireme.sync.checkpoint import STATE_FILE, TRIES, CheckpointPush, PolledSync
 from trireme.sync.probe import Probe, WrongWeights
 

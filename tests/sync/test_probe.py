@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weights import fingerprint
 from trireme.sync.probe import (
     BrokenWeights,
     Gap,

@@ -26,7 +26,7 @@ from tests.trainer.samples import settings
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import load_weights
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weights import fingerprint
 from trireme.sync.probe import Gap, Probe, WrongWeights
 from trireme.trainer.backend import Backend
 

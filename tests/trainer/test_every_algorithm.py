@@ -13,6 +13,7 @@ from tests.trainer.samples import backend_of, critic_of, experiences, gap, gradi
 from trireme.algorithms.recipes import Recipe, algorithm, get_recipe
 from trireme.algorithms.token_advantage import in_trainer
 from trireme.experience import EID, Experience
+from trireme.extensions import extensions
 from trireme.registry import ALGORITHMS
 from trireme.trainer.learning import TrainState
 from trireme.trainer.step import train_step
@@ -77,13 +78,16 @@ MIXES: list[dict[str, Any]] = [
     {"kl_loss_fn": "corrected_k3", "kl_loss_fn_args": {"kl_coef": 0.1}},
     {"entropy_loss_fn_args": {"entropy_coef": 0.1}, "loss_agg_mode": "seq-mean-token-sum"},
     {"policy_loss_fn": "gspo", "loss_agg_mode": "seq-mean-token-sum-norm"},
-    {"policy_loss_fn": "vespo"},
-    {"policy_loss_fn": "geo_mean", "loss_agg_mode": "seq-mean-token-mean"},
-    {"policy_loss_fn": "dppo"},
-    {"policy_loss_fn": "rec", "policy_loss_fn_args": {"clip_mode": "gspo-one-side"}},
     {"policy_loss_fn_args": {"top_entropy_quantile": 0.4}},
 ]
 """Parts of one algorithm beside those of another."""
+if "more_losses" in extensions():
+    MIXES += [
+        {"policy_loss_fn": "vespo"},
+        {"policy_loss_fn": "geo_mean", "loss_agg_mode": "seq-mean-token-mean"},
+        {"policy_loss_fn": "dppo"},
+        {"policy_loss_fn": "rec", "policy_loss_fn_args": {"clip_mode": "gspo-one-side"}},
+    ]
 
 
 @pytest.mark.parametrize("given", MIXES, ids=str)
@@ -105,6 +109,7 @@ def test_own_and_expert_tokens_are_averaged_apart(tiny_dir):
     assert whole["actor/loss"] == pytest.approx(alone["actor/loss"], abs=1e-5)
 
 
+@pytest.mark.extension("more_losses")
 def test_the_first_train_step_is_number_1_of_a_schedule(tiny_dir):
     args = {"mu_warmup_steps": 10, "mu_peak": 1.0}
     recipe = _recipe("mix_chord", kl_loss_fn="none", policy_loss_fn_args=args)

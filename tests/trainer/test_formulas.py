@@ -37,6 +37,7 @@ from tests.trainer.samples import (
 )
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import EID, Experience
+from trireme.extensions import extensions
 from trireme.registry import ADVANTAGES, ALGORITHMS, ENTROPIES, KLS, POLICY_LOSSES
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import TrainState, split_pairs
@@ -426,6 +427,7 @@ PARTS: dict[str, Case] = {
     **{
         f"kl {name}": Case(Formula(kl=name, entropy=True), given={"kl_loss_fn": name})
         for name in f.KL
+        if name != "sdar"
     },
     "entropy none": Case(Formula(kl="k2"), given={"entropy_loss_fn": "none"}),
     "kl none": Case(Formula(entropy=True), given={"kl_loss_fn": "none"}),
@@ -472,19 +474,9 @@ PARTS: dict[str, Case] = {
         Formula(loss=partial(f.high_entropy, share=0.4), **_RL),
         given={"policy_loss_fn_args": {"top_entropy_quantile": 0.4}},
     ),
-    **{
-        f"loss {name}": Case(Formula(loss=loss, **_RL), given={"policy_loss_fn": name})
-        for name, loss in {
-            "sft_is": f.by_token(f.sft_is),
-            "sft_phi": f.by_token(f.sft_phi),
-            "importance_sampling": f.by_token(f.importance_sampling),
-            "dppo": f.by_token(f.dppo),
-            "vespo": f.by_sample(f.vespo),
-        }.items()
-    },
-    "loss geo_mean": Case(
-        Formula(loss=f.by_sample(f.of_sample(f.geo_mean)), average=_SEQUENCES, **_RL),
-        given={"policy_loss_fn": "geo_mean", "loss_agg_mode": _SEQUENCES},
+    "loss importance_sampling": Case(
+        Formula(loss=f.by_token(f.importance_sampling), **_RL),
+        given={"policy_loss_fn": "importance_sampling"},
     ),
     "gspo's width": Case(
         Formula(
@@ -503,33 +495,6 @@ PARTS: dict[str, Case] = {
         Formula(loss=f.by_token(partial(f.cispo, mask=(0.2, 0.28))), **_RL),
         "cispo",
         {"policy_loss_fn_args": {"enable_mask_clip": True, "mask_clip_range_low": 0.2}},
-    ),
-    **{
-        f"rec {mode} {weight} {regularizer}": Case(
-            Formula(
-                FORMULAS["rec"].advantage,
-                f.by_sample(partial(f.rec, mode=mode, weight=weight, regularizer=regularizer)),
-                **_RL,
-            ),
-            "rec",
-            {
-                "policy_loss_fn_args": {
-                    "clip_mode": mode,
-                    "weight": weight,
-                    "regularizer": regularizer,
-                    "regularizer_coef": 0.1,
-                }
-            },
-        )
-        for mode, weight, regularizer in (
-            ("one-side", "importance_sampling", "none"),
-            ("gspo-one-side", "gspo_importance_sampling", "k2"),
-            ("two-side", "advantage", "forward-kl"),
-            ("ring", "none", "none"),
-        )
-    },
-    "real's width": Case(
-        Formula(whole=partial(f.real, tau=0.2)), "real", {"policy_loss_fn_args": {"tau": 0.2}}
     ),
     "dpo smoothed, with sft": Case(
         Formula(f.nothing, whole=partial(f.dpo, beta=0.3, e=0.2, rpo=0.5)),
@@ -559,6 +524,61 @@ PARTS: dict[str, Case] = {
             ("grpo", {"std_threshold": 0.0}, partial(f.grpo, least_std=0.0)),
             ("grpo", {"std_cal_level": "batch"}, partial(f.grpo, of_batch=True)),
             ("reinforceplusplus_baseline", {}, f.plus_baseline),
+        )
+    },
+    "advantage rank": Case(
+        Formula(partial(f.grpo, rank=0.5), **_RL),
+        given={"advantage_fn_args": {"rank_penalty": 0.5}},
+    ),
+}
+"""Parts and options that no row of the table has."""
+MORE_PARTS: dict[str, Case] = {
+    "kl sdar": Case(Formula(kl="sdar", entropy=True), given={"kl_loss_fn": "sdar"}),
+    **{
+        f"loss {name}": Case(Formula(loss=loss, **_RL), given={"policy_loss_fn": name})
+        for name, loss in {
+            "sft_is": f.by_token(f.sft_is),
+            "sft_phi": f.by_token(f.sft_phi),
+            "dppo": f.by_token(f.dppo),
+            "vespo": f.by_sample(f.vespo),
+        }.items()
+    },
+    "loss geo_mean": Case(
+        Formula(loss=f.by_sample(f.of_sample(f.geo_mean)), average=_SEQUENCES, **_RL),
+        given={"policy_loss_fn": "geo_mean", "loss_agg_mode": _SEQUENCES},
+    ),
+    **{
+        f"rec {mode} {weight} {regularizer}": Case(
+            Formula(
+                FORMULAS["rec"].advantage,
+                f.by_sample(partial(f.rec, mode=mode, weight=weight, regularizer=regularizer)),
+                **_RL,
+            ),
+            "rec",
+            {
+                "policy_loss_fn_args": {
+                    "clip_mode": mode,
+                    "weight": weight,
+                    "regularizer": regularizer,
+                    "regularizer_coef": 0.1,
+                }
+            },
+        )
+        for mode, weight, regularizer in (
+            ("one-side", "importance_sampling", "none"),
+            ("gspo-one-side", "gspo_importance_sampling", "k2"),
+            ("two-side", "advantage", "forward-kl"),
+            ("ring", "none", "none"),
+        )
+    },
+    "real's width": Case(
+        Formula(whole=partial(f.real, tau=0.2)), "real", {"policy_loss_fn_args": {"tau": 0.2}}
+    ),
+    **{
+        f"advantage {name}": Case(
+            Formula(advantage, **_RL), given={"advantage_fn": name, "advantage_fn_args": args}
+        )
+        for name, args, advantage in (
             ("opmd_verl", {}, FORMULAS["opmd"].advantage),
             ("asymre_verl", {}, FORMULAS["asymre"].advantage),
             ("jsd", {"lambda_coef": 0.9}, partial(f.jsd, b=0.9)),
@@ -570,10 +590,6 @@ PARTS: dict[str, Case] = {
             ),
         )
     },
-    "advantage rank": Case(
-        Formula(partial(f.grpo, rank=0.5), **_RL),
-        given={"advantage_fn_args": {"rank_penalty": 0.5}},
-    ),
     "advantage logavgexp": Case(
         Formula(partial(f.baseline, score=partial(f.less_log_mean_exp, tau=0.5)), **_RL),
         given={
@@ -586,7 +602,7 @@ PARTS: dict[str, Case] = {
         given={"advantage_fn": "rec", "advantage_fn_args": {"std_normalize": True}},
     ),
 }
-"""Parts and options that no row of the table has."""
+"""The same of the extension more_losses."""
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -595,9 +611,17 @@ def test_a_part_of_an_algorithm_computes_its_formula(name: str) -> None:
     assert of_loss < WITHIN and of_gradient < WITHIN
 
 
+@pytest.mark.extension("more_losses")
+@pytest.mark.parametrize("name", MORE_PARTS)
+def test_a_part_of_the_extension_computes_its_formula(name: str) -> None:
+    of_loss, of_gradient = MORE_PARTS[name].errors(["shared and cut"])
+    assert of_loss < WITHIN and of_gradient < WITHIN
+
+
 def test_every_part_has_a_formula() -> None:
     recipes = [Case(FORMULAS[n], n).recipe() for n in FORMULAS if n in ALGORITHMS.built_in()]
-    recipes += [case.recipe() for case in PARTS.values()]
+    cases = PARTS | MORE_PARTS if "more_losses" in extensions() else PARTS
+    recipes += [case.recipe() for case in cases.values()]
     for kind, registry in (
         ("advantage_fn", ADVANTAGES),
         ("policy_loss_fn", POLICY_LOSSES),
@@ -608,6 +632,7 @@ def test_every_part_has_a_formula() -> None:
         assert without <= {"grpo_verl"}, f"no case of test_formulas.py has the {kind} {without}"
 
 
+@pytest.mark.whole
 def test_the_page_has_the_errors_of_every_algorithm() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "exactness.md").read_text()
     errors = dict(re.findall(r"^\| `(\w+)` \| \S+ \| (\S+) \|$", page, re.MULTILINE))

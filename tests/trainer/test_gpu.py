@@ -19,7 +19,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.torch.engine import TorchEngine
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weights import fingerprint
 from trireme.sync.probe import compare_weights
 from trireme.trainer.backend import Backend
 from trireme.trainer.ranks import Ranks, RankSpec

@@ -82,6 +82,7 @@ def test_three_steps_on_a_batch_are_those_of_a_plain_float64_loop(
         assert not torch.allclose(expected[name], moved[name], atol=1e-5) or "bias" in name
 
 
+@pytest.mark.extension("more_losses")
 @pytest.mark.parametrize("longest", [60, 10_000], ids=["cut", "whole"])
 def test_real_learns_the_same_however_its_groups_are_cut(longest: int, tmp_path: Path) -> None:
     """SGD, two steps on a batch, against autograd of REAL's own formula in float64."""
@@ -144,6 +145,7 @@ def test_the_comparison_with_the_sampler_is_of_the_first_step_alone(tiny_dir: Pa
     assert metrics["rollout/logprob_diff_max"] < 1e-4 < abs(metrics["actor/ppo_kl"])
 
 
+@pytest.mark.extension("more_losses")
 def test_tokens_are_chosen_anew_before_each_step(tiny_dir: Path) -> None:
     """M2PO leaves nothing out of the first step on samples of these weights, and some later."""
     samples = of_groups()

@@ -143,6 +143,7 @@ def test_the_kl_penalty_is_taken_off_the_rewards_of_groups(tiny_dir, name):
     assert samples[0].reward != pytest.approx(a)  # what is recorded is the reward itself
 
 
+@pytest.mark.extension("more_losses")
 @pytest.mark.parametrize("name", ["clipb", "clipv"])
 def test_entropy_clips_get_the_entropies_of_the_trained_weights(tiny_dir, name):
     args = {"mu": 0.5, "max_frac": 1.0} if name == "clipv" else {"mu": 0.5}

@@ -114,6 +114,7 @@ def test_an_episode_that_breaks_is_closed() -> None:
     assert Closes.closed == 1
 
 
+@pytest.mark.extension("openai")
 def test_the_client_of_the_model_is_recorded() -> None:
     class ByClient(Steps):
         def step(self, step_num: int) -> bool:

@@ -194,6 +194,7 @@ def test_a_module_of_the_folder_a_run_starts_in_is_found_by_its_dotted_path(
     assert WORKFLOWS.get("a_project.mine.flow.Flow").__name__ == "Flow"
 
 
+@pytest.mark.extension("trinity")
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -1,11 +1,10 @@
-"""Check: refuses parts of an algorithm that are all right alone and not together."""
+"""Check: refuses combinations of parts of an algorithm that are each valid alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from trireme.algorithms.kl import LOSS_AGG_MODES
-from trireme.algorithms.sequence_loss import real
 from trireme.config.options import parameters_of
 from trireme.registry import ADVANTAGES
 
@@ -14,11 +13,12 @@ if TYPE_CHECKING:
     from trireme.algorithms.recipes import Recipe
 
 _LABELLED = {"dpo": ("pair_ids", "pairs"), "kto": ("desirable", "labelled replies")}
-"""Schemas whose rows alone have what a loss may ask for: that, and what such a loss is of."""
+"""Schemas whose rows alone have a column that a loss may require: the column, and the noun for such
+rows."""
 
 
 def check(recipe: Recipe) -> None:
-    """Raise ValueError for parts that are all right alone and not together."""
+    """Raise ValueError for parts that are valid alone and not together."""
     penalty, part = recipe.penalty, recipe.token_advantage  # an unknown part is reported first
     if recipe.loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
@@ -51,7 +51,7 @@ def check(recipe: Recipe) -> None:
                 f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} "
                 f"is a loss of {kind}, whose mean is 'seq-mean-token-mean'"
             )
-    if recipe.policy_loss.function is real and recipe.loss_agg_mode != "seq-mean-token-mean":
+    if recipe.policy_loss.marked("of_groups") and recipe.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
             "loss of groups of samples, whose mean is 'seq-mean-token-mean'"
@@ -66,8 +66,8 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_group_penalty(recipe: Recipe) -> None:
-    """Raise ValueError for a KL that is to be taken off rewards where the trainer does not see
-    whole groups, or where they are not one number a rollout.
+    """Raise ValueError for a KL penalty on rewards if the trainer does not get whole groups, or if
+    rewards are not one number per rollout.
     """
     given = f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}', and '{recipe.name}'"
     if recipe.advantage_fn is None:
@@ -167,7 +167,7 @@ def _brings_expert(recipe: Recipe) -> bool:
 
 
 def _refuse_switches_of_tokens(recipe: Recipe, part: Part) -> None:
-    """Raise ValueError for options that would choose or weigh tokens of a loss that is an average:
+    """Raise ValueError for options that would select or weigh tokens of a loss that is an average:
     they would scale the average, and every token would keep its gradient.
     """
     averages = f"{part.label} is a class whose loss is an average over its tokens"

@@ -1,13 +1,13 @@
 """KL: computes KL penalties and entropy bonuses, and the token weights that average a loss.
 
-- Estimates, per token, of how far the policy is from the reference model: functions
-  `(logprobs [M], ref_logprobs [M]) -> [M]`; names and formulas after Schulman,
+- Estimates, per token, of how far the policy is from the reference model: functions `(logprobs [M],
+  ref_logprobs [M]) -> [M]`; names and formulas after Schulman,
   http://joschu.net/blog/kl-approx.html. As `kl_loss_fn`, `kl_coef` (0.001 by default) times it is
   added to the loss; as `kl_penalty_fn` that is taken off the rewards. With `adaptive` the
   coefficient follows the divergence.
-- The bonus, per token, for a policy that keeps its options open: functions `(entropies [M]) ->
-  [M]`; `entropy_coef` (0 by default) times it is subtracted from the loss. Where the coefficient is
-  0 the exact entropy is not computed at all.
+- The bonus, per token, for a policy with high entropy: functions `(entropies [M]) -> [M]`;
+  `entropy_coef` (0 by default) times it is subtracted from the loss. If the coefficient is 0 the
+  exact entropy is not computed.
 - The loss is sum_m weights[m] * loss[m] with weights of the whole train batch, so that it does not
   depend on how the batch is cut into micro-batches.
 """
@@ -15,11 +15,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from annotated_types import Gt
 from torch import Tensor
+
+from trireme.extensions import former_names
 
 LossAggMode = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -27,7 +28,8 @@ LossAggMode = Literal[
 LOSS_AGG_MODES = get_args(LossAggMode)
 _EPSILON = 1e-8
 TIE = 1e-5
-"""Nats by which equal entropies differ, computed in float32 by other kernels or another cut."""
+"""Nats by which equal entropies may differ, computed in float32 by other kernels or in another
+cut."""
 
 
 def no_kl(logprobs: Tensor) -> Tensor:
@@ -72,17 +74,6 @@ def corrected_k3(
     return (logprobs - old_logprobs).exp().clamp(0, 2) * estimate
 
 
-def sdar(
-    logprobs: Tensor, ref_logprobs: Tensor, *, gate_beta: Annotated[float, Gt(0)] = 5.0
-) -> Tensor:
-    """sg(sigmoid(b d)) d, d = log q - log p (SDAR, arXiv:2605.15155).
-
-    A teacher counts where it is surer of the token than the policy. b is `gate_beta`.
-    """
-    difference = ref_logprobs - logprobs
-    return (gate_beta * difference).sigmoid().detach() * difference
-
-
 def adapted(
     coefficient: float, divergence: float, count: int, *, target_kl: float, horizon: float
 ) -> float:
@@ -110,43 +101,29 @@ def own_entropy(entropies: Tensor, expert: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, sample_ids: Tensor) -> Tensor:
-    """The sum of `values` [M] over the sample of each entry [M]."""
+    """Sum `values` [M] over the sample of each entry [M]."""
     num = int(sample_ids.max()) + 1 if len(sample_ids) else 0
     return values.new_zeros(num).index_add(0, sample_ids, values)[sample_ids]
 
 
 def top_entropy(entropies: Tensor, share: float) -> Tensor:
-    """True for the `share` of tokens [M] with the highest entropy, at least one.
+    """Return True for the `share` of tokens [M] with the highest entropy, at least one.
 
-    Tokens within TIE of the last one count too: equal contexts, as those of a group's first tokens,
-    have entropies that differ by rounding alone, and kernels and the batch's cut would choose.
+    Tokens within TIE of the last one count too: equal contexts, such as those of a group's first
+    tokens, have entropies that differ only by rounding, and otherwise kernels and the batch's cut
+    would decide.
     """
     chosen = math.ceil(share * len(entropies))
     return entropies >= entropies.kthvalue(len(entropies) - chosen + 1).values - TIE
 
 
-def discounted_ahead(values: Tensor, sample_ids: Tensor, positions: Tensor, decay: float) -> Tensor:
-    """sum_k decay^(its distance) values [M] over each entry and the later ones of its sample;
-    distances are those of `positions` [M].
-    """
-    total, step = values, 1
-    longest = int(torch.bincount(sample_ids).max()) if len(values) else 0
-    while step < longest:  # each pass doubles how far ahead the sums reach
-        distance = (positions[step:] - positions[:-step]).to(values)
-        same = sample_ids[step:] == sample_ids[:-step]
-        further = torch.where(same, decay**distance * total[step:], 0)
-        total = total + torch.cat([further, values.new_zeros(step)])
-        step *= 2
-    return total
-
-
 def segment_mean(values: Tensor, sample_ids: Tensor) -> Tensor:
-    """The mean of `values` [M] over the entries of each entry's sample [M]."""
+    """Average `values` [M] over the entries of each entry's sample [M]."""
     return segment_sum(values, sample_ids) / segment_sum(torch.ones_like(values), sample_ids)
 
 
 def weights(mode: str, sample_ids: Tensor, num_samples: int, *, width: int) -> Tensor:
-    """The weight of each trained token [M], by its sample's number [M]; `width`: the longest
+    """Return the weight of each trained token [M], by its sample's number [M]; `width`: the longest
     response.
 
     token-mean: 1 / M. seq-mean-token-sum: 1 / N. seq-mean-token-mean: 1 / (N * tokens of the
@@ -166,3 +143,6 @@ def weights(mode: str, sample_ids: Tensor, num_samples: int, *, width: int) -> T
         return torch.full((num_tokens,), 1 / (width + _EPSILON))
     counts = torch.bincount(sample_ids, minlength=num_samples).double()
     return (1 / (max(num_samples, 1) * (counts[sample_ids] + _EPSILON))).float()
+
+
+__getattr__ = former_names(__name__)

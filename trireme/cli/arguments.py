@@ -1,14 +1,13 @@
 """Arguments: the options that several commands have, and the words and flags of a configuration.
 
-What flags mean is imported when a command that takes them is called: `--help` lists without it.
+The meaning of flags is imported when a command that takes them is called: `--help` works without
+it.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -17,8 +16,6 @@ from typer.core import TyperCommand
 
 from trireme.extensions import absent
 from trireme.registry import FLAGS
-
-logger = logging.getLogger(__name__)
 
 Words = Annotated[
     list[str] | None,
@@ -40,20 +37,20 @@ OptionalConfig = Annotated[
 ]
 
 Given = Mapping[str, list[str]]
-"""Flag, without its dashes -> its values."""
+"""Maps a flag, without its dashes, to its values."""
 Source = Path | Mapping[str, Any] | None
-"""A configuration: its file, what a file would hold, or none: the demo's."""
+"""A configuration: its file, the values of a file, or None: the demo's."""
 
 
 class FlagDialect(Protocol):
     """Another system's flags, by its name in FLAGS; made without arguments."""
 
     about: str
-    """What `--help` says of them."""
+    """The sentence about them in `--help`."""
     names: Collection[str]
     """Flags that set keys, without their dashes."""
     idle: Mapping[str, str]
-    """Flags that are accepted and change nothing, each with why."""
+    """Flags that are accepted and change nothing, each with the reason."""
     several: Collection[str]
     """Flags with several values."""
 
@@ -64,41 +61,31 @@ class FlagDialect(Protocol):
         ...
 
     def overrides(self, flags: Given, config: Source) -> list[str]:
-        """`key=value` for flags of a command. Raises BadParameter for what they cannot be."""
+        """Return `key=value` for flags of a command. Raises BadParameter for invalid ones."""
         ...
 
 
 def flag_dialects() -> list[FlagDialect]:
-    """All dialects of flags, in the order of their names. One that cannot be made is left out with
-    a warning.
+    """Return all dialects of flags, in the order of their names. One that cannot be made is left
+    out with a warning.
     """
-    made = (_made(name) for name in FLAGS.names())
-    return [dialect for dialect in made if dialect is not None]
-
-
-@cache
-def _made(name: str) -> FlagDialect | None:
-    try:
-        return FLAGS.get(name)()
-    except Exception as error:
-        logger.warning("flags '%s' are left out: they cannot be used: %s", name, error)
-        return None
+    return [*FLAGS.make_all().values()]
 
 
 class WithFlags(TyperCommand):
     """A command that also takes other systems' flags; they are in its context's `obj`."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Say which flags work too."""
+        """Print which flags also work."""
         self.epilog = "\n\n".join(dialect.about for dialect in flag_dialects())
         super().format_epilog(ctx, formatter)
 
     def own_flags(self) -> Sequence[str]:
-        """Flags of this command alone, each with any number of values."""
+        """The flags of this command alone, each with any number of values."""
         return ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the flags out, and what stands behind an option that may be repeated as its own."""
+        """Remove other systems' flags, and split `--option A B` into `--option A --option B`."""
         own, dialects = self.own_flags(), flag_dialects()
         options = {name.lstrip("-"): p for p in self.params for name in p.opts}
         ctx.obj, rest = _taken(args, options, own, dialects)
@@ -132,7 +119,7 @@ def _taken(
     own_flags: Sequence[str],
     dialects: Sequence[FlagDialect],
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """The flags with their values, and all other words; `own_flags` are a command's own."""
+    """Return the flags with their values, and all other words; `own_flags` are a command's own."""
     taken = {*own_flags, *(flag for one in dialects for flag in (*one.names, *one.idle))}
     repeated = {*own_flags, *(flag for one in dialects for flag in one.several)}
     chosen: dict[str, list[str]] = {}
@@ -160,7 +147,7 @@ def _taken(
 
 
 def _is_other(word: str) -> bool:
-    """Return whether a word behind several values is not one more of them."""
+    """Return whether a word after several values is not one more of them."""
     return word.startswith("-") or "=" in word or is_yaml(word)
 
 
@@ -172,7 +159,8 @@ def is_yaml(word: str) -> bool:
 def yaml_and_keys(
     config: Path | None, words: Sequence[str] | None, flags: Mapping[str, list[str]] | None
 ) -> tuple[Path | None, list[str]]:
-    """The configuration, which may be a plain word, and the keys to set, those of flags first.
+    """Return the configuration, which may be a plain word, and the keys to set, those of flags
+    first.
 
     Raises BadParameter for other words.
     """

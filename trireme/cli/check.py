@@ -1,4 +1,4 @@
-"""Check: `trireme check`: prints what a configuration comes to, and all that is wrong with it."""
+"""Check: `trireme check`: prints the plan of a configuration, and all its problems."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from trireme.log import hide_passwords
 from trireme.monitor.terminal import Terminal
 
 if TYPE_CHECKING:
-    from trireme.launch.check import Parts
+    from trireme.launch.parts import Parts
 
 _WIDTH = 14
 
 
 def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None = None) -> int:
-    """Print every Plan of the file and every problem; the exit code is 1 where there is one."""
+    """Print every Plan of the file and every problem; the exit code is 1 if there is one."""
     console = console or Terminal(soft_wrap=True)
-    with console.status(f"checking {config}"):  # the line is there before torch is
-        from trireme.launch.check import complete, examine, problems_of, without_hub
+    with console.status(f"checking {config}"):  # the line is shown before torch is imported
+        from trireme.launch.check import examine
+        from trireme.launch.complete import complete
+        from trireme.launch.hub import without_hub
+        from trireme.launch.parts import problems_of
 
         try:
             plans, problems, parts = examine(config, overrides)
@@ -46,7 +49,9 @@ def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None 
 
 
 def show_plan(plan: Plan, console: Terminal) -> None:
-    """One stage: its derived values by topic, then what was mapped onto this machine."""
+    """Print one stage: its derived values by topic, then the settings that were mapped onto this
+    machine.
+    """
     title = plan.config.name if plan.stage_name is None else f"stage {plan.stage_name}"
     mode = "colocate" if plan.colocated else plan.mode
     console.print(Text(f"{title}: {plan.config.algorithm.algorithm_type}, {mode}", "bold"))
@@ -58,14 +63,16 @@ def show_plan(plan: Plan, console: Terminal) -> None:
 
 
 def show_first_rows(plans: Sequence[Plan], parts: Sequence[Parts], console: Terminal) -> list[str]:
-    """How long the rows are, and what of the first is asked or trained; the problems they have."""
+    """Print the lengths of the rows, and the asked or trained text of the first; returns their
+    problems.
+    """
     from trireme.cli.first_rows import first_rows, unread
 
     problems: list[str] = []
     for plan, made in zip(plans, parts, strict=True):
         try:
             lines, row_problems = first_rows(plan, made)
-        except (ValueError, OSError) as error:  # no tokenizer beside the model, say
+        except (ValueError, OSError) as error:  # for example, no tokenizer next to the model
             lines, row_problems = [unread(str(error))], []
         problems += row_problems
         if lines and plan.stage_name is not None:
@@ -77,7 +84,7 @@ def show_first_rows(plans: Sequence[Plan], parts: Sequence[Parts], console: Term
 
 
 def show_problems(problems: Sequence[str], console: Terminal) -> None:
-    """One line a problem, or one that says there is none."""
+    """Print one line per problem, or that there is none."""
     for problem in problems:
         console.print(Text(hide_passwords(f"problem: {problem}"), "red"))
     if not problems:
@@ -85,7 +92,7 @@ def show_problems(problems: Sequence[str], console: Terminal) -> None:
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    """A Plan's values by topic, in words."""
+    """Return a Plan's values by topic, as text."""
     explores = plan.mode in ("both", "explore")
     trains = plan.mode in ("both", "train")
     rows = [("model", _model(plan)), ("lengths", _lengths(plan))]
@@ -124,7 +131,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _held(plan: Plan) -> str:
-    """Describe the earlier start in the folder, which the run continues."""
+    """Describe the earlier attempt in the folder, which the run continues."""
     folder = JobFolder(plan.job_dir)
     step = max((step for step in folder.steps() if folder.is_full(step)), default=None)
     if step is None:
@@ -135,8 +142,8 @@ def _held(plan: Plan) -> str:
 
 
 def _exactness(plan: Plan) -> str:
-    """Describe what equal seeds give, and how near engine and trainer are where both read the same
-    tensors. That a GPU gives equal bytes has not been shown.
+    """Describe the effect of equal seeds, and the difference of engine and trainer if both read the
+    same tensors. That a GPU gives equal bytes has not been shown.
     """
     if not plan.deterministic:
         return ""

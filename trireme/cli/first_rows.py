@@ -1,8 +1,8 @@
-"""First rows: prints how long a plan's rows are, and what of the first is asked or trained.
+"""First rows: prints the lengths of a plan's rows, and the asked or trained text of the first.
 
-For `trireme check`: of each data set some rows are encoded by the model's own tokenizer, where it
-lies on this machine, for some seconds at most; prompts are, for a run too, in launch/prompts.py.
-What a user's own workflow asks is not known.
+For `trireme check`: some rows of each data set are encoded by the model's own tokenizer, if it is
+on this machine, for some seconds at most; launch/prompts.py encodes prompts, for a run too. The
+prompts of a user's own workflow are not known.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from trireme.cli.samples import bracketed, of_data
 from trireme.config import Plan
 from trireme.config.lookup import located
-from trireme.launch.check import Parts
+from trireme.launch.parts import Parts
 from trireme.launch.prompts import (
     ROWS,
     SECONDS,
@@ -25,7 +25,7 @@ from trireme.launch.prompts import (
 from trireme.monitor.figures import in_one_line
 
 SHOWN = 300
-"""Characters of a row."""
+"""Most characters of a row."""
 
 Told = tuple[list[tuple[str, str]], list[str]]
 """Topic and text of lines to print, and problems."""
@@ -48,7 +48,7 @@ def first_rows(plan: Plan, parts: Parts) -> Told:
 
 
 def unread(why: str) -> tuple[str, str]:
-    """The line that says why nothing was encoded."""
+    """Return the line that says why nothing was encoded."""
     return "warning", f"no row was encoded: {why.splitlines()[0]}"
 
 

@@ -1,7 +1,8 @@
-"""Check: validates what a stage says by itself: names, texts, models' folders, and its own folder.
+"""Check: validates the settings of one stage alone: names, texts, models' folders, and its own
+folder.
 
-Nothing is loaded and nothing is downloaded. What data, algorithms and workflows say of their
-options is told by making them, in launch/check.py.
+Nothing is loaded and nothing is downloaded. The options of data, algorithms and workflows are
+validated by making these, in launch/make.py.
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ from datetime import datetime, timedelta
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from trireme.config import Findings
 from trireme.config.engine_kind import EMBEDDED
 from trireme.config.lookup import (
     ModelFacts,
-    api_of,
     check_adapter,
     located,
     model_config,
@@ -34,7 +33,7 @@ from trireme.registry import ENGINES
 
 
 def check_algorithm(stage: StageFacts) -> Findings:
-    """Validates what the `algorithm` section says beside the parts of the algorithm."""
+    """Check the keys of the `algorithm` section that name no part of the algorithm."""
     findings = Findings()
     config, algorithm = stage.config, stage.config.algorithm
     betas = algorithm.optimizer.betas
@@ -62,7 +61,7 @@ def check_algorithm(stage: StageFacts) -> Findings:
 
 
 def check_tasksets(stage: StageFacts) -> Findings:
-    """Validates the tasksets against each other and the mode, and the texts in each."""
+    """Check the tasksets against each other and the mode, and the texts in each."""
     findings = Findings()
     inputs, mode = stage.config.buffer.explorer_input, stage.config.mode
     key = "buffer.explorer_input"
@@ -87,7 +86,7 @@ def check_tasksets(stage: StageFacts) -> Findings:
                 "simple_workflow for one prompt and one reply; `trireme workflows` lists all"
             )
             findings.problem(f"{item.key}.default_workflow_type", text)
-        # tasks are rendered by the model's own template: one for a data set alone is not read
+        # tasks are rendered by the model's own template: a taskset's template is ignored
         for name, instead in (("chat_template", "custom_chat_template"), ("enable_thinking",) * 2):
             if getattr(form, name) is not None:
                 text = f"is not supported for tasks: set model.{instead}"
@@ -107,7 +106,7 @@ def check_path(key: str, data: TasksetConfig | ExperienceBufferConfig) -> Findin
 
 
 def check_experts(stage: StageFacts) -> Findings:
-    """Validates the data sets of experts."""
+    """Check the data sets of experts."""
     findings = Findings()
     buffers = stage.config.buffer.trainer_input.auxiliary_buffers
     for name, data in buffers.items():
@@ -136,7 +135,7 @@ def _check_critic(stage: StageFacts) -> Findings:
 
 
 def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
-    """Read what the model's files tell; None where it is not there."""
+    """Read the facts in the model's files; None if it is not on this machine."""
     findings = Findings()
     model = stage.config.model
     if stage.asks_api:
@@ -174,7 +173,14 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
     return facts, findings
 
 
-def check_attention(stage: StageFacts, device: str, dtype: str) -> Findings:
+def check_kernels(stage: StageFacts, device: str, dtype: str, ranks: int) -> Findings:
+    """Check what a device, a dtype and several ranks ask of attention and compiler."""
+    findings = _check_attention(stage, device, dtype)
+    findings.add(_check_compiler(stage, device, ranks))
+    return findings
+
+
+def _check_attention(stage: StageFacts, device: str, dtype: str) -> Findings:
     """Check that the attention kernel works on the device and in the dtype that the stage trains
     with.
     """
@@ -204,7 +210,7 @@ def check_attention(stage: StageFacts, device: str, dtype: str) -> Findings:
     return findings
 
 
-def check_compiler(stage: StageFacts, device: str, ranks: int) -> Findings:
+def _check_compiler(stage: StageFacts, device: str, ranks: int) -> Findings:
     """Check that a stage that trains on `ranks` can compile its blocks, if that is requested."""
     findings = Findings()
     trainer, key = stage.config.trainer, "trainer.use_torch_compile"
@@ -394,65 +400,25 @@ def job_folder(config: Config) -> Path:
     anew = not config.continue_from_checkpoint and config.mode != "bench"
     if anew and folder.is_dir() and any(folder.iterdir()):
         began, now = folder, datetime.now()
-        while folder.exists():  # two runs may begin in one second
+        while folder.exists():  # two runs may begin in the same second
             folder = began.with_name(f"{began.name}_{now:%Y%m%d%H%M%S}")
             now += timedelta(seconds=1)
     return folder
 
 
-_API = "model.external_model"
-
-
-def check_api(stage: StageFacts) -> Findings:
-    """Check that the API to measure is named, with all that it needs and nothing else."""
-    findings = Findings()
-    config, asked = stage.config, stage.config.model.external_model
-    if (api := api_of(config)) is None:
-        return findings
-    if not stage.asks_api:
-        text = f"is true in mode {config.mode}: bench alone measures a model behind an API, whose "
-        findings.problem(f"{_API}.enable", f"{text}replies cannot be trained")
-        return findings
-    if not api.name:
-        text = "is not given: expected the name that the API knows the model by"
-        findings.problem(f"{_API}.model_name", text)
-    if not api.base_url:
-        text = "is not set: expected the API's address in it, such as https://api.openai.com/v1"
-        findings.problem(f"{_API}.base_url_env", f"names {asked.base_url_env}, which {text}")
-    elif not (api.base_url.startswith(("http://", "https://")) and urlsplit(api.base_url).netloc):
-        text = f"which is {api.base_url!r}: expected http://HOST:PORT/v1 or https://HOST/v1"
-        findings.problem(f"{_API}.base_url_env", f"names {asked.base_url_env}, {text}")
-    if not api.key:
-        text = "is not set: expected the API's key in it, any word for a server that asks for none"
-        findings.problem(f"{_API}.api_key_env", f"names {asked.api_key_env}, which {text}")
-    if config.explorer.bench_on_latest_checkpoint:
-        text = f"is true, and {_API} has no checkpoints: expected false"
-        findings.problem("explorer.bench_on_latest_checkpoint", text)
-    if config.model.lora_configs:
-        findings.problem(
-            "model.lora_configs", f"is given, and {_API} takes no adapter: leave it out"
-        )
-    findings.note(
-        f"{_API} ({api.name}): it gets conversations as messages, with temperature, top_p, stop "
-        "and max_response_tokens; prompts are sent whole, and lengths are the tokens that its "
-        "answers say they have"
-    )
-    return findings
-
-
 UNASKED_SAVE_INTERVAL = 500
-"""What `trireme rlhf` writes where no flag says it: ms-swift's default, which no user chose."""
+"""The interval that a dialect writes without a flag, which no user chose."""
 
 
 _READ_EARLY = (
     *("OMP_", "MKL_", "OPENBLAS_", "CUDA_", "PYTORCH_", "TORCH_", "HF_", "TRANSFORMERS_"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON"),
 )
-"""How the variables begin that Python, torch and Hugging Face's libraries read once."""
+"""Prefixes of the variables that Python, torch and Hugging Face's libraries read only once."""
 
 
 def note_idle(stage: StageFacts, steps: Steps) -> Findings:
-    """A line for all that the stage is told and that changes nothing in its run; it is legal."""
+    """Note all settings of the stage that have no effect on its run; they are legal."""
     findings = Findings()
     mode, callbacks = stage.config.mode, stage.config.trainer.callbacks
     if mode not in ("explore", "bench", "serve"):
@@ -486,7 +452,7 @@ def _idle_in_training(stage: StageFacts, steps: Steps) -> list[str]:
             f"in all {train} train steps, and the policy in none"
         )
     waits = critic.warmup_steps if stage.has_critic else 0
-    warmup, last = optimizer.lr_warmup_steps, 0  # optimizer steps of the policy
+    warmup, last = optimizer.lr_warmup_steps, 0  # the policy's optimizer steps
     if train is not None:
         last = max(train - waits, 0) * config.algorithm.num_iterations
     if optimizer.lr and last and warmup > last:

@@ -1,8 +1,7 @@
-"""Engine kind: which kind of engine generates in a stage, and what every kind says of itself.
+"""Engine kind: chooses the kind of engine for a stage, and declares the contract of a kind.
 
-`explorer.rollout_model.engine_type` names a kind of ENGINES, a class that keeps the contract
-`EngineKind`. Asking a kind loads neither torch nor the engine behind it: that is imported when an
-engine is made.
+`explorer.rollout_model.engine_type` names a kind of ENGINES, a class that implements `EngineKind`.
+Its checks import neither torch nor the engine itself: these are imported when an engine is made.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from trireme.config import Findings, Problem
 from trireme.config.lookup import adapter_facts
 from trireme.extensions import missing, needed_for
-from trireme.registry import ENGINES, PROGRAMS, did_you_mean, is_path
+from trireme.registry import ENGINES, PROGRAMS, SERVERS, did_you_mean, is_path
 
 if TYPE_CHECKING:
     from trireme.config.plan import Plan
@@ -28,83 +27,88 @@ if TYPE_CHECKING:
 
 KEY = "explorer.rollout_model"
 EMBEDDED = "torch"
-"""The kind that runs anywhere, in the run's own process."""
+"""The kind that runs everywhere, in the run's own process."""
 SERVER = "engine_server"
-"""The program of PROGRAMS that serves an engine from a process of its own."""
-ELSEWHERE = ("remote", "external", "tinker")
+"""The program in PROGRAMS that serves an engine from a separate process."""
+REMOTE = "remote"
+"""The value of `engine_type` for the user's servers, and the name in SERVERS of what reaches them.
+"""
+ELSEWHERE = (REMOTE, "external", "tinker")
 """Values of `engine_type` that name no kind: someone else runs the engine."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Keys that may multiply the places of one engine."""
 LEAST_SHARE = 0.25
-"""The share of a GPU's memory that an engine which takes turns with the trainer gets at least, or
-where that GPU is not known.
-"""
+"""The smallest share of a GPU's memory for an engine that takes turns with the trainer, and the
+share if that GPU's size is not known."""
 _ENDS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
 """Names of heads and embeddings."""
 
 
 class EngineRequest(NamedTuple):
-    """A stage that needs an engine, and the machine that it runs on."""
+    """A stage that needs an engine, and the machine for it."""
 
     config: Config
     gpus: int
     spread: bool = False
-    """A launcher starts it, in a process with devices of its own."""
+    """Whether a launcher starts it, in a process with its own devices."""
     colocated: bool = False
-    """Trainer and engine have one device."""
+    """Whether trainer and engine share a device."""
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that generates, with what there is to say about it."""
+    """The engine that generates, and where it runs."""
 
     kind: str = EMBEDDED
     python: str | None = None
-    """The interpreter of its processes; None: that of whoever starts them."""
+    """The interpreter of its processes; None: that of the process that starts them."""
     hosts: int = 0
-    """Processes with an engine each, that the launcher starts; 0: it is embedded, or remote."""
+    """The number of engine processes that the launcher starts; 0: the engine is embedded, or
+    remote."""
     shares: bool = True
-    """Embedded, it can read the trainer's own tensors."""
+    """Whether, embedded, it can read the trainer's own tensors."""
     sleeps: bool = False
-    """Its processes free their memory while the trainer on their device works."""
+    """Whether its processes free their memory while the trainer on their device works."""
     largest_adapter: int | None = None
-    """Largest rank of a LoRA adapter that it holds beside its weights; None: any."""
+    """The largest rank of a LoRA adapter that it can load besides its weights; None: any."""
     notes: Sequence[str] = ()
     problems: Sequence[Problem] = ()
 
 
 class Interpreter(NamedTuple):
-    """A Python that has the engine."""
+    """A Python interpreter that has the engine."""
 
     python: str
     about: str
-    """The engine's version, and where it is."""
+    """The engine's version, and its place."""
 
 
 class EngineKind(Protocol):
     """A kind of engine, by its name in ENGINES; made without arguments."""
 
     name: str
-    """The kind that generates: another's, where this one stands in for it."""
+    """The kind that generates: another one's name if this kind only stands in for it."""
     keys: Sequence[str]
-    """The keys of the rollout model that it gets as they are; others without effect are noted."""
+    """The rollout model's keys that it receives unchanged; others without effect are noted."""
     sizes: Sequence[str]
     """The keys of SIZES that multiply its places."""
     own_python: bool
-    """Its processes may have an environment of their own, which `engine_python` names."""
+    """Whether its processes may use another Python environment, which `engine_python` names."""
 
     def examine(self, request: EngineRequest) -> EngineChoice:
-        """Return where it runs on this machine, and what is wrong with the configuration. If it
-        cannot run here, another kind is chosen, with a note.
+        """Return how it runs on this machine, and the problems of the configuration. If it cannot
+        run here, another kind is chosen, with a note.
         """
         ...
 
     def interpreter(self, asked: str | None) -> Interpreter:
-        """The Python that has it: `asked`, or one found. Raises ValueError where there is none."""
+        """Find the Python that has it: `asked`, or another one. Raises ValueError if there
+        is none.
+        """
         ...
 
     def options(self, plan: Plan) -> dict[str, Any]:
-        """`EngineSpec.options` of a plan's engine."""
+        """Return `EngineSpec.options` of a plan's engine."""
         ...
 
     async def make(
@@ -116,41 +120,41 @@ class EngineKind(Protocol):
         barrier: RolloutBarrier | None = None,
         share_with: Any = None,
     ) -> Engine:
-        """Load the model and return the engine. An embedded one may use what it shares with a
-        trainer: the `barrier` between rollouts, and the tensors of the module `share_with`.
+        """Load the model and return the engine. An embedded one may share with a trainer: the
+        `barrier` between rollouts, and the tensors of the module `share_with`.
         """
         ...
 
 
 def kind_of(name: str | None) -> EngineKind | None:
-    """The kind of this name; None where the name stands for no kind that is known."""
+    """Return the kind of this name; None if the name belongs to no known kind."""
     return ENGINES.get(name)() if name is not None and (name in ENGINES or is_path(name)) else None
 
 
 def kind_named(name: str) -> EngineKind:
-    """The kind of this name. Raises ValueError where there is none."""
+    """Return the kind of this name. Raises ValueError if there is none."""
     return ENGINES.get(name)()
 
 
 def kind_names() -> list[str]:
-    """The kinds that generate themselves, in the order of the manifests."""
+    """Return the kinds that generate themselves, in the order of the manifests."""
     names = dict.fromkeys([*ENGINES.built_in(), *ENGINES])
     return [name for name in names if kind_named(name).name == name]
 
 
 def sizes_of(model: RolloutModelConfig) -> dict[str, int]:
-    """The sizes that multiply the places of one engine, with their keys."""
+    """Return the sizes that multiply the places of one engine, with their keys."""
     kind = kind_of(model.engine_type)
     return {name: getattr(model, name) for name in (SIZES if kind is None else kind.sizes)}
 
 
 def size_of(model: RolloutModelConfig) -> int:
-    """Places of one engine."""
+    """Return the places of one engine."""
     return math.prod(sizes_of(model).values())
 
 
 def check_engine_types(stage: StageFacts) -> Findings:
-    """Note as a problem each engine, also of an auxiliary model, whose kind is not known."""
+    """Report as a problem each engine, also of an auxiliary model, of unknown kind."""
     findings = Findings()
     explorer = stage.config.explorer
     models = {KEY: explorer.rollout_model}
@@ -159,6 +163,8 @@ def check_engine_types(stage: StageFacts) -> Findings:
     }
     for key, model in models.items():
         name = model.engine_type
+        if name == REMOTE and (lacks := missing("servers", name)):
+            findings.problem(f"{key}.engine_type", f"is {name!r}, which {lacks}")
         if name is None or name in ELSEWHERE or name in ENGINES:
             continue
         try:
@@ -182,26 +188,29 @@ def choose_engine(stage: StageFacts, gpus: int, *, spread: bool) -> tuple[Engine
     kind = kind_of(model.engine_type) or kind_named(_default_kind(model, gpus))
     choice = kind.examine(EngineRequest(stage.config, gpus, spread, stage.colocated))
     findings = Findings([*choice.problems], [*choice.notes])
-    if choice.hosts and not spread and SERVER not in PROGRAMS:
-        lacks = missing("program", SERVER)
+    if choice.hosts and not spread and (lacks := _lacks_servers()):
         text = f"is {model.engine_num}: an engine in a process of its own {lacks}"
         findings.problem(f"{KEY}.engine_num", text)
     return choice, findings
 
 
+def _lacks_servers() -> str:
+    """The rest of a sentence on what engine processes need and is not here; else ''."""
+    needed = (("program", SERVER, PROGRAMS), ("servers", REMOTE, SERVERS))
+    return next((missing(kind, name) for kind, name, there in needed if name not in there), "")
+
+
 def _default_kind(model: RolloutModelConfig, gpus: int) -> str:
-    """The kind where the file names none: a Python that is named asks for the first that has one
-    of its own.
-    """
+    """Return the default kind; if a Python is named, the first kind with its own Python."""
     if model.engine_type is None and gpus and model.engine_python:
         return next((name for name in kind_names() if kind_named(name).own_python), EMBEDDED)
     return EMBEDDED
 
 
 def adapter_rank_of(stage: StageFacts, engine: EngineChoice, method: str) -> int:
-    """The rank of the adapter that engines get alone; 0 where they get merged weights: by files, on
-    a user's own servers, with DoRA, on head or embedding or layers that only a regular expression
-    names, and where the engine holds no such adapter.
+    """Return the rank of the adapter that is pushed alone; 0 if merged weights are pushed: by
+    files, to a user's own servers, with DoRA, with adapters on head or embedding or on layers that
+    only a regular expression names, and if the engine cannot load such an adapter.
     """
     config = stage.config
     if config.mode != "both" or method == "checkpoint" or stage.remote or stage.reads_file:
@@ -211,7 +220,7 @@ def adapter_rank_of(stage: StageFacts, engine: EngineChoice, method: str) -> int
         if lora.path is not None:
             try:
                 rank, dora, targets = adapter_facts(lora.path)
-            except ValueError:  # `check_model` says what is wrong with it
+            except ValueError:  # `check_model` reports the error
                 return 0
         fits = engine.largest_adapter is None or rank <= engine.largest_adapter
         if _inner(targets) and not dora and fits:
@@ -220,9 +229,7 @@ def adapter_rank_of(stage: StageFacts, engine: EngineChoice, method: str) -> int
 
 
 def _inner(targets: str | list[str]) -> bool:
-    """Return whether the layers are surely those of blocks: the matches of an expression are
-    unknown.
-    """
+    """Return True if the layers certainly belong to blocks: an expression's matches are unknown."""
     if isinstance(targets, str):
-        return targets.lower() == "all-linear"  # which leaves the head out
+        return targets.lower() == "all-linear"  # this leaves the head out
     return not _ENDS & {target.rpartition(".")[2] for target in targets}

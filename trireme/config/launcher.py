@@ -1,8 +1,8 @@
-"""Launcher: who starts the parts of a stage, and what every launcher says of itself.
+"""Launcher: chooses what starts the parts of a stage, and declares the contract of a launcher.
 
-`cluster.launcher` names a launcher of LAUNCHERS, a class that keeps the contract `Launcher`, or is
-`local`: the parts are in the process of the command. Asking a launcher imports nothing that takes
-long, and nothing that may not be installed: that is imported when it starts the parts.
+`cluster.launcher` names a launcher of LAUNCHERS, a class that implements `Launcher`, or is `local`:
+the parts run in the process of the command. A launcher's checks import no slow package, and none
+that may not be installed: these are imported when it starts the parts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from trireme.config import Findings, Problem
+from trireme.config.lookup import num_gpus
 from trireme.extensions import missing
 from trireme.registry import LAUNCHERS, did_you_mean, is_path
 
 if TYPE_CHECKING:
     from trireme.config.plan import Plan
     from trireme.config.schema import ClusterConfig, Config
+    from trireme.config.stages import StageFacts
     from trireme.explorer.metrics import Evaluated
     from trireme.launch.results import StageResult
     from trireme.launch.stage import Stage
@@ -32,7 +34,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class LauncherChoice:
-    """The answer whether a launcher starts the parts, with the notes and problems about it."""
+    """The decision whether a launcher starts the parts, with notes and problems."""
 
     starts: bool
     notes: Sequence[str] = ()
@@ -40,40 +42,40 @@ class LauncherChoice:
 
 
 class Launcher(Protocol):
-    """Starts the parts of a stage in processes of their own; made without arguments."""
+    """Starts the parts of a stage in separate processes; made without arguments."""
 
     def examine(self, config: Config, gpus: int) -> LauncherChoice:
-        """Decide whether it starts the parts on a machine with so many GPUs, and check the
-        configuration. It is asked where `cluster.launcher` names it, and where that is `auto`, so
-        that it may decide itself, or `local`.
+        """Decide whether it starts the parts on a machine with `gpus` GPUs, and check the
+        configuration. Called if `cluster.launcher` names it, or is `auto`, so that it may choose
+        itself, or `local`.
         """
         ...
 
     def gpus_of(self, cluster: ClusterConfig) -> int | None:
-        """The most GPUs that a machine of the cluster has; None where no cluster is named.
+        """Return the most GPUs of any machine of the cluster; None if no cluster is named.
 
-        Raises TimeoutError, ValueError or RuntimeError where the cluster does not answer.
+        Raises TimeoutError, ValueError or RuntimeError if the cluster does not answer.
         """
         ...
 
     async def run(self, stage: Stage, stop: Stop, measure_end: bool) -> StageResult:
-        """Run a stage that is open to its end (see `run_plan` in launch/run.py). Raises the first
-        cause where it fails.
+        """Run an open stage to its end (see `run_plan` in launch/run.py). Raises the first cause of
+        a failure.
         """
         ...
 
     async def evaluate(self, plan: Plan, rollouts: int | None) -> list[Evaluated]:
-        """Try the plan's evaluation tasksets, each task `rollouts` times or its own number."""
+        """Run the plan's evaluation tasksets, each task `rollouts` times or its own number."""
         ...
 
 
 def launcher_named(name: str) -> Launcher:
-    """The launcher of this name. Raises ValueError where there is none."""
+    """Return the launcher of this name. Raises ValueError if there is none."""
     return LAUNCHERS.get(name)()
 
 
 def check_launcher(name: str) -> Findings:
-    """Note as a problem a name that no launcher has; of a dotted path see `choose_launcher`."""
+    """Report an unknown launcher's name as a problem; for a dotted path see `choose_launcher`."""
     findings = Findings()
     if name in (AUTO, LOCAL) or name in LAUNCHERS or is_path(name):
         return findings
@@ -87,7 +89,7 @@ def check_launcher(name: str) -> Findings:
 
 
 def choose_launcher(config: Config, gpus: int) -> tuple[str, Findings]:
-    """Choose who starts the parts on a machine with so many GPUs."""
+    """Choose what starts the parts on a machine with `gpus` GPUs."""
     findings, chosen = Findings(), LOCAL
     for name, launcher in _asked(config.cluster.launcher, findings):
         choice = launcher.examine(config, gpus)
@@ -98,7 +100,7 @@ def choose_launcher(config: Config, gpus: int) -> tuple[str, Findings]:
 
 
 def _asked(name: str, findings: Findings) -> Iterator[tuple[str, Launcher]]:
-    """The launchers that the key means, of those that can be imported."""
+    """Yield the launchers that the key means, as far as they can be imported."""
     names = list(LAUNCHERS) if name in (AUTO, LOCAL) else [name]
     for each in names:
         if each not in LAUNCHERS and not is_path(each):
@@ -110,3 +112,19 @@ def _asked(name: str, findings: Findings) -> Iterator[tuple[str, Launcher]]:
                 findings.problem(KEY, f"is {name!r}, and cannot be used: {error}")
             else:
                 findings.note(f"{KEY} ({name}): '{each}' is left out: {error}")
+
+
+def gpus_elsewhere(stages: Sequence[StageFacts]) -> tuple[int | None, Findings]:
+    """Count the GPUs of a named cluster's machine if this one has none; None: count them here."""
+    findings = Findings()
+    if num_gpus() or all(stage.asks_api for stage in stages):
+        return None, findings
+    config = stages[0].config
+    launcher, _ = choose_launcher(config, 0)  # its findings are those of the stages
+    if launcher == LOCAL:
+        return None, findings
+    try:
+        return launcher_named(launcher).gpus_of(config.cluster), findings
+    except (TimeoutError, ValueError, RuntimeError) as error:  # a run ends of it, and says so too
+        findings.note(f"cluster.ray_address: this plan counts no GPU, since {error}")
+        return None, findings

@@ -1,4 +1,4 @@
-"""Lookup: finds what the YAML names (files, models, an API), and counts this machine's GPUs.
+"""Lookup: finds the files and models that the YAML names, and counts this machine's GPUs.
 
 Nothing here loads torch.
 """
@@ -11,16 +11,12 @@ import re
 import struct
 import subprocess
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trireme.registry import did_you_mean
-
-if TYPE_CHECKING:
-    from trireme.config.schema import Config
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".safetensors", ".gz")
@@ -31,7 +27,7 @@ Shape = tuple[int, ...]
 def located(path: str, kind: Literal["models", "datasets"]) -> Path | None:
     """Find `path` on this machine; None if it is an id on the hub that is not downloaded yet.
 
-    Raises ValueError for what looks like a local path and is not there.
+    Raises ValueError if it looks like a local path and does not exist.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -47,7 +43,7 @@ def located(path: str, kind: Literal["models", "datasets"]) -> Path | None:
 
 
 def _near(path: Path) -> str:
-    """A name beside the missing one that is nearly it, or the first folder that is missing."""
+    """Return a similar name next to the missing one, or the first folder that is missing."""
     missing = next((p for p in (*reversed(path.parents), path) if not p.exists()), path)
     beside = [p.name for p in missing.parent.iterdir()] if missing.parent.is_dir() else []
     if near := did_you_mean(missing.name, beside, "{}"):
@@ -56,16 +52,16 @@ def _near(path: Path) -> str:
 
 
 def near_model(path: str) -> str:
-    """A model's folder here whose first part is nearly that of what reads like an id on the hub."""
+    """Return a local model folder whose first part resembles that of an apparent hub id."""
     first, *rest = Path(path).parts
-    names = os.listdir()  # os.path is content with folders that may not be entered
+    names = os.listdir()  # os.path accepts folders that may not be entered
     here = [name for name in names if os.path.isfile(Path(name, *rest, "config.json"))]
     near = did_you_mean(first, here, "{}")
     return f"; did you mean '{Path(near, *rest)}'?" if near else ""
 
 
 def _in_cache(hub_id: str, kind: str) -> Path | None:
-    """The newest snapshot of a hub repository in the local cache, if there is one."""
+    """Return the newest snapshot of a hub repository in the local cache, if there is one."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     root = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     folder = root / f"{kind}--{hub_id.replace('/', '--')}" / "snapshots"
@@ -74,7 +70,7 @@ def _in_cache(hub_id: str, kind: str) -> Path | None:
 
 
 class ModelFacts(NamedTuple):
-    """The facts that are known before the model is loaded; None: it is not on this machine."""
+    """The facts that are known before the model is loaded; all None: it is not on this machine."""
 
     folder: Path | None
     max_positions: int | None = None
@@ -84,7 +80,7 @@ class ModelFacts(NamedTuple):
 
 
 def model_facts(model_path: str) -> ModelFacts:
-    """Facts of a model's folder. Raises ValueError where it cannot be one."""
+    """Return the facts of a model's folder. Raises ValueError if it cannot be one."""
     folder = located(model_path, "models")
     if folder is None:
         return ModelFacts(None)
@@ -112,14 +108,14 @@ def model_facts(model_path: str) -> ModelFacts:
 
 
 def _weights_wanted(folder: Path) -> str:
-    """Say what a model's folder without weights needs: a checkpoint's is yet to be exported."""
+    """Explain what a model's folder without weights needs: a checkpoint must be exported first."""
     if folder.match("global_step_*/actor/huggingface"):
         return f"export them first with `trireme convert -c {folder.parents[1]}`"
     return "expected model.safetensors (or its shards)"
 
 
 def model_config(model_path: str | None) -> dict[str, Any]:
-    """config.json of a model; empty where it is not here, or `model_facts` finds it wrong."""
+    """Return config.json of a model; empty if it is not here, or if `model_facts` rejects it."""
     try:
         folder = located(model_path, "models") if model_path else None
         if folder is None or not (folder / "config.json").is_file():
@@ -141,7 +137,7 @@ _NOT_TRAINED = {
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise ValueError for a folder that holds no LoRA adapter of peft's, or one of a kind that is
+    """Raise ValueError for a folder without a LoRA adapter of peft's, or with one of a kind that is
     not trained here.
     """
     for name in _ADAPTER_FILES:
@@ -162,8 +158,8 @@ def check_adapter(folder: Path) -> None:
 
 
 def adapter_facts(path: str) -> tuple[int, bool, str | list[str]]:
-    """The largest rank of an adapter's layers, whether it is DoRA, and the layers that it is on.
-    Raises ValueError where it is not here.
+    """Return the largest rank of an adapter's layers, whether it is DoRA, and the layers that it is
+    on. Raises ValueError if it is not on this machine.
     """
     folder = located(path, "models")
     if folder is None:
@@ -208,21 +204,23 @@ def model_shapes(folder: Path) -> dict[str, Shape]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """A safetensors file, or those of a folder by name."""
+    """Return the path of a safetensors file, or those in a folder by name."""
     if path.is_file():
         return [path]
     return sorted(file for file in path.glob("*.safetensors") if file.is_file())
 
 
 def need_weight_files(path: str | Path) -> list[Path]:
-    """`weight_files`. Raises FileNotFoundError where there is none."""
+    """Return `weight_files`. Raises FileNotFoundError if there is none."""
     if files := weight_files(Path(path)):
         return files
     raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")
 
 
 def read_shapes(path: Path) -> dict[str, Shape]:
-    """Name and shape of every tensor of a file, from its header. Raises ValueError if it is cut."""
+    """Return name and shape of every tensor of a file, from its header. Raises ValueError if it is
+    cut.
+    """
     with path.open("rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
@@ -242,12 +240,13 @@ _OF_AN_EXPERT = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""A layer's tensor of all experts, and what files call its parts of one: Qwen's and Mixtral's."""
+"""A layer's tensor of all experts, and the names of one expert's parts in files: Qwen's and
+Mixtral's."""
 
 
 def names_in(files: Container[str], name: str) -> str | list[list[str]]:
     """Return the names of a model's tensor in files: a tensor of all experts is stored as several
-    of each expert, whose rows follow each other. Its own name if they have no such tensor.
+    of each expert, whose rows follow each other. The name itself if the files have no such tensor.
     """
     for held in (name, name.replace(".mlp.", ".block_sparse_moe.")):
         if held in files:
@@ -262,7 +261,7 @@ def names_in(files: Container[str], name: str) -> str | list[list[str]]:
 
 
 def plugin_files(plugins: Sequence[str]) -> list[Path]:
-    """The Python files of `plugins` and of the folders in TRINITY_PLUGIN_DIRS."""
+    """Return the Python files of `plugins` and of the folders in TRINITY_PLUGIN_DIRS."""
     places = [*plugins, *filter(None, os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep))]
     out: list[Path] = []
     for place in map(Path, places):
@@ -270,31 +269,8 @@ def plugin_files(plugins: Sequence[str]) -> list[Path]:
     return out
 
 
-@dataclass(frozen=True)
-class Api:
-    """The model behind someone else's OpenAI API that `mode: bench` measures."""
-
-    name: str
-    base_url: str
-    key: str | None = None
-
-
-def api_of(config: Config) -> Api | None:
-    """Return the API that `model.external_model` and its variables name; None if not enabled."""
-    asked = config.model.external_model
-    if not asked.enable:
-        return None
-    url, key = (_value(config, name) for name in (asked.base_url_env, asked.api_key_env))
-    return Api(asked.model_name or config.model.model_path, url, key)
-
-
-def _value(config: Config, name: str) -> str:
-    """A variable of this process, or one that the run sets."""
-    return config.explorer.env_vars.get(name) or os.environ.get(name, "")
-
-
 def num_gpus() -> int:
-    """GPUs that the installed torch can use, told without loading it."""
+    """Return the number of GPUs that the installed torch can use, without importing it."""
     try:
         cpu_build = metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -310,8 +286,8 @@ def num_gpus() -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine that a run may use, by its driver; None where that
-    does not say.
+    """Return the memory of the smallest GPU that a run may use on this machine, by its driver; None
+    if the driver does not report it.
     """
     what = "--query-gpu=index,uuid,memory.total"
     asked = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
@@ -326,7 +302,7 @@ def gpu_bytes() -> int | None:
         int(row[2])
         for row in rows
         if len(row) == 3
-        and row[2].isdigit()  # listed are indices, or how ids begin
+        and row[2].isdigit()  # the listed entries are indices, or prefixes of ids
         and (visible is None or row[0] in listed or row[1].startswith(tuple(listed)))
     ]
     return min(sizes) * 2**20 if sizes else None

@@ -1,8 +1,8 @@
-"""Memory: what a trainer's rank will need of its device, as a memory planner estimates it.
+"""Memory: asks a memory planner how much device memory a trainer's rank needs.
 
 Planners are named in manifests, as functions `(stage, places, request)` that return a MemoryPlan
-and findings; the first counts. Without one the memory is not known, and activations are computed
-again where the file asks for it alone.
+and findings; the first counts, and a note names the others. Without one the memory is not known,
+and activations are recomputed only if the file asks for it.
 """
 
 from __future__ import annotations
@@ -19,48 +19,47 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
-"""Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
+"""Most float32 logits of a chunk: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
 MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
-"""The embedded engine's: rollouts that decode at once, their tokens, and the tokens retained of
-finished ones.
-"""
+"""Limits of the embedded engine: rollouts that decode at once, their tokens, and the cached tokens
+of finished ones."""
 
 
 class MemoryPlan(NamedTuple):
-    """The memory that a trainer's rank takes of its device."""
+    """The device memory of a trainer's rank."""
 
     memory: dict[str, int]
-    """Bytes by what for; empty: that is not known."""
+    """Bytes by purpose; empty: not known."""
     gradient_checkpointing: bool
-    """Activations are computed again."""
+    """Whether activations are recomputed."""
     engine_share: float | None = None
-    """Of a GPU, of an engine that takes turns with the trainer."""
+    """The share of a GPU for an engine that takes turns with the trainer."""
 
 
 class MemoryRequest(NamedTuple):
     """The question to a planner: one rank of a stage's trainer on a device."""
 
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     length: int
-    """Tokens of a sequence at most."""
+    """Most tokens of a sequence."""
     device: str
     half: bool
-    """Blocks compute in bfloat16."""
+    """Whether blocks compute in bfloat16."""
     hosts: int
-    """Engine processes of this machine."""
+    """The number of engine processes on this machine."""
     takes_turns: bool
-    """Trainer and engine take turns on their device."""
+    """Whether trainer and engine take turns on their device."""
     shared: bool
-    """The engine reads the trainer's tensors."""
+    """Whether the engine reads the trainer's tensors."""
     free: int | None
-    """Bytes of a GPU; None: there is none, or how large it is is not known."""
+    """Bytes of a GPU; None: there is none, or its size is not known."""
 
 
 def plan_memory(
     stage: StageFacts, places: Places, request: MemoryRequest
 ) -> tuple[MemoryPlan, Findings]:
-    """Decide whether activations are computed again, and an engine's share of the GPU."""
+    """Decide whether activations are recomputed, and an engine's share of the GPU."""
     findings = Findings()
     trainer = stage.config.trainer
     if request.takes_turns and trainer.save_behind:
@@ -68,14 +67,21 @@ def plan_memory(
             "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
             "engine take turns on their device"
         )
-    planner = next(iter(MEMORY_PLANNERS.values()), None)
-    if planner is None:
+    planners = [*MEMORY_PLANNERS]
+    if not planners:
         return MemoryPlan({}, bool(trainer.enable_gradient_checkpointing)), findings
-    return findings.take(planner(stage, places, request)), findings
+    first, *others = planners
+    if others:
+        findings.note(
+            f"memory planner '{first}': it alone counts, and {', '.join(map(repr, others))} "
+            f"{'is' if len(others) == 1 else 'are'} not asked, since a rank has one memory plan: "
+            "leave one extension with a [memory_planner]"
+        )
+    return findings.take(MEMORY_PLANNERS[first](stage, places, request)), findings
 
 
 def in_gib(parts: Mapping[str, int]) -> str:
-    """Write `31.2 GiB: weights 12.0, ...`, the largest first, without what is small."""
+    """Format `31.2 GiB: weights 12.0, ...`, the largest first, without small ones."""
     large = sorted(((n, b) for n, b in parts.items() if b >= GIB // 10), key=lambda x: -x[1])
     named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in large)
     return f"{sum(parts.values()) / GIB:.1f} GiB" + (f" ({named})" if named else "")

@@ -1,4 +1,4 @@
-"""Plan: everything that follows from one stage of a Config, computed before anything starts."""
+"""Plan: all decisions derived from one stage of a Config, made before anything starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from trireme.config import Findings
 from trireme.config.check import note_idle
 from trireme.config.engine_kind import adapter_rank_of, choose_engine, kind_named
+from trireme.config.external import ExternalModel, external_of
 from trireme.config.launcher import LOCAL
-from trireme.config.lookup import Api, api_of, gpu_bytes, num_gpus
+from trireme.config.lookup import gpu_bytes, num_gpus
 from trireme.config.memory import MemoryRequest, plan_memory
 from trireme.config.placement import gpus_of, note_places, places_of
 from trireme.config.schema import Config
@@ -36,16 +37,16 @@ class Plan:
     """One stage, ready to run. Every length, size, path and choice that the parts need is here."""
 
     config: Config
-    """The stage's whole configuration: the global one with the stage's keys laid over it."""
+    """The stage's whole configuration: the global one with the stage's keys applied."""
     stage_name: str | None
-    """None where the file has no stages."""
+    """None if the file has no stages."""
     model_from_stage: int | None
-    """The stage whose last checkpoint is this one's model; None: `model_path`."""
+    """The stage whose last checkpoint is this stage's model; None: `model_path`."""
     mode: str
     colocated: bool
-    """The file says `mode: colocate`; `mode` says what runs."""
+    """Whether the file has `mode: colocate`; `mode` is the mode that runs."""
     job_dir: Path
-    """Where everything of this stage lies; stages lie side by side in the job's folder."""
+    """The folder of this stage; the stages' folders are siblings in the job's folder."""
     seed: int
     device: str
     dtype: str
@@ -58,77 +59,78 @@ class Plan:
     repeat_times: int
     train_batch_size: int
     own_batch: int
-    """Experiences of a train step that the explorer makes; the rest is an expert's."""
+    """Experiences of a train step that come from the explorer; the rest is an expert's."""
     whole_steps: bool
-    """A train step learns from one explore step, whatever that left."""
+    """Whether a train step learns from exactly one explore step, whatever its size."""
     explore_steps: int | None
-    """None: there is no exploring, or only the loaded data tells."""
+    """None: nothing is explored, or only the loaded data determines it."""
     train_steps: int | None
-    """None: the data or the workflow decides how many train steps there are."""
+    """None: the data or the workflow determines the number of train steps."""
     schedule_steps: int | None
-    """The train steps that a learning-rate schedule spans: one experience a rollout is assumed."""
+    """The train steps that a learning-rate schedule spans, assuming one experience per rollout."""
     steps_per_epoch: int | None
     runners: int
     engine_urls: tuple[str, ...]
-    """Rollout servers that generate; none: the embedded engine does."""
+    """The rollout servers that generate; empty: the engine is embedded."""
     engine_key: str | None
-    """What they ask for."""
+    """The key that they require."""
     eval_interval: int
     """Explore steps between evaluations, a multiple of `sync_interval`."""
     max_token_len: int
     """Tokens of a micro-batch."""
     gradient_checkpointing: bool
-    """Activations are computed again in the backward pass."""
+    """Whether activations are recomputed in the backward pass."""
     memory: dict[str, int]
-    """Bytes that a trainer's rank takes of its device, by what for; empty: that is not known."""
+    """Bytes of device memory of a trainer's rank, by purpose; empty: not known."""
     engine_share: float | None
-    """Of a GPU, what an engine takes that takes turns with the trainer; None: a default."""
+    """The share of a GPU for an engine that takes turns with the trainer; None: a default."""
     sync_method: SyncMethod
     adapter_rank: int
-    """Largest rank of the LoRA adapter that is pushed alone; 0: all weights are pushed."""
+    """The largest rank of the LoRA adapter that is pushed alone; 0: all weights are pushed."""
     sync_style: SyncStyle
     sync_interval: int
     sync_offset: int
     lock_step: bool
-    """Explorer and trainer take turns: neither works while the other does."""
+    """Whether explorer and trainer take turns: neither works while the other does."""
     share_tensors: bool
-    """The engine reads the trainer's own tensors: only in lock-step and in float32, as they are; an
-    engine in bfloat16 would multiply in float32 with them."""
+    """Whether the engine reads the trainer's own tensors: only in lock-step and in float32, since
+    an engine in bfloat16 would multiply in float32 with them."""
     deterministic: bool
-    """Equal seeds give byte-equal weights."""
+    """Whether equal seeds give byte-equal weights."""
     buffer_type: str
     buffer_path: str
     """A store's URL, a queue's copy (URL or .jsonl), or a data set's path."""
     listen_address: str
-    """Where `mode: serve` listens."""
+    """The address on which `mode: serve` listens."""
     launcher: str
-    """Who starts the parts: a name of LAUNCHERS, or `local` where they are in one process."""
+    """The launcher of the parts: a name in LAUNCHERS, or `local` if they are in one process."""
     nodes: int
     places_per_node: int
-    """Devices that a run takes of each machine: GPUs, or CPU processes where there are none."""
+    """Devices that a run takes of each machine: GPUs, or CPU processes if there are none."""
     num_engines: int
     engine_size: int
     """Places of one engine."""
     auxiliary_places: int
-    """Of the models that the explorer's process holds beside the engines."""
+    """Places of the auxiliary models in the explorer's process."""
     engine_kind: str
-    """What generates, by its name in ENGINES."""
+    """The kind of the engine, by its name in ENGINES."""
     engine_python: str | None
-    """The interpreter of engine processes; None: that of whoever starts them."""
+    """The interpreter of engine processes; None: that of the process that starts them."""
     engine_hosts: int
-    """Engine processes that the local launcher starts; 0: the engine is embedded, or remote."""
+    """The number of engine processes that the local launcher starts; 0: the engine is embedded, or
+    remote."""
     takes_turns: bool
-    """Each engine's process and a rank of the trainer have one device, and one rests while the
+    """Whether each engine process shares a device with a trainer's rank, and one rests while the
     other works."""
     trainer_ranks: int
     gpus: dict[str, int]
-    """GPUs of each role."""
+    """The GPUs of each role."""
     notes: tuple[str, ...]
-    """What was mapped onto this machine, and what has no effect on it."""
+    """Notes on settings that were mapped onto this machine, or that have no effect on it."""
 
     @property
     def root_dir(self) -> Path:
-        """The folder of the whole job: `job_dir`, or what that of a stage lies in."""
+        """Return the folder of the whole job: `job_dir`, or the parent of a stage's folder."""
         return self.job_dir if self.stage_name is None else self.job_dir.parent
 
     @property
@@ -138,25 +140,25 @@ class Plan:
 
     @property
     def has_adapter(self) -> bool:
-        """True if the trained weights may begin as others than those that engines load."""
+        """True if the trained weights may start out different from those that engines load."""
         return bool(self.config.model.lora_configs)
 
     @property
     def explorer_name(self) -> str:
-        """The name of one of several explorers, in its ids and the paths of its logs and figures;
-        else ''.
+        """Return the name of one of several explorers, used in its ids and the paths of its logs
+        and figures; else ''.
         """
         name = self.config.explorer.name
         return name if self.mode == "explore" and name != "explorer" else ""
 
     @property
-    def api(self) -> Api | None:
-        """The model behind an OpenAI API that bench measures in place of `model_path`."""
-        return api_of(self.config) if self.mode == "bench" else None
+    def api(self) -> ExternalModel | None:
+        """Return the model behind an API that bench evaluates in place of `model_path`."""
+        return external_of(self.config) if self.mode == "bench" else None
 
 
 def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan, Findings]:
-    """The Plan of one stage whose files lie in `root`; its notes are among the findings.
+    """Derive the Plan of one stage whose files are in `root`; its notes are among the findings.
 
     `gpus` are those of a machine of the cluster; None: of this one.
     """
@@ -267,7 +269,9 @@ def _max_tokens(stage: StageFacts, longest: int) -> int:
 
 
 def _dtype(stage: StageFacts, gpus: int) -> tuple[str, Findings]:
-    """float32 on a CPU, where smaller formats are slower; else what the user asks of the engine."""
+    """Choose float32 on a CPU, where smaller formats are slower; else the dtype requested for the
+    engine.
+    """
     findings = Findings()
     asked = stage.config.explorer.rollout_model.dtype
     if gpus:
@@ -278,7 +282,7 @@ def _dtype(stage: StageFacts, gpus: int) -> tuple[str, Findings]:
 
 
 def _note_engine(stage: StageFacts, several: bool) -> Findings:
-    """Lines on what becomes of the engine that was asked for."""
+    """Note if another engine is used than requested."""
     findings = Findings()
     key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
     if stage.config.mode == "train" or stage.asks_api:
@@ -303,7 +307,7 @@ def _note_engine(stage: StageFacts, several: bool) -> Findings:
 
 
 def _listen_address(stage: StageFacts) -> tuple[str, Findings]:
-    """Choose where `mode: serve` listens: only this machine reaches it without a key."""
+    """Choose the address of `mode: serve`: without a key only this machine may reach it."""
     findings = Findings()
     explorer = stage.config.explorer
     address, key = explorer.listen_address, "explorer.listen_address"
@@ -323,7 +327,7 @@ def _listen_address(stage: StageFacts) -> tuple[str, Findings]:
 
 
 def _check_explorer(stage: StageFacts) -> Findings:
-    """The name of one of several explorers is in ids and names of files."""
+    """Check the name of one of several explorers, which becomes part of ids and file names."""
     findings = Findings()
     name = stage.config.explorer.name
     fits = re.fullmatch(r"[\w-][\w.-]*", name) and name not in ("trainer", "stage")

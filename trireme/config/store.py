@@ -1,4 +1,4 @@
-"""Store: decides through which kind of store a stage's experiences go, and where it lies."""
+"""Store: decides which kind of store a stage's experiences use, and its path."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import TYPE_CHECKING
 from trireme.config import Findings
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.config.stages import StageFacts
-from trireme.registry import STORES
+from trireme.extensions import missing
+from trireme.registry import STORES, did_you_mean, is_path
 
 if TYPE_CHECKING:
     from trireme.buffer.store import Store
 
 _KEY = "buffer.trainer_input.experience_buffer"
+_QUEUE = "queue"
+"""The store of a run in one process that names none."""
 
 
 def store_named(kind: str, config: ExperienceBufferConfig) -> Store:
-    """The store of a kind; a queue that replays is one of its own.
+    """Return the store of a kind; a queue with replay is a separate one.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for an unknown name.
     """
-    name = "replay" if kind == "queue" and config.replay_buffer.enable else kind
+    name = "replay" if kind == _QUEUE and config.replay_buffer.enable else kind
     return STORES.get(name)()
 
 
 def store_of(stage: StageFacts, job_dir: Path) -> tuple[tuple[str, str], Findings]:
-    """Decide the kind and the place of the trainer's store, and examine it."""
+    """Decide kind and path of the trainer's store, and check it."""
     findings, config = Findings(), stage.config
     buffer = config.buffer.trainer_input.experience_buffer
     path = buffer.path or ""
     is_url = "://" in path
-    kind = buffer.storage_type or "queue"
+    kind = buffer.storage_type or _QUEUE
     if stage.reads_file:
         if not path:
             learner = config.algorithm.algorithm_type
@@ -50,42 +53,52 @@ def store_of(stage: StageFacts, job_dir: Path) -> tuple[tuple[str, str], Finding
             f"{_KEY}.storage_type (file): experiences go through a queue in memory, and a copy of "
             f"each goes to the file"
         )
-        kind = "queue"
+        kind = _QUEUE
     try:
         store = store_named(kind, buffer)
     except (ValueError, ImportError) as error:
-        findings.problem(f"{_KEY}.storage_type", f"cannot be used: {error}")
-        return (kind, path), findings
-    findings.problems += store.examine(buffer, _KEY, path, config.seed)
+        findings.problem(f"{_KEY}.storage_type", _refused(kind) or f"cannot be used: {error}")
+        kind, store = _QUEUE, STORES.get(_QUEUE)()  # what a plan without this key shows
+    else:
+        findings.problems += store.examine(buffer, _KEY, path, config.seed)
     path = store.place(path, buffer.name)
     path = path if kind == "file" else _placed(path, job_dir)
     return (kind, path), findings
 
 
 def is_between_processes(config: ExperienceBufferConfig) -> bool:
-    """Return whether explorer and trainer may be two processes."""
+    """Return True if explorer and trainer may be two processes."""
     store = _known(config)
     return store is None or store.between_processes
 
 
 def keeps_steps(config: ExperienceBufferConfig) -> bool:
-    """Return whether a batch can be what one explore step left, as long as nothing replays."""
+    """Return True if a batch can be exactly one explore step, as long as nothing replays."""
     store = _known(config)
     return store is None or store.keeps_steps
 
 
 def _known(config: ExperienceBufferConfig) -> Store | None:
-    """The store that the section names; None where there is none: `store_of` says so."""
-    named = config.storage_type or "queue"
-    kind = "queue" if named == "file" else named  # a copy of what goes through the queue
+    """Return the store that the section names; None if it is unknown: `store_of` reports it."""
+    named = config.storage_type or _QUEUE
+    kind = _QUEUE if named == "file" else named  # a copy of what passes through the queue
     try:
         return STORES.get(kind)()
     except (ValueError, ImportError):
         return None
 
 
+def _refused(kind: str) -> str:
+    """Return why a name that is no store's is refused; nothing where the registry says more."""
+    if kind in STORES or is_path(kind) or missing("store", kind):
+        return ""
+    return f"is {kind!r}: expected one of {', '.join(STORES)}{did_you_mean(kind, STORES)}"
+
+
 def _placed(path: str, job_dir: Path) -> str:
-    """A relative file or `sqlite:///file` in the job's buffer folder; all else as it is."""
+    """Return a relative file or `sqlite:///file` in the job's buffer folder; anything else
+    unchanged.
+    """
     _, separator, rest = path.rpartition("sqlite:///")
     if "://" in path and (not separator or rest.startswith("/")):
         return path

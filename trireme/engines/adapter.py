@@ -1,26 +1,24 @@
-"""Adapter: a LoRA adapter as it travels to engines that hold the base weights already.
+"""Adapter: the form in which a LoRA adapter is sent to engines that already have the base weights.
 
-Its tensors are A [r, in] and B [out, r], and B has the scale in it: the layer adds B A x. So one
-form serves plain LoRA and rsLoRA, and layers of any rank; no configuration goes with it. Engines
-know it by its names: those of the base's layers, with `.lora_A.weight` and `.lora_B.weight`.
+Its tensors are A [r, in] and B [out, r], and B includes the scale: the layer adds B A x. So one
+form serves plain LoRA and rsLoRA, and layers of any rank, without a configuration. Engines
+recognize it by its names: those of the base's layers, with `.lora_A.weight` and `.lora_B.weight`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from trireme.engines.weight_group import refuse_unusable
-from trireme.files import write_json
+from trireme.engines.weights import refuse_unusable
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 ENDS = {"lm_head", "embed_tokens"}
-"""Layers whose additions are pushed merged: none of this is a layer of a block."""
+"""Layers outside the blocks; their adapters are pushed merged."""
 
 
 def is_adapter(names: Iterable[str]) -> bool:
@@ -46,23 +44,8 @@ def layers_of(adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tens
         yield stem, a, b
 
 
-def write_adapter(folder: Path, adapter: Mapping[str, Tensor]) -> None:
-    """As peft would: adapter_config.json, whose scale is 1, and adapter_model.safetensors."""
-    from safetensors.torch import save_file
-
-    layers = list(layers_of(adapter))
-    rank = max(len(a) for _, a, _ in layers)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
-    targets = sorted({stem.rpartition(".")[2] for stem, _, _ in layers})
-    ranks = {stem: len(a) for stem, a, _ in layers if len(a) != rank}
-    patterns = {"rank_pattern": ranks, "alpha_pattern": ranks}
-    write_json(folder / "adapter_config.json", config | {"target_modules": targets} | patterns)
-    tensors = {f"base_model.model.{n}": t.cpu().contiguous() for n, t in adapter.items()}
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
 def merge(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Base + B A, summed in float32 at least."""
+    """Return base + B A, summed in float32 at least."""
     wide = torch.promote_types(base.dtype, torch.float32)
     return (base.to(wide) + b.to(base.device, wide) @ a.to(base.device, wide)).to(base.dtype)
 
@@ -77,8 +60,8 @@ class Merged:
 
     @torch.no_grad()
     def take(self, module: nn.Module, adapter: Mapping[str, Tensor]) -> None:
-        """Merge it in place of the last one, in float32 at least. Raises ValueError, and changes
-        nothing, for one of another model, or with numbers that are not finite.
+        """Merge an adapter in place of the last one, in float32 at least. Raises ValueError, and
+        changes nothing, if it belongs to another model, or has numbers that are not finite.
         """
         refuse_unusable(adapter)
         # GPT-2's linear layers keep their weights as [in, out]
@@ -100,7 +83,7 @@ class Merged:
 
     @torch.no_grad()
     def leave(self, module: nn.Module) -> None:
-        """The weights as they were."""
+        """Restore the original weights."""
         own = module.state_dict()
         for name, base in self._base.items():
             own[name].copy_(base)
@@ -111,7 +94,9 @@ class Merged:
         self._base, self._adapter = {}, {}
 
     def _as_stored(self, adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """`layers_of`, where B A has the orientation of the module's weights: (B A)^T = A^T B^T."""
+        """Yield `layers_of`, with B A in the orientation of the module's weights: (B A)^T = A^T
+        B^T.
+        """
         for stem, a, b in layers_of(adapter):
             yield (stem, b.T, a.T) if stem in self._transposed else (stem, a, b)
 

@@ -1,6 +1,6 @@
-"""Engine: what generates tokens. Every kind (torch, vllm, remote, scripted) keeps this contract.
+"""Engine: the contract of everything that generates tokens.
 
-Every way to an engine makes its Sampling here, so that all of them refuse the same options in one
+Every caller of an engine makes its Sampling here, so that all refuse the same options with the same
 sentence.
 """
 
@@ -26,7 +26,7 @@ MOST_SAMPLES = 16384
 
 
 MOST_STOPS = 1024
-"""Token ids that end a sample."""
+"""Most token ids that may end a sample."""
 _HEAT = f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST}"
 
 
@@ -39,7 +39,7 @@ def _not_too_cold(temperature: float) -> float:
 def _as_tuple(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
-    # what comes behind the most that there may be need not be looked at to be refused
+    # more values than the limit need not be validated to be refused
     return tuple(value[: MOST_STOPS + 1]) if isinstance(value, list) else value
 
 
@@ -51,12 +51,12 @@ def _whole(least: int, most: int) -> Any:
 class Sampling:
     """How to sample one request. Defaults sample from the model's own distribution.
 
-    Types and ranges are checked where one is made, so that no engine gets one that it cannot run:
+    Types and ranges are checked on creation, so that no engine gets options that it cannot run:
     raises pydantic's ValidationError, a ValueError. `what_is_wrong` makes its sentence.
     """
 
     max_tokens: Annotated[int, _whole(1, 2**31 - 1)] = 128
-    """At most this many new tokens; cut to what the model's length leaves."""
+    """Most new tokens; cut to the room that the model's length leaves."""
     min_tokens: Annotated[int, _whole(0, 2**31 - 1)] = 0
     """No end-of-sequence and no stop before this many tokens."""
     n: Annotated[int, _whole(1, 1024)] = 1
@@ -121,13 +121,13 @@ class Completion:
     """Per token the `Sampling.logprobs` likeliest ids with their log-probabilities, if asked for.
     """
     told_tokens: float | None = None
-    """How many tokens an API says that it sampled, since `ids` are not its own; NaN where it does
-    not say. None of any other engine.
-    """
+    """The number of sampled tokens that an API reports, since `ids` are not its own; NaN if it
+    reports none. None for any other engine."""
 
 
 OnToken = Callable[[int, int, float, dict[int, float]], None]
-"""Told a token: which sample it is of, its id, its log-probability, and the alternatives."""
+"""Called per token: the sample's index, the token's id, its log-probability, and the
+alternatives."""
 
 
 @dataclass(frozen=True)
@@ -148,23 +148,32 @@ class EngineTraits:
     """Properties of an engine that a run checks before it uses the engine."""
 
     pushes: Mapping[str, str] = field(default_factory=lambda: {"memory": "memory"})
-    """The names in PUSHES by which the engine takes new weights: for `sync_method` memory and nccl,
-    and for `paired`, where it shares a device with one of the trainer's ranks.
-    """
+    """The names in PUSHES of the methods by which the engine gets new weights: for `sync_method`
+    memory and nccl, and for `paired`, if it shares a device with one of the trainer's ranks."""
     model: str = "tokens"
     """The name in MODELS of the model that workflows use: with `messages`, conversations reach the
-    engine as they are, since its ids are not the run's (engines/api.py).
+    engine as they are, since its ids are not the run's (ext/external_model).
     """
 
 
 class Restartable(Protocol):
-    """Servers that may be started again while a run uses them: see engines/servers.py."""
+    """Servers that may be restarted while a run uses them: see ext/remote/servers.py."""
 
     renew: Callable[[Callable[[], bool]], Awaitable[None]] | None
-    """Pushes the run's weights to all servers; None: they serve only the model's own."""
+    """Pushes the run's weights to all servers; None: they serve only the original model."""
 
     async def persist(self, push: Callable[[], Awaitable[Any]]) -> Any:
-        """The result of a push, which is done again where a server was gone."""
+        """Return the result of a push; it is repeated if a server was gone."""
+        ...
+
+
+class Wakes(Protocol):
+    """A lock that lets engines work that share a trainer's devices: a ColocationLock, here or in
+    another process.
+    """
+
+    async def for_engine(self) -> None:
+        """Return once the engines may work."""
         ...
 
 
@@ -175,7 +184,7 @@ class Engine(Protocol):
 
     @property
     def servers(self) -> Restartable | None:
-        """The servers that it asks; None: it ends with this process."""
+        """The servers that it calls; None: it ends with this process."""
         ...
 
     async def generate(
@@ -186,56 +195,72 @@ class Engine(Protocol):
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """`sampling.n` completions of one prompt.
+        """Return `sampling.n` completions of one prompt.
 
         `key` is (batch, task, run, call): in deterministic mode requests enter in its order, and it
-        seeds the random stream. `on_token` is called on the event loop for each token as it comes;
-        an engine that cannot tell leaves it. Cancelling the call aborts its rows. Raises ValueError
-        for a prompt that leaves no room, RuntimeError when the engine has failed or is closed.
+        seeds the random stream. `on_token` is called on the event loop for each token as it is
+        sampled; an engine that cannot stream ignores it. Cancelling the call aborts its rows.
+        Raises ValueError for a prompt that leaves no room, RuntimeError when the engine has failed
+        or is closed.
         """
         ...
 
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
-        """log p(token t | earlier) of given sequences, one number a token; index 0 is 0."""
+        """Return log p(token t | earlier) of given sequences, one number per token; index 0
+        is 0.
+        """
         ...
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Take new weights between two decode steps; tokens sampled from now on carry `version`.
+        """Load new weights between two decode steps; tokens sampled from now on carry `version`.
 
         `source`: None (tensors are shared: only the version changes), a state dict name -> tensor,
-        a LoRA adapter for the base weights that the engine has (see engines/adapter.py), or a
+        a LoRA adapter for the engine's base weights (see engines/adapter.py), or a
         folder with safetensors.
         """
         ...
 
     async def fingerprint(self) -> dict[str, float] | None:
         """Return a number for each tensor, in the engine's dtype, an adapter's tensors listed apart
-        from its base (engines/weight_group.py); None if the engine has none to report.
+        from its base (engines/weights.py); None if the engine has none to report.
         """
         ...
 
     async def pause(self) -> None:
-        """Stop decoding after the step under way; requests wait."""
+        """Stop decoding after the current step; requests wait."""
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         ...
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
-        """End requests whose key begins with `key` (all for ()); they return as `aborted`. How
-        many.
+        """End the requests whose key begins with `key` (all for ()), and return their number; they
+        return as `aborted`.
         """
         ...
 
     def health(self) -> Health:
-        """Counts as of now; raises RuntimeError with the first cause if the engine has failed."""
+        """Return the current counts; raises RuntimeError with the first cause if the engine has
+        failed.
+        """
         ...
 
     async def close(self) -> None:
         """Abort everything and free memory."""
+        ...
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine in other processes, behind servers."""
+
+    colocation: Wakes | None
+    """The lock shared with a trainer that uses the same accelerator."""
+
+    async def connect(self) -> None:
+        """Wait until all servers are there, and awake. Raises TimeoutError naming who is not."""
         ...
 
 
@@ -250,10 +275,10 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
 def with_options(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
-    """`base` with the options of one call; None leaves an option as it is.
+    """Apply the options of one call to `base`; None leaves an option as it is.
 
-    Raises ValueError, naming the option, for an unknown one, or a value of another type or out of
-    its range.
+    Raises ValueError, which names the option, for an unknown one, or a value of another type or out
+    of its range.
     """
     options = {name: value for name, value in overrides.items() if value is not None}
     if not options:
@@ -274,10 +299,10 @@ def with_options(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
 
 
 def what_is_wrong(errors: Sequence[Any]) -> str:
-    """One of a request's errors in one sentence: the field, what was given and expected.
+    """Return one of a request's errors as a sentence: the field, the given and the expected value.
 
-    The first of the innermost: where a field may be one of several, that is of the one it looks
-    like.
+    It is the first of the innermost errors: if a field may have one of several types, that of the
+    type that the value resembles.
     """
     first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
@@ -292,5 +317,7 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = 100
 
 
 def brief(value: Any) -> str:
-    """The beginning of `repr`, at the cost of that alone: a client's list may be of millions."""
+    """Return the beginning of `repr` without computing the rest: a client's list may have millions
+    of items.
+    """
     return _brief.repr(value)

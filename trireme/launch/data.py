@@ -1,8 +1,7 @@
 """Data: makes a plan's tokenizer, tasksets and buffers.
 
-The tokenizer and how conversations become tokens; the tasksets, to learn from and to measure with;
-the buffers, and what is done to experiences on their way there. The Plan has decided; nothing is
-decided here.
+These are the tokenizer and chat template, the tasksets for training and evaluation, the buffers,
+and the operators on the way to them. All decisions are the Plan's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from trireme.config.stages import UsedTaskset, used_tasksets
 from trireme.config.store import store_named
 from trireme.data.rows import DataSet, NoRows, Rows, load_rows
 from trireme.data.tasksets import Mixture, Taskset, check_task
-from trireme.engines.api import byte_tokenizer
 from trireme.envs.env import refuse_missing
 from trireme.files import read_text
 from trireme.model.chat_tokens import ChatTokens
@@ -43,21 +41,21 @@ OPERATORS_KEY = "data_processor.experience_pipeline.operators"
 
 @dataclass(frozen=True)
 class Text:
-    """The tokenizer, and how conversations become tokens."""
+    """The tokenizer, and the rules that turn conversations into tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatTokens
     template: str | None
-    """The chat template that the YAML gives; None: the model's own."""
+    """The chat template from the YAML; None: the model's own."""
 
 
 def make_text(plan: Plan, model_path: str) -> Text:
-    """Tokenizer and chat template of the model, or the template that the YAML gives; for an API,
-    which gets messages, a stand-in.
+    """Make the model's tokenizer, with its chat template or the YAML's; a stand-in for an API,
+    which receives messages.
     """
     model = plan.config.model
     if plan.api is not None:
-        return Text(tokenizer := byte_tokenizer(), ChatTokens(tokenizer), None)
+        return Text(tokenizer := plan.api.tokenizer(), ChatTokens(tokenizer), None)
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=model.trust_remote_code)
     template = chat_template_of(plan)
     chat = ChatTokens(
@@ -71,7 +69,7 @@ def make_text(plan: Plan, model_path: str) -> Text:
 
 
 def chat_template_of(plan: Plan) -> str | None:
-    """The chat template that the YAML gives, as text or as a file; None: the model's own."""
+    """Return the YAML's chat template, given as text or as a file; None: the model's own."""
     model = plan.config.model
     if model.custom_chat_template is None and model.chat_template_path:
         return read_text(Path(model.chat_template_path))
@@ -79,14 +77,14 @@ def chat_template_of(plan: Plan) -> str | None:
 
 
 def end_ids_of(model_path: str, text: Text) -> Collection[int]:
-    """Where the model's generation stops: what supervised replies have to end with."""
-    from trireme.engines.torch.shell import end_tokens_of  # 1 s that `check` does without
+    """Return the ids that end the model's generation: supervised replies must end with one."""
+    from trireme.engines.torch.shell import end_tokens_of  # takes 1 s, and `check` does not need it
 
     return end_tokens_of(model_path, text.tokenizer)
 
 
 def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
-    """The tasks to explore; None in the modes that only measure or only train."""
+    """Make the tasks to explore; None in modes that only evaluate or only train."""
     used = [item for item in used_tasksets(plan.config) if not item.is_eval]
     mixed = len(used) > 1
     made = [
@@ -97,13 +95,13 @@ def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
 
 
 def make_eval_tasksets(plan: Plan) -> list[Taskset]:
-    """All evaluation tasksets of the plan."""
+    """Make all evaluation tasksets of the plan."""
     used = [item for item in used_tasksets(plan.config) if item.is_eval]
     return [make_taskset(plan.config, item, rows_of(item.config)) for item in used]
 
 
 def together(config: Config, tasksets: Sequence[Taskset]) -> Taskset | Mixture:
-    """The only taskset, or a mixture of several."""
+    """Return the only taskset, or a mixture of several."""
     if len(tasksets) == 1:
         return tasksets[0]
     buffer = config.buffer
@@ -116,7 +114,7 @@ def together(config: Config, tasksets: Sequence[Taskset]) -> Taskset | Mixture:
 
 
 def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = False) -> Taskset:
-    """One taskset of these rows; of one that is `mixed`, the mixture makes the batches."""
+    """Make one taskset of these rows; if it is `mixed`, the mixture makes the batches."""
     buffer, dataset, is_eval = config.buffer, used.config, used.is_eval
     selector = dataset.task_selector or dataset.data_selector
     return Taskset(
@@ -132,7 +130,7 @@ def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = Fa
         format_args=dataset.format.model_dump(),
         rollout_args=dataset.rollout_args.model_dump(),
         repeat_times=dataset.repeat_times if is_eval else config.algorithm.repeat_times,
-        # an evaluation tries every row, in the rows' own order
+        # an evaluation runs every row in file order
         selector="sequential" if is_eval else selector.selector_type,
         seed=selector.seed,
         feature_keys=() if is_eval else selector.feature_keys,
@@ -144,7 +142,7 @@ def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = Fa
 
 
 def _is_known(workflow: Any) -> bool:
-    """Whether there is such a workflow; that there is none is said elsewhere."""
+    """Return True if the workflow exists; a missing one is reported elsewhere."""
     try:
         return workflow is not None and resolve(workflow) is not None
     except (ValueError, ImportError):
@@ -152,7 +150,7 @@ def _is_known(workflow: Any) -> bool:
 
 
 def rows_of(config: TasksetConfig) -> Rows:
-    """Rows of a taskset's data set; with `on_error` skip those that can be tasks."""
+    """Read the rows of a taskset's data set; with `on_error: skip`, only rows that can be tasks."""
     data = data_set(config)
     if config.storage_type == "sql" and not SOURCES.get("sql")().takes(data):
         raise NoRows(config.path, "is no database: expected sqlite:///<file> or postgresql://...")
@@ -160,14 +158,14 @@ def rows_of(config: TasksetConfig) -> Rows:
         data.path, data.subset, data.split, on_error=data.on_error, otherwise=data.otherwise
     )
     if config.on_error == "fail":
-        return rows  # the taskset looks at a whole column at once
+        return rows  # the taskset checks a whole column at once
     prompt = config.format.prompt_key
     selector = config.task_selector or config.data_selector
     return rows.checked(lambda row: check_task(row, prompt, selector.feature_keys), "skip")
 
 
 def data_set(config: TasksetConfig | ExperienceBufferConfig) -> DataSet:
-    """The data set that a section names; a taskset's name may be that of a database's table."""
+    """Find the data set that a section names; a taskset's name may be that of a database table."""
     name = (config.name or None) if isinstance(config, TasksetConfig) else None
     return DataSet(config.path or "", config.subset_name, config.split, config.on_error, name)
 
@@ -184,10 +182,11 @@ def examine_taskset(
     greedy_run: bool = False,
     rewards_teach: bool = False,
 ) -> None:
-    """Raise ValueError where a workflow or reward of the tasks has other options, or cannot work.
+    """Raise ValueError if a workflow or reward of the tasks does not take its options, or cannot
+    work.
 
-    `greedy_run`: one of a task's rollouts samples otherwise than the rest. `rewards_teach`: the
-    algorithm needs a reward of each rollout.
+    `greedy_run`: one rollout of each task samples differently from the rest. `rewards_teach`: the
+    algorithm needs a reward for each rollout.
     """
     for task in taskset.kinds():
         spec = resolve(task.workflow)
@@ -225,11 +224,11 @@ def make_buffer(
     schema: str = "sft",
     end_ids: Collection[int] = (),
 ) -> Buffer:
-    """The store between explorer and trainer, or the data set that is read.
+    """Make the store between explorer and trainer, or open the data set that the trainer reads.
 
-    With `config` one of the data sets that are mixed into the trainer's batches, again and again.
-    `schema` is what a data set's rows are, and `end_ids` are where the model's generation stops:
-    what supervised replies have to end with.
+    With `config`: a data set that is mixed into the trainer's batches, repeated as needed. `schema`
+    names the format of the rows, and `end_ids` are the ids that end the model's generation:
+    supervised replies must end with one.
     """
     main = plan.config.buffer.trainer_input.experience_buffer
     parts = StoreParts(
@@ -247,7 +246,7 @@ def make_buffer(
 
 
 def make_operators(plan: Plan) -> list[Operator]:
-    """What is done to a step's experiences before they are trained."""
+    """Make the operators that process a step's experiences before training."""
     return [
         make_operator(OPERATORS, item.name, item.args, f"{OPERATORS_KEY}[{i}]")
         for i, item in enumerate(plan.config.data_processor.experience_pipeline.operators)
@@ -255,7 +254,7 @@ def make_operators(plan: Plan) -> list[Operator]:
 
 
 def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
-    """The copy of what workflows return, where the YAML wants one."""
+    """Make the copy of what workflows return, if the YAML wants one."""
     pipeline = plan.config.data_processor.experience_pipeline
     if not pipeline.save_input:
         return None
@@ -269,13 +268,14 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
 
 
 FAILED_BYTES = 20e6
-"""What lines of failed rollouts may take; each has its traceback."""
+"""Size limit, in bytes, of the lines of failed rollouts, each of which has its traceback."""
 
 
 def make_shown_record(plan: Plan, folder: JobFolder, name: str, most: float) -> Record | None:
-    """Evaluations, failures or a data set's rows, for people, where the YAML wants copies.
+    """Make the readable copy of evaluations, failures or a data set's rows, if the YAML wants
+    copies.
 
-    Lines have no tokens: those of evaluations are in a database beside them.
+    Lines have no tokens: those of evaluations are in a database in the same folder.
     """
     if not plan.config.data_processor.experience_pipeline.save_input:
         return None
@@ -291,7 +291,7 @@ def make_shown_record(plan: Plan, folder: JobFolder, name: str, most: float) -> 
 
 
 def make_trained_tokens(plan: Plan, folder: JobFolder) -> TrainedTokens | None:
-    """What train steps make of their tokens, where the YAML wants copies."""
+    """Make the copy of what train steps compute per token, if the YAML wants copies."""
     if not plan.config.data_processor.experience_pipeline.save_input:
         return None
     return TrainedTokens(folder.buffer, copy_limits(plan)["limit"])

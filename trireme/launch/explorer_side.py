@@ -1,7 +1,7 @@
-"""Explorer side: the half of a run that tries tasks, with its runners and how they sample.
+"""Explorer side: the half of a run that tries tasks, with its runners and their sampling settings.
 
-It is given an engine, what it puts experiences into and who brings new weights, in this process or
-another: it does not know where its trainer runs. `launch/modes.py` says what the two do together.
+It receives an engine, a buffer and a synchronizer, in this process or another: it does not know
+where its trainer runs. `launch/modes.py` runs the two together.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from trireme.sync.synchronizer import ExplorerSync
 from trireme.task import Task
 
 if TYPE_CHECKING:
-    from trireme.model.openai_client import Address
+    from trireme.model.address import Address
 
 GATEWAY = "http"
-"""The name in GATEWAYS of the one that rollouts get."""
+"""The name in GATEWAYS of the gateway that rollouts use."""
 UNLIMITED = 2**31
-"""Tokens, where an API has limits of its own."""
+"""A limit in tokens for an API, which has its own limits."""
 
 
 class ExplorerSide:
@@ -87,7 +87,8 @@ class ExplorerSide:
             name=plan.explorer_name or "explorer",
             max_pending=_max_pending(plan),
         )
-        # several explorers would write the same files, and bench over the run's evaluations
+        # several explorers would write the same files, and bench would overwrite the run's
+        # evaluations
         if not plan.explorer_name and plan.mode != "bench":
             stage.copy(EVALUATED)
             stage.copy(FAILED, most=FAILED_BYTES)
@@ -95,20 +96,20 @@ class ExplorerSide:
             self.explorer.load_state(stage.resumed.run_state["explorer"])
 
     async def explore(self) -> None:
-        """Until there are no tasks left, or the trainer wants no more."""
+        """Explore until there are no tasks left, or the trainer wants no more."""
         await self.explorer.explore()
 
     async def load(self, step: int) -> None:
-        """Give the engine a checkpoint's weights, once they are proved."""
+        """Load a checkpoint's weights into the engine, and verify them."""
         prove(weights := self.stage.folder.weights_dir(step))
         await self.engine.update_weights(weights, step)
 
     async def evaluate(self, step: int | None = None) -> None:
-        """All evaluation tasksets; None: as of the explorer's own last step."""
+        """Run all evaluation tasksets; None: at the explorer's own last step."""
         await self.explorer.evaluate_last(self.explorer.step if step is None else step)
 
     async def result(self) -> StageResult:
-        """What the explorer came to."""
+        """Return the explorer's result."""
         result, explorer = self.stage.result(), self.explorer
         result.first, result.first_example = explorer.first_evaluation, explorer.first_example
         if explorer.last_evaluation is not explorer.first_evaluation:
@@ -118,7 +119,7 @@ class ExplorerSide:
         return result
 
     async def close(self) -> None:
-        """End the runners, and the models beside the trained one."""
+        """End the runners and the auxiliary models."""
         await self.explorer.close()
         for model in self.models:
             if isinstance(model, Auxiliary):
@@ -126,8 +127,8 @@ class ExplorerSide:
 
 
 def _max_pending(plan: Plan) -> int:
-    """Explore steps under way at once where nothing borders them: as many as the runners can work
-    on, so that slow environments leave no runner without a task; two at least.
+    """Return the default limit of concurrent explore steps: as many as the runners can work on, so
+    that slow environments leave no runner idle, but at least two.
     """
     if plan.sync_style not in ("trainer_driven", "fully_async"):
         return 1 << 30
@@ -135,7 +136,7 @@ def _max_pending(plan: Plan) -> int:
 
 
 async def lone_explorer(stage: Stage, engine: Engine) -> ExplorerSide:
-    """The explorer of a mode that has no trainer beside it; to explore, the engine gets the newest
+    """Make the explorer of a mode without a trainer; to explore, the engine first loads the newest
     weights of the command that trains.
     """
     sync, explores = polled_sync(stage, engine), stage.plan.mode == "explore"
@@ -145,7 +146,7 @@ async def lone_explorer(stage: Stage, engine: Engine) -> ExplorerSide:
 
 
 def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
-    """The synchronizer of an explorer whose trainer is another command."""
+    """Make the synchronizer of an explorer whose trainer is another command."""
     plan = stage.plan
     sync = PolledSync(
         engine,
@@ -156,7 +157,7 @@ def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
         timeout=plan.config.synchronizer.sync_timeout,
         dtype=plan.dtype,
     )
-    if (servers := engine.servers) is not None:  # those started again get their weights by it
+    if (servers := engine.servers) is not None:  # restarted servers get their weights through it
         sync.persist, servers.renew = servers.persist, sync.renew
     return sync
 
@@ -173,13 +174,14 @@ def make_scheduler(
     auxiliary: Sequence[Auxiliary | Endpoint] = (),
     max_retries: int | None = None,
 ) -> Scheduler:
-    """As many runners as the plan says, each of which makes a Model for every attempt.
+    """Make the scheduler with the plan's number of runners, each of which makes a Model per
+    attempt.
 
     With `greedy_run` run 0 of every training task is greedy. `auxiliary` are models that workflows
-    may ask; with `teacher` the first of them scores what is sampled. `max_retries` goes before the
-    plan's.
+    may call; with `teacher` the first of them scores the sampled tokens. `max_retries` overrides
+    the plan's.
     """
-    if plan.api is not None:  # which has its own limits, in tokens of its own
+    if plan.api is not None:  # an API has its own limits, in its own tokens
         plan = dataclasses.replace(plan, max_model_len=UNLIMITED, max_prompt_tokens=UNLIMITED - 1)
     model_type: type[Model] = MODELS.get(engine.traits.model)
     model_type.attune(text.chat)
@@ -191,7 +193,7 @@ def make_scheduler(
         return [other.model(key) for other in auxiliary]
 
     def make_model(task: Task, key: Key) -> Model:
-        # checked anew only where the options are others: that takes as long as the rest of this
+        # validated again only if the options changed: that takes as long as the rest of this
         if remembered[0][0] != task.rollout_args:
             args = copy.deepcopy(dict(task.rollout_args))
             remembered[0] = args, sampling_of(plan, args)
@@ -246,21 +248,21 @@ def make_scheduler(
 
 
 class Gateway(Protocol):
-    """Gives rollouts addresses, where programs find their Models. Made of an engine, how its
-    conversations become tokens, the model's path and the most tokens.
+    """An HTTP front that gives rollouts addresses, where programs reach their Models. Made from an
+    engine, the rules that turn conversations into tokens, the model's path and the most tokens.
     """
 
     def address(self, model: Model) -> Address:
-        """A new address, behind which `model` is. Raises OSError where none can be had."""
+        """Return a new address for `model`. Raises OSError if none can be opened."""
         ...
 
     async def close(self) -> None:
-        """End all addresses."""
+        """Close all addresses."""
         ...
 
 
 class Addresses:
-    """The addresses of an explorer's rollouts, by a gateway that is made for the first of them."""
+    """The addresses of an explorer's rollouts, from a gateway that is made on first use."""
 
     def __init__(
         self, engine: Engine, chat: ChatTokens, model_path: str, max_model_len: int
@@ -269,20 +271,22 @@ class Addresses:
         self._gateway: Gateway | None = None
 
     def address(self, model: Model) -> Address:
-        """See Gateway. Raises ValueError where there is no gateway."""
+        """Return a new address for `model`, see Gateway. Raises ValueError if there is no
+        gateway.
+        """
         gateway = self._gateway
         if gateway is None:
             gateway = self._gateway = cast(Gateway, GATEWAYS.get(GATEWAY)(*self._parts))
         return gateway.address(model)
 
     async def close(self) -> None:
-        """See Gateway."""
+        """Close all addresses."""
         if self._gateway is not None:
             await self._gateway.close()
 
 
 def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
-    """How a task samples: its `rollout_args`, else the model section's defaults."""
+    """Return a task's sampling settings: its `rollout_args` over the model section's defaults."""
     model = plan.config.model
 
     def given(name: str, default: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Models: loads what is trained, the policy and a critic, on one rank or several.
+"""Models: loads the trained models, the policy and a critic, on one rank or several.
 
-Whatever starts the processes of several ranks (Ray, a launcher of subprocesses, torchrun) needs to
-tell each only the plan, the model and its `RankSpec`.
+Whatever starts the processes of several ranks (a launcher of subprocesses, torchrun) passes
+each only the plan, the model and its `RankSpec`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trireme.config import Plan
 from trireme.config.lookup import located, model_config
 from trireme.engines.device import expand_segments
 from trireme.launch.data import make_trained_tokens
+from trireme.launch.servers import engine_servers
 from trireme.launch.stage import Stage
 from trireme.sync.push import Pairs
 from trireme.trainer.backend import Backend, TrainSettings
@@ -33,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
-    """The trained models, where the checkpoint left them.
+    """Load the trained models in the state of the checkpoint.
 
-    `spec`: that of rank 0, where several ranks train; the others run `follow_plan`.
+    `spec`: that of rank 0 if several ranks train; the others run `follow_plan`.
     """
     parts = stage.plan, stage.model_path, stage.recipe
     if spec is None:
@@ -63,14 +64,15 @@ def make_models(
     ranks: Ranks | None = None,
     make: Callable[..., Backend] = Backend,
 ) -> Models:
-    """The policy with its optimizer, its reference and a value model where the recipe needs them,
-    which begins at its own path, else at the policy's. `make` makes the policy's backend.
+    """Make the policy with its optimizer, and its reference and value model if the recipe needs
+    them. The value model begins at its own path, else at the policy's. `make` makes the policy's
+    backend.
     """
     config, settings = plan.config, _settings(plan)
-    if plan.device == "cuda" and plan.launcher == "local":  # actors have it in their environment
-        expand_segments(not plan.takes_turns)  # CUDA does not lend an engine what expands
+    if plan.device == "cuda" and plan.launcher == "local":  # actors have it in the environment
+        expand_segments(not plan.takes_turns)  # CUDA cannot hand expandable segments to an engine
     if plan.deterministic and plan.device == "cuda":
-        # read at the first product: without it cuBLAS may choose another order of sums
+        # read at the first matrix product: without it cuBLAS may choose another summation order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     backend = make(model_path, settings, ranks, reference=recipe.needs_reference)
     if not recipe.needs_critic:
@@ -78,7 +80,7 @@ def make_models(
     options = config.algorithm.critic
     critic = Critic(
         config.model.critic_model_path or model_path,
-        replace(settings, optimizer=options.optimizer, lora=None),  # it is trained whole
+        replace(settings, optimizer=options.optimizer, lora=None),  # trained in full
         ranks,
         clip_range=options.cliprange_value,
     )
@@ -88,7 +90,7 @@ def make_models(
 def lead_ranks(
     plan: Plan, model_path: str, recipe: Recipe, spec: RankSpec
 ) -> tuple[Models, Leader]:
-    """Rank 0's models, and through their leader all others', until it is closed. Waits for them."""
+    """Make rank 0's models and, through their leader, those of all other ranks. Waits for them."""
     logger.info("%d trainer ranks meet at %s", spec.world, spec.address)
     ranks = Ranks(spec)
     leader = Leader(ranks)
@@ -135,8 +137,9 @@ def _settings(plan: Plan) -> TrainSettings:
 
 
 def _export_dtype(plan: Plan) -> torch.dtype:
-    """Of the weights that others load: the model's own, by its config.json. In a file with stages
-    as they are trained: the next stage goes on from them, and rounding would undo small steps.
+    """Return the dtype of exported weights: the model's own, by its config.json. In a file with
+    stages, the training dtype: the next stage resumes from them, and rounding would undo small
+    steps.
     """
     facts = model_config(plan.model_path)
     facts = {**(facts.get("text_config") or {}), **facts}
@@ -146,18 +149,22 @@ def _export_dtype(plan: Plan) -> torch.dtype:
 
 
 def make_pairs(plan: Plan, models: Models) -> Pairs | None:
-    """This rank's half of the pairs of ranks and engines; None where they share no device."""
+    """Make this rank's half of the pairs of ranks and engines; None if they share no device."""
     if not plan.takes_turns:
         return None
     trainer = plan.config.trainer
-    return models.pairs(
+    own = engine_servers().pair(
+        models.backend,
         part="adapter" if plan.adapter_rank else "merged",
         parks=trainer.park_optimizer and not trainer.offload,
     )
+    return models.pairs(own)
 
 
 def make_rank_spec(plan: Plan, rank: int, world: int, address: str) -> RankSpec:
-    """The spec of one rank by the plan's keys; `address` is host:port of rank 0, free to take."""
+    """Make the spec of one rank from the plan's keys; `address` is host:port of rank 0, a free
+    port.
+    """
     trainer = plan.config.trainer
     return RankSpec(
         rank,
@@ -171,9 +178,9 @@ def make_rank_spec(plan: Plan, rank: int, world: int, address: str) -> RankSpec:
 
 
 def follow_plan(plan: Plan, model_path: str, spec: RankSpec) -> None:
-    """Be one of the other ranks until rank 0 says stop.
+    """Run as one of the other ranks until rank 0 stops it.
 
-    The user's plugins must be loaded. Raises what went wrong here, having told rank 0.
+    The user's plugins must be loaded. Raises local errors after reporting them to rank 0.
     """
     recipe = get_recipe(plan.config.algorithm)
 

@@ -1,12 +1,12 @@
-"""Run: runs the plans of a YAML one after the other, each from the model of the one before.
+"""Run: runs the plans of a YAML one after the other, each on the model of the one before.
 
-`stage_meta.json` in the job's folder holds what finished stages came to: they are not run again.
+`stage_meta.json` in the job's folder holds the results of finished stages, which are not run again.
 A stage has explorer, trainer and engine on one event loop of this process, or a launcher starts
-each in one of its own; `launch/modes.py` says what they do together.
+each in its own; `launch/modes.py` runs them together.
 
 `trireme run --compare` asks what the reinforcement stage's time would have bought as more
-supervised training. The supervised stage goes on from where it ended, for as many steps as take as
-long, so that a rise by reinforcement cannot be a weak warm-up's.
+supervised training. The supervised stage resumes from its end, for as many steps as fit in that
+time, so that a rise by reinforcement cannot be due to too little supervised training.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.config.launcher import launcher_named
 from trireme.engines.device import ColocationLock, Device
-from trireme.engines.remote import RemoteEngine
+from trireme.engines.engine import ServedEngine
 from trireme.files import Unreadable, read_json, write_json
 from trireme.launch import GC_THRESHOLDS
-from trireme.launch.engine_host import with_engines
-from trireme.launch.engines import make_api_engine
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import load_models
 from trireme.launch.modes import run_mode
+from trireme.launch.open_run import open_run
 from trireme.launch.results import StageResult, accuracy, explored, rewards_of, sampled, summarise
-from trireme.launch.stage import Stage, open_run
+from trireme.launch.servers import with_servers
+from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
 from trireme.launch.trainer_side import TrainerSide
 from trireme.monitor.console import Console
@@ -48,18 +48,18 @@ NAME = "more_sft"
 def run_stages(
     plans: Sequence[Plan], *, console: Console, stop: Stop, compare_sft: bool = False
 ) -> Summary:
-    """Run every stage that is not done; the summary is shown and written into the job's folder.
+    """Run every unfinished stage; the summary is shown and written into the job's folder.
 
     `compare_sft` spends the reinforcement stage's time on more supervised training as well.
     """
-    disable_progress_bar()  # the console shows progress; another bar would tear it
+    disable_progress_bar()  # the console shows progress; another bar would break its display
     started = time.monotonic()
     job = plans[0].root_dir
     finished = finished_stages(job) if len(plans) > 1 else []
     results = list(finished)
     for plan in plans[len(finished) :]:
         trains = plan.mode in ("both", "train")
-        # how many train steps an explore step makes only the workflow knows: count what is known
+        # only the workflow knows how many train steps an explore step makes: count the known ones
         by = "trainer" if trains and (plan.train_steps or not plan.explore_steps) else "explorer"
         total = plan.train_steps if by == "trainer" else plan.explore_steps
         console.stage(plan.stage_name, total, by=by)
@@ -88,10 +88,10 @@ def run_stages(
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Have Python's garbage collector leave out all that is there now, and collect rarely.
+    """Exclude all present objects from Python's garbage collection, and collect rarely.
 
-    A full collection of what torch, transformers and a run's parts hold takes a quarter of a second
-    and holds the interpreter's lock; with Python's own thresholds one comes every few steps.
+    A full collection of the objects of torch, transformers and a run takes a quarter of a second
+    and holds the interpreter's lock; with Python's default thresholds it happens every few steps.
     """
     thresholds = gc.get_threshold()
     gc.collect()
@@ -105,7 +105,7 @@ def rare_collections() -> Iterator[None]:
 
 
 def finished_stages(job: Path) -> list[StageResult]:
-    """What the stages that are done came to."""
+    """Return the results of the finished stages."""
     path = JobFolder(job).stage_meta
     try:
         return [StageResult(**row) for row in read_json(path)["finished"]]
@@ -116,7 +116,9 @@ def finished_stages(job: Path) -> list[StageResult]:
 
 
 def model_of(plan: Plan, results: Sequence[StageResult]) -> str:
-    """Where a stage's model lies: the plan's path, or the last checkpoint of an earlier stage."""
+    """Return the path of a stage's model: the plan's, or the last checkpoint of an earlier
+    stage.
+    """
     if plan.model_from_stage is None:
         return plan.model_path
     model = results[plan.model_from_stage].model_dir
@@ -130,7 +132,7 @@ def model_of(plan: Plan, results: Sequence[StageResult]) -> str:
 
 
 def refuse_comparison(plans: Sequence[Plan]) -> None:
-    """Raise ValueError where `--compare` has nothing to compare."""
+    """Raise ValueError if `--compare` has nothing to compare."""
     kinds = [plan.config.algorithm.algorithm_type for plan in plans]
     explores = bool(plans) and plans[-1].mode == "both"
     if len(plans) != 2 or kinds[0] != "sft" or not explores:
@@ -143,7 +145,7 @@ def refuse_comparison(plans: Sequence[Plan]) -> None:
 def more_supervised(
     plans: Sequence[Plan], results: Sequence[StageResult], console: Console, stop: Stop
 ) -> StageResult | None:
-    """Run the comparison; None where a stage took no time, since all was done before."""
+    """Run the comparison; None if a stage took no time because everything was done before."""
     supervised, reinforced = results
     seconds = reinforced.phases.get("explore", 0.0) + reinforced.phases.get("train", 0.0)
     taken = supervised.phases.get("train", 0.0)
@@ -166,10 +168,11 @@ def more_supervised(
 async def run_plan(
     plan: Plan, model_path: str, console: Console, *, stop: Stop, measure_end: bool = True
 ) -> StageResult:
-    """Run one stage to its end. Raises the first cause where it fails, Stopped where `stop` asks.
+    """Run one stage to its end. Raises the first error of a failure, and Stopped if `stop` is
+    requested.
 
-    `measure_end`: a supervised stage evaluates its model at the end; not where the next stage
-    begins with the same evaluation.
+    `measure_end`: a supervised stage evaluates its model at the end; not if the next stage begins
+    with the same evaluation.
     """
     stop.begin(plan)
     started = time.monotonic()
@@ -180,7 +183,7 @@ async def run_plan(
                 result = await launcher_named(plan.launcher).run(stage, stop, measure_end)
             else:
                 work = partial(_run_here, stage, stop, measure_end)
-                result = await with_engines(plan, model_path, work)
+                result = await with_servers(plan, model_path, work)
             result.warnings = [warning for one in following for warning in one.end()]
     finally:
         device.close()
@@ -193,7 +196,7 @@ async def run_plan(
 
 
 def nothing_left(plan: Plan, steps: int) -> str:
-    """What a start did that found its run at its end, and what makes it go on."""
+    """Explain that an attempt found its run finished, and how to extend it."""
     config = plan.config
     keys = {
         "trainer.total_steps": config.trainer.total_steps,
@@ -202,17 +205,17 @@ def nothing_left(plan: Plan, steps: int) -> str:
     ends = [f"{key} ({value})" for key, value in keys.items() if value]
     more = " and ".join(ends) or f"buffer.total_epochs ({config.buffer.total_epochs})"
     at = f"step {steps} was this run's last"
-    if plan.train_steps and steps > plan.train_steps:  # another configuration's run, perhaps
+    if plan.train_steps and steps > plan.train_steps:  # perhaps another configuration's run
         at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.train_steps} asked for"
     remedies = f"To train on, raise {more}; to begin a run of its own, set another name"
     return f"nothing was left to do: {at}. {remedies}"
 
 
 async def _run_here(
-    stage: Stage, stop: Stop, measure_end: bool, remote: RemoteEngine | None
+    stage: Stage, stop: Stop, measure_end: bool, remote: ServedEngine | None
 ) -> StageResult:
-    """The plan's mode with its sides in this process, and an embedded engine where there is no
-    `remote` one.
+    """Run the plan's mode with its sides in this process, and with an embedded engine if there is
+    no `remote` one.
     """
     plan = stage.plan
     if plan.takes_turns and remote is not None:
@@ -234,13 +237,16 @@ async def _run_here(
                 held.push_async_callback(explorer.close)
                 side.explorer_state = explorer.explorer.state if both else None
         else:
-            asked = make_api_engine(plan, plan.api, stage.text) if plan.api else remote
-            engine = asked or await stage.embedded_engine()
+            if plan.api is not None:
+                timeout = plan.config.explorer.max_timeout
+                engine = plan.api.make(stage.text.tokenizer, plan.max_model_len, timeout)
+            else:
+                engine = remote or await stage.embedded_engine()
             held.push_async_callback(engine.close)
             held.enter_context(stage.exploring())
             explorer = await lone_explorer(stage, engine)
             held.push_async_callback(explorer.close)
         result = await run_mode(stage, trainer, explorer, measure_end=measure_end)
         if plan.mode == "bench" and engine is not None:
-            engine.health()  # an API that failed has measured nothing
+            engine.health()  # if the API failed, the evaluation counts for nothing
         return result

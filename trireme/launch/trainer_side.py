@@ -1,7 +1,7 @@
 """Trainer side: the half of a run that learns, with the buffer, the synchronizer and checkpoints.
 
-It is given an engine, in this process or another: it does not know where its explorer runs.
-`launch/modes.py` says what the two do together.
+It receives an engine, in this process or another: it does not know where its explorer runs.
+`launch/modes.py` runs the two together.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from trireme.trainer.trainer import Stopped, Trainer, TrainerSettings
 class TrainerSide:
     """Trainer, buffer and synchronizer of one plan; explorers are here, in an actor, or elsewhere.
 
-    Without an `engine` nothing is measured here, and explorers of other commands read files.
+    Without an `engine` nothing is evaluated here, and explorers of other commands read files.
     """
 
     def __init__(
         self, stage: Stage, models: Models, engine: Engine | None, *, host: str = "127.0.0.1"
     ) -> None:
-        """`host`: this machine, as the engines see it."""
+        """`host`: the address of this machine, as the engines see it."""
         plan, saved, backend = stage.plan, stage.resumed, models.backend
         if (adapter := backend.adapter) is not None:
             get_logger("trainer").info(line := adapter.trains())
@@ -53,9 +53,9 @@ class TrainerSide:
         self._host = host
         self._saving: Saving | None = None
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
-        """Where an explorer of the same run stands: checkpoints hold it too."""
+        """Returns the state of an explorer of the same run: checkpoints hold it too."""
         self._probe = Probe(backend.module.config.vocab_size, plan.dtype)
-        # where the engine has the base, the adapter alone is pushed
+        # if the engine has the base model, only the adapter is pushed
         self._source: WeightSource = AdapterSource(backend) if plan.adapter_rank else backend
         self._files = CheckpointPush(
             backend,
@@ -83,7 +83,7 @@ class TrainerSide:
         )
         self._refreshing = asyncio.Lock()
         servers = None if engine is None else engine.servers
-        if servers is not None:  # those that are started again get their weights so
+        if servers is not None:  # restarted servers get their weights this way
             self.sync.persist = servers.persist
             servers.renew = self._renew if stage.recipe.from_data else self.sync.renew
         self.auxiliary = self._auxiliary()
@@ -92,7 +92,7 @@ class TrainerSide:
             stage.copy(DATA_ROWS)
 
     async def refresh(self) -> None:
-        """Give the engine the weights as they are, without a push."""
+        """Load the current weights into the engine, without a push."""
         from_data = self.stage.recipe.from_data
         version = self.trainer.step if from_data else self.sync.version
         direct = self._push_named("memory")
@@ -100,7 +100,7 @@ class TrainerSide:
             await self.sync.persist(lambda: direct.give(version))
 
     async def _renew(self, lacking: Callable[[], bool]) -> None:
-        """A supervised stage pushes nothing: an engine that was started again is refreshed."""
+        """Refresh an engine that was restarted: a supervised stage pushes nothing."""
         if lacking():
             await self.refresh()
 
@@ -116,7 +116,9 @@ class TrainerSide:
         await self.sync.persist(lambda: self._probe.calibrate(engine, score))
 
     async def train(self) -> int:
-        """To the last step, which is returned. Explorers of other commands are told how it goes."""
+        """Train to the last step and return it. Publishes its progress to explorers of other
+        commands.
+        """
         if self.stage.plan.mode == "both" or self.stage.recipe.from_data:
             await self.trainer.train()
         else:
@@ -124,18 +126,18 @@ class TrainerSide:
         return self.trainer.step
 
     async def explored(self) -> None:
-        """The explorer has ended."""
+        """Note that the explorer has ended."""
         self.sync.explored()
 
     async def final_push(self) -> None:
-        """Give the engine the last weights, for the evaluation at the end."""
+        """Push the last weights to the engine, for the evaluation at the end."""
         if self.stage.recipe.from_data:
             await self.refresh()
         else:
             await self.sync.final_push()
 
     async def result(self) -> StageResult:
-        """What the trainer came to."""
+        """Return the trainer's result."""
         result, step = self.stage.result(), self.trainer.step
         result.steps, result.ended_by = step, self.trainer.ended_by
         result.phases["train"] = self.trainer.seconds
@@ -143,8 +145,9 @@ class TrainerSide:
         return result
 
     async def snapshot(self) -> dict[str, Any]:
-        """Where explorer, buffer and synchronizer stand now."""
+        """Return the current state of explorer, buffer and synchronizer."""
         state: dict[str, Any] = {
+            "made_with": self.stage.made_with,
             "buffer": self.buffer.state(),
             "auxiliary": {name: buffer.state() for name, buffer in self.auxiliary.items()},
             "version": 0,
@@ -157,7 +160,7 @@ class TrainerSide:
         return state | {"learning": self.models.train_state.state()}
 
     def begin_save(self, step: int, run_state: dict[str, Any], last: bool, behind: bool) -> None:
-        """See Checkpointer: a whole checkpoint of `step`."""
+        """Implement Checkpointer.begin_save: a whole checkpoint of `step`."""
         trainer = self.stage.plan.config.trainer
         when = trainer.save_hf_checkpoint
         hf = when == "always" or (when == "last" and last)
@@ -175,39 +178,41 @@ class TrainerSide:
         self._saving = saving
 
     def await_save(self) -> None:
-        """See Checkpointer."""
+        """Implement Checkpointer.await_save."""
         self.models.backend.await_save()
 
     def end_save(self) -> None:
-        """See Checkpointer."""
+        """Implement Checkpointer.end_save."""
         assert self._saving is not None, "a save has begun"
         with self._saving.abandoned_on_error():
             self.models.backend.end_save()
 
     def seal_save(self) -> None:
-        """See Checkpointer."""
+        """Implement Checkpointer.seal_save."""
         assert self._saving is not None, "a save has begun"
         self._saving.finish()
         self._saving = None
 
     async def _train_for_others(self) -> None:
-        """Train on what explorers of other commands put, and tell them how it stands."""
+        """Train on the experiences of other commands' explorers, and publish the trainer's state to
+        them.
+        """
         trainer, announce = self.trainer, self._files.announce
         announce("running", trainer.step)
         try:
             await trainer.train()
             await self.sync.final_push()
         except Stopped:
-            raise  # they wait until it is started again
+            raise  # explorers wait until the trainer is started again
         except Exception as error:
-            # explorers of other processes wait for us, for room or for weights
+            # explorers of other processes wait for room or for weights
             announce(f"failed: {type(error).__name__}: {error}", trainer.step)
             await self.buffer.fail(error)
             raise
         announce("stopped", trainer.step)
 
     def _push(self) -> Push:
-        """How weights travel from here to an engine, as it names it, or by files."""
+        """Choose how weights reach an engine: by the method that the engine names, or by files."""
         plan, device = self.stage.plan, self.stage.device
         pairs = make_pairs(plan, self.models)
         if pairs is not None and device.colocation is not None:
@@ -217,7 +222,7 @@ class TrainerSide:
         return self._push_named("paired" if pairs is not None else plan.sync_method, pairs).push
 
     def _push_named(self, way: str, pairs: Pairs | None = None) -> WeightPush:
-        """The engine's own push for this way. Raises ValueError where it has none."""
+        """Make the engine's own push for this method. Raises ValueError if it has none."""
         engine, plan = self.engine, self.stage.plan
         assert engine is not None, "nothing is pushed where no engine is"
         if (name := engine.traits.pushes.get(way)) is None:
@@ -237,7 +242,7 @@ class TrainerSide:
         return PUSHES.get(name).of(parts)
 
     def _auxiliary(self) -> dict[str, Buffer]:
-        """Data sets that are mixed into the batches, where the checkpoint left them."""
+        """Open the data sets that are mixed into the batches, in the state of the checkpoint."""
         stage, saved = self.stage, self.stage.resumed
         buffers: dict[str, Buffer] = {}
         for name, config in stage.plan.config.buffer.trainer_input.auxiliary_buffers.items():
@@ -254,10 +259,10 @@ class TrainerSide:
         options = plan.config.trainer
         settings = TrainerSettings(
             batch_size=plan.train_batch_size,
-            # Together with an explorer the trainer ends when the experiences do.
+            # With an explorer, the trainer ends when the experiences do.
             total_steps=options.total_steps if plan.mode == "both" else plan.train_steps,
             save_interval=options.save_interval,
-            # its end would make the engine pause again, amid rollouts
+            # its end would make the engine pause again, in the middle of rollouts
             save_behind=options.save_behind and not plan.takes_turns,
             save_timeout=plan.config.cluster.stop_timeout,
         )

@@ -1,8 +1,8 @@
-"""Blocking model: the Model as class workflows hold it, to be called from a thread of their own.
+"""Blocking model: the Model for class workflows, which call it from another thread.
 
-`chat` and `generate` wait for the engine's event loop and return a list of n experiences, one a
+`chat` and `generate` wait for the engine's event loop and return a list of n experiences, one per
 reply, with `response_text`, `tokens`, `logprobs` and `prompt_length`. Their `*_async` twins can be
-awaited from any event loop. Waiting on the engine's own loop would wait for ever: that raises.
+awaited from any event loop. Waiting on the engine's own loop would never end: that raises.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trireme.model.conversation import experience_of, with_metrics
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
+    from trireme.model.address import Address
     from trireme.model.model import Model, Reply
-    from trireme.model.openai_client import Address
 
 T = TypeVar("T")
 WAIT_S = 3600.0
-"""Longest wait of a blocking call for its answer."""
+"""Seconds that a blocking call waits for its answer at most."""
 
 
 def wait_for(
@@ -38,7 +38,9 @@ def wait_for(
     what: str,
     timeout: float = WAIT_S,
 ) -> T:
-    """Run `call` on `loop` from another thread and wait. Raises TimeoutError, saying for what."""
+    """Run `call` on `loop` from another thread and wait. Raises TimeoutError, which names
+    `what`.
+    """
     if running_loop() is loop:
         call.close()
         raise RuntimeError(
@@ -47,14 +49,14 @@ def wait_for(
         )
     try:
         future = asyncio.run_coroutine_threadsafe(call, loop)
-    except RuntimeError:  # the run, and its loop, have ended
+    except RuntimeError:  # the run and its loop have ended
         call.close()
         raise
     try:
         return future.result(timeout)
     except concurrent.futures.TimeoutError:
         if future.done():
-            raise  # the call's own
+            raise  # raised by the call itself
         future.cancel()
         raise TimeoutError(f"{what} got no answer from the engine in {timeout:g} s") from None
 
@@ -67,21 +69,23 @@ async def on_loop(loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T])
 
 
 class Replies(list[Experience]):
-    """Replies as experiences. What a Reply has (`text`, `message` …) is the first one's."""
+    """Replies as experiences. Attributes of a Reply (`text`, `message` …) are those of the first
+    one.
+    """
 
     def __init__(self, experiences: Sequence[Experience], first: Reply | None) -> None:
         super().__init__(experiences)
         self.first = first
 
     def __getattr__(self, name: str) -> Any:
-        """Of the first reply."""
+        """Return an attribute of the first reply."""
         if name == "first" or name.startswith("__") or not hasattr(self.first, name):
             raise AttributeError(f"a list of replies has no '{name}'")
         return getattr(self.first, name)
 
 
 class BlockingModel:
-    """The names that the seeds' classes use, over a Model."""
+    """A Model whose methods block, with the names that classes of workflows use."""
 
     enable_history = True
 
@@ -91,27 +95,27 @@ class BlockingModel:
 
     @property
     def model_path(self) -> str:
-        """Folder or id of the model that the run began with."""
+        """Return the folder or id of the original model."""
         return self.model.model_path
 
     @property
     def model_name(self) -> str:
-        """Its last part."""
+        """Return the last part of the path."""
         return PurePath(self.model_path).name
 
     @property
     def model_version(self) -> int:
-        """Version of the weights that the engine has now."""
+        """Return the version of the weights that the engine has now."""
         return self.model.engine.health().version
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt with its reply."""
+        """Return the most tokens of a prompt with its reply."""
         return self.model.max_model_len
 
     @property
     def address(self) -> Address:
-        """Where programs of other processes find this model: see `Model.address`."""
+        """Return the address for programs of other processes: see `Model.address`."""
 
         async def ask() -> Address:
             return self.model.address
@@ -122,53 +126,53 @@ class BlockingModel:
 
     @property
     def base_url(self) -> str:
-        """The address for OpenAI's clients."""
+        """Return the address for OpenAI's clients."""
         return self.address.base_url
 
     @property
     def api_key(self) -> str:
-        """What clients must show there."""
+        """Return the key that clients send to the address."""
         return self.address.api_key
 
     @property
     def auxiliary(self) -> list[Any]:
-        """`explorer.auxiliary_models`, in this form."""
+        """Return `explorer.auxiliary_models`, in this form."""
         return [model.blocking(self._loop) for model in self.model.auxiliary]
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.model.chat_tokens.tokenizer
 
     def chat(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
     ) -> list[Experience]:
-        """n replies to a conversation, each as an experience."""
+        """Return n replies to a conversation, each as an experience."""
         return wait_for(self._loop, self._chat(messages, tools, sampling), "chat")
 
     async def chat_async(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
     ) -> list[Experience]:
-        """`chat`, to be awaited."""
+        """Await `chat`."""
         return await on_loop(self._loop, self._chat(messages, tools, sampling))
 
     def generate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Experience]:
-        """n continuations of each prompt (a text or ids), in the order of the prompts."""
+        """Return n continuations of each prompt (a text or ids), in the order of the prompts."""
         return wait_for(self._loop, self._generate(prompts, sampling), "generate")
 
     async def generate_async(
         self, prompts: str | Sequence[Any], **sampling: Any
     ) -> list[Experience]:
-        """`generate`, to be awaited."""
+        """Await `generate`."""
         return await on_loop(self._loop, self._generate(prompts, sampling))
 
     def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
-        """log p(token t | earlier) [T] of given ids; index 0 is 0."""
+        """Return log p(token t | earlier) [T] of given ids; index 0 is 0."""
         call = self.model.logprobs(tokens, temperature)
         return torch.tensor(wait_for(self._loop, call, "logprobs"))
 
     async def logprobs_async(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
-        """`logprobs`, to be awaited."""
+        """Await `logprobs`."""
         return torch.tensor(await on_loop(self._loop, self.model.logprobs(tokens, temperature)))
 
     def convert_messages_to_experience(
@@ -177,11 +181,12 @@ class BlockingModel:
         tools: Sequence[Any] | None = None,
         temperature: float | None = None,
     ) -> Experience:
-        """A whole dialogue as one experience, its ids those of the recorded calls.
+        """Make one experience of a whole dialogue, with the ids of the recorded calls.
 
-        A reply that no call of this rollout gave (edited, or written by someone else) is encoded
-        and not trained; the metric `conversation/unmatched` counts these. So are earlier turns that
-        the template has rewritten. `temperature` is known from the calls where there are any.
+        A reply that no call of this rollout sampled (edited, or written by someone else) is encoded
+        and not trained, as are earlier turns that the template has rewritten; the metric
+        `conversation/unmatched` counts the former. `temperature` is taken from the calls if there
+        are any.
         """
         conversation = plain_messages(messages)
         recorder, chat = self.model.recorder, self.model.chat_tokens
@@ -211,37 +216,37 @@ class BlockingModel:
         tools: Sequence[Any] | None = None,
         temperature: float | None = None,
     ) -> Experience:
-        """`convert_messages_to_experience`; it waits for nothing."""
+        """Run `convert_messages_to_experience`, which needs no waiting."""
         return self.convert_messages_to_experience(messages, tools, temperature)
 
     def experiences(
         self, reward: float | Sequence[float] | None = None, **options: Any
     ) -> list[Experience]:
-        """What was lived through: see `Model.experiences`."""
+        """Return the recorded experiences: see `Model.experiences`."""
         return self.model.experiences(reward, **options)
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """One experience for each reply since the last time that this cleared the history."""
+        """Return one experience per reply since the history was last cleared here."""
         experiences = self.model.experiences(per_call=True)
         if clear_history:
             self.model.recorder.take()
         return experiences
 
     def get_openai_client(self) -> OpenAI:
-        """A blocking OpenAI client whose requests come here."""
+        """Return a blocking OpenAI client whose requests this model answers."""
         return self.model.get_openai_client()
 
     def get_openai_async_client(self) -> AsyncOpenAI:
-        """An asynchronous OpenAI client whose requests come here."""
+        """Return an asynchronous OpenAI client whose requests this model answers."""
         return self.model.get_openai_async_client()
 
     def get_message_token_len(self, messages: Sequence[Message]) -> int:
-        """Number of tokens of a conversation as a prompt."""
+        """Return the number of tokens of a conversation as a prompt."""
         conversation = plain_messages(messages)
         return len(self.model.chat_tokens.prompt(conversation).ids)
 
     def clone_with_isolated_history(self) -> BlockingModel:
-        """The same model with a record of its own."""
+        """Return the same model with a separate record."""
         return self.model.fork().blocking(self._loop)
 
     async def _chat(
@@ -254,7 +259,7 @@ class BlockingModel:
     ) -> list[Experience]:
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         each = [prompts] if one else prompts
-        # asked for in order, so that requests are numbered in it
+        # awaited in order, so that requests are numbered in order
         tasks = [
             asyncio.ensure_future(self.model.generate_samples(prompt, **sampling))
             for prompt in each
@@ -266,7 +271,7 @@ class BlockingModel:
         )
 
     def _as_experiences(self, replies: Sequence[Reply]) -> Replies:
-        """Sample i of n belongs to the i-th of the runs that a repeatable workflow was given."""
+        """Assign sample i of n to the i-th run of a repeatable workflow."""
         first = self.model.key[2] if len(self.model.key) > 2 else 0
         made = [self.model.experience(reply.call, run=first + i) for i, reply in enumerate(replies)]
         return Replies(made, replies[0] if replies else None)

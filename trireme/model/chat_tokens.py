@@ -1,14 +1,14 @@
-"""Chat tokens: turns a conversation into token ids, and keeps what was sampled as it is.
+"""Chat tokens: turns a conversation into token ids, and reuses sampled ids unchanged.
 
 Invariants:
-- A later turn is the recorded ids plus the ids of what is new. Old text is never encoded again, and
-  rendering costs what is new: the text between two turns is read off a short conversation of
-  placeholders with the real new messages behind it.
-- Whether that holds for a template is tried once per pattern of roles. Where the template rewrites
-  history (drops thinking from earlier turns, say) the whole conversation is rendered, and
-  `Prompt.extends` is false: it is no longer the recorded one.
-- The end-of-turn tokens that a stop string or a length cut left out are inserted; one that was
-  sampled is not written twice.
+- A later turn is the recorded ids plus the ids of the new text. Old text is never encoded again,
+  and only new text costs rendering: the text between two turns is taken from a short conversation
+  of placeholders followed by the real new messages.
+- Each pattern of roles is tried once to see whether that holds for the template. If the template
+  rewrites history (drops thinking from earlier turns, for example), the whole conversation is
+  rendered, and `Prompt.extends` is false: it no longer matches the record.
+- The end-of-turn tokens that a stop string or a length cut left out are inserted; a sampled one is
+  not written twice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from trireme.log import get_logger
-from trireme.model.thinking import ReasoningParser
 from trireme.model.tool_calls import format_of
 from trireme.task import Task, with_objects
 from trireme.text import all_joined, joined
@@ -28,7 +27,7 @@ from trireme.text import all_joined, joined
 logger = get_logger("model")
 
 NOT_TEXT = ("images", "image", "audios", "audio", "videos", "video")
-"""Columns of what no model here can see or hear."""
+"""Columns with inputs that no model here can process."""
 
 MISREADS_CALLS = (
     "the chat template writes tool calls in a form that is not read, so that calls in replies stay "
@@ -37,14 +36,16 @@ MISREADS_CALLS = (
 )
 
 Message = Mapping[str, Any]
+ReasoningParser = Literal["deepseek_r1", "qwen3"]
+"""Values of `reasoning_parser`."""
 
 _CHARACTERS = 8
-"""Of a token, about: what a long text's beginning is cut to, before the whole is encoded."""
+"""Characters per token, about: a long text is cut to match before it is encoded."""
 _REMEMBERED = 2**17
-"""Characters of a prompt that is remembered for the next rollouts of its task; a longer one would
+"""Most characters of a prompt that is cached for the next rollouts of its task; a longer one would
 stay in memory for hours."""
 _HEAD, _TAIL = 4, 8
-"""Patterns of more turns than these are shortened in the middle before they are tried."""
+"""Patterns with more turns than these are shortened in the middle before they are tried."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,23 @@ class Recorded:
     """A recorded conversation that a new prompt may continue."""
 
     messages: Sequence[Message]
-    """All of it, the last reply included."""
+    """The whole conversation, including the last reply."""
     last_ids: Sequence[int]
     """The ids of that reply."""
     ended: bool = False
-    """Whether the model itself ended it, with an end token."""
+    """Whether the model ended the reply itself, with an end token."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Ids to sample from: all, or where it `extends` a recorded conversation the new ones."""
+    """Token ids to sample from: all of them, or only the new ones if the prompt `extends` a
+    recording.
+    """
 
     ids: list[int]
     extends: bool = False
     text: str | None = None
-    """What `ids` were encoded from."""
+    """The text of `ids` before encoding."""
 
 
 class ChatTokens:
@@ -81,10 +84,10 @@ class ChatTokens:
         tool_call_parser: str | None = None,
         reasoning_parser: ReasoningParser | None = None,
     ) -> None:
-        """`chat_template` goes before the tokenizer's own; `enable_thinking` is passed to it.
+        """`chat_template` overrides the tokenizer's own; `enable_thinking` is passed to it.
 
-        `tool_call_parser` names the format of tool calls: see `format_of`. `reasoning_parser` says
-        how the API splits thinking from replies: see thinking.py.
+        `tool_call_parser` names the format of tool calls: see `format_of`. `reasoning_parser`
+        splits thinking from replies for the API: see thinking.py.
         """
         self.tokenizer = tokenizer
         self.reasoning_parser: ReasoningParser | None = reasoning_parser
@@ -110,9 +113,10 @@ class ChatTokens:
         self._preserves = lru_cache(maxsize=4096)(self._try_pattern)
 
     def encode(self, text: str, *, most: int | None = None, special: bool = False) -> list[int]:
-        """Ids of rendered text, which holds its own special tokens; else `special` adds them.
+        """Encode rendered text, which contains its own special tokens; otherwise `special` adds
+        them.
 
-        Of a text of more than `most` tokens only the beginning is encoded, a little more than that.
+        Of a text of more than `most` tokens only slightly more than the first `most` are encoded.
         """
         if not text:
             return []
@@ -122,16 +126,18 @@ class ChatTokens:
             ids = self.tokenizer.encode(text[:size], add_special_tokens=special)
             if most is not None and len(ids) > most + _CHARACTERS:
                 return ids
-            size *= 2  # of one long word each character costs a microsecond
+            size *= 2  # one long word costs a microsecond per character
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the vocabulary's longest entry; its bytes, where they stand for bytes."""
+        """Return the characters of the vocabulary's longest entry; its bytes, if entries stand for
+        bytes.
+        """
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of ids."""
+        """Decode ids to text."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def render(
@@ -141,10 +147,10 @@ class ChatTokens:
         *,
         generate: bool = True,
     ) -> str:
-        """A conversation as text; with `generate` up to where the model is to write.
+        """Render a conversation as text; with `generate` up to where the model's reply begins.
 
-        Where the last message is the assistant's, the model is to go on with that one.
-        Raises ValueError where there is no template, or where it refuses the messages.
+        If the last message is the assistant's, the model continues it. Raises ValueError if there
+        is no template, or if it refuses the messages.
         """
         prefix = ""
         if generate and messages and messages[-1]["role"] == "assistant":
@@ -160,7 +166,7 @@ class ChatTokens:
             text = self._apply([with_objects(message) for message in copies], tools, generate)
         except Exception as error:  # the template is the model's code
             if any(message.get("tool_calls") for message in copies):
-                with suppress(Exception):  # some want a call's arguments as text
+                with suppress(Exception):  # some templates want a call's arguments as text
                     return self._apply(copies, tools, generate) + prefix
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(
@@ -182,16 +188,18 @@ class ChatTokens:
 
     @cached_property
     def drops_tools(self) -> bool:
-        """Whether the template writes nothing of the tools of a call."""
+        """Return True if the template leaves out the tools of a call."""
         asked = [_placeholder("user")]
         try:
             return self.render(asked, [_PLACEHOLDER_TOOL]) == self.render(asked)
         except ValueError:
-            return False  # it refuses placeholders, so that nothing is known
+            return False  # it refuses placeholders, so nothing is known
 
     @cached_property
     def misreads_calls(self) -> bool:
-        """Whether the template writes tool calls in a form that the tool format does not read."""
+        """Return True if the template writes tool calls in a form that the tool format
+        cannot read.
+        """
         asked, tool = [_placeholder("user")], _PLACEHOLDER_TOOL["function"]["name"]
         call = {
             "id": "call00000",
@@ -203,7 +211,7 @@ class ChatTokens:
             whole = self.render([*asked, reply], [_PLACEHOLDER_TOOL], generate=False)
             before = [self.render(asked, [_PLACEHOLDER_TOOL], generate=g) for g in (True, False)]
         except ValueError:
-            return False  # it refuses placeholders, so that nothing is known
+            return False  # it refuses placeholders, so nothing is known
         written = [whole.removeprefix(text) for text in before if whole.startswith(text)]
         read = [self.tool_format.read(text, [_PLACEHOLDER_TOOL])[1] for text in written]
         names = [[call.name for call in calls if not call.error] for calls in read]
@@ -211,13 +219,15 @@ class ChatTokens:
 
     @cached_property
     def hides_replies(self) -> bool:
-        """Whether the template writes nothing but white space between a prompt and its reply."""
+        """Return True if the template writes nothing but white space between a prompt and its
+        reply.
+        """
         asked, reply = _placeholder("user"), _placeholder("assistant")
         try:
             before = self.render([asked])
             whole = self.render([asked, reply], generate=False)
         except ValueError:
-            return False  # it refuses placeholders, so that nothing is known
+            return False  # it refuses placeholders, so nothing is known
         ends = before.rstrip().endswith(asked["content"])  # no generation prompt
         return ends and whole.strip().removeprefix(before.strip()).strip() == reply["content"]
 
@@ -229,7 +239,7 @@ class ChatTokens:
         *,
         most: int | None = None,
     ) -> Prompt:
-        """Ids to sample the next reply from; `most`: see `encode`."""
+        """Return the ids to sample the next reply from; `most`: see `encode`."""
         if tools and not self._asked_tools:
             self._asked_tools = True
             if self.misreads_calls:
@@ -244,7 +254,7 @@ class ChatTokens:
         return Prompt(list(self._encode_prompt(text, most)), text=text)
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-        """`render` of a conversation, remembered where it holds nothing but text."""
+        """Render a conversation; cached if it contains nothing but text."""
         key = tuple(tuple(message.items()) for message in messages)
         texts = [value for message in key for _, value in message]
         if tools or not all(isinstance(text, str) for text in texts):
@@ -255,9 +265,9 @@ class ChatTokens:
     def tail(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, continuing: Recorded
     ) -> list[int] | None:
-        """Ids of what follows a recorded conversation in `messages`, with no reply to be sampled.
+        """Return the ids after a recorded conversation in `messages`, without the start of a reply.
 
-        None where the template rewrites the recorded part.
+        None if the template rewrites the recorded part.
         """
         return self._after(continuing, messages, tools, generate=False)
 
@@ -270,7 +280,9 @@ class ChatTokens:
         generate: bool,
         most: int | None = None,
     ) -> list[int] | None:
-        """Ids between the recorded reply and what comes next; None where history is rewritten."""
+        """Return the ids between the recorded reply and what comes next; None if history is
+        rewritten.
+        """
         new = messages[len(recorded.messages) :]
         if not new:
             return None
@@ -290,20 +302,23 @@ class ChatTokens:
         tools: Sequence[Any] | None,
         generate: bool,
     ) -> str | None:
-        """What the template writes behind some placeholder turns; None if it rewrites them."""
+        """Return the text that the template writes after placeholder turns; None if it rewrites
+        them.
+        """
         old = [_placeholder(kind) for kind in _opened(kinds)]
         before, reply = self._opening(old[:-1], tools), old[-1]["content"]
         whole = self.render([*old, *new], tools, generate=generate)
         if not whole.startswith(before):
             return None
-        # white space that a template puts before a reply, or trims from it, is no rewriting
+        # white space that a template adds before a reply, or trims from it, does not count as
+        # rewriting
         written = whole[len(before) :].lstrip()
         return written[len(reply) :] if written.startswith(reply) else None
 
     def _try_pattern(
         self, old: tuple[str, ...], new: tuple[str, ...], with_tools: bool, generate: bool
     ) -> bool:
-        """Whether the template leaves turns of these kinds as they were when others follow."""
+        """Return True if the template leaves turns of these kinds unchanged when others follow."""
         tools = [_PLACEHOLDER_TOOL] if with_tools else None
         following = [_placeholder(kind) for kind in new]
         try:
@@ -312,10 +327,10 @@ class ChatTokens:
                 old[-2:], following, tools, generate
             )
         except ValueError:
-            return False  # it refuses placeholders: the whole conversation is rendered then
+            return False  # it refuses placeholders: the whole conversation is rendered
 
     def _without_doubled_end(self, recorded: Recorded, ids: list[int]) -> list[int]:
-        """Drop the template's end-of-turn token where the model has sampled an end itself."""
+        """Drop the template's end-of-turn token if the model sampled an end token itself."""
         last = recorded.last_ids[-1] if recorded.last_ids else None
         for index, token in enumerate(ids):
             if token in self._special:
@@ -337,7 +352,9 @@ _PLACEHOLDER_TOOL = {
 
 
 def _kind(message: Message) -> str:
-    """What a template may treat differently: the role, and whether a reply holds thinking."""
+    """Return the features that a template may treat differently: the role, and thinking in
+    a reply.
+    """
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, str):
         return str(message["role"])
@@ -354,12 +371,12 @@ def _placeholder(kind: str) -> dict[str, Any]:
 
 
 def _opened(kinds: Sequence[str]) -> Sequence[str]:
-    """Placeholders begin with a user's turn where the pattern was cut in the middle."""
+    """Begin the placeholders with a user turn if the pattern was cut in the middle."""
     return kinds if len(kinds) > 1 and kinds[0] in ("user", "system") else ("user", kinds[-1])
 
 
 def _shortened(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """A long pattern without its middle, cut so that the same roles meet as before."""
+    """Remove the middle of a long pattern, so that the same roles stay adjacent."""
     if len(kinds) <= _HEAD + _TAIL:
         return kinds
     head = kinds[:_HEAD]
@@ -370,7 +387,7 @@ def _shortened(kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each as `plain_message`. Raises ValueError for text."""
+    """Convert each message with `plain_message`. Raises ValueError for text."""
     if isinstance(messages, str):
         raise ValueError(
             "chat takes a list of messages, not text: expected "
@@ -380,7 +397,9 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without what is None, its content as one text. Raises ValueError for images."""
+    """Return a message without its None values, its content as one text. Raises ValueError for
+    images.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message must be a dict with 'role' and 'content', not {message!r:.80}")
     plain = {name: all_joined(value) for name, value in message.items() if value is not None}
@@ -411,10 +430,10 @@ def _check_tool_calls(calls: Any) -> None:
 
 
 def conversation_of(task: Task, prompt: Any, system: str | None) -> list[dict[str, Any]]:
-    """A task's `prompt`, text or a list of messages, as messages; `system` goes before those that
-    have no system message of their own.
+    """Convert a task's `prompt`, text or a list of messages, to messages; `system` is put in front
+    if they have no system message.
 
-    Raises ValueError for a row that is neither, and for one with images, audio or video.
+    Raises ValueError if it is neither, or contains images, audio or video.
     """
     for name in NOT_TEXT:
         if task.raw_task.get(name):

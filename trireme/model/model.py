@@ -1,8 +1,8 @@
-"""Model: what a workflow holds. It chats with the engine, and remembers every call token for token.
+"""Model: a workflow's access to the engine, which records every call token for token.
 
-- `chat` goes on with the recorded conversation that its messages begin with: recorded ids plus the
-  ids of what is new.
-- `experiences` makes of the calls what is trained: one a conversation, or one a call.
+- `chat` continues the recorded conversation that its messages begin with: recorded ids plus the ids
+  of the new text.
+- `experiences` turns the calls into training data: one experience per conversation, or per call.
 - A Model belongs to one rollout. After `revoke` (time-out) every call raises Revoked.
 """
 
@@ -29,23 +29,24 @@ from trireme.model.conversation import (
     with_metrics,
 )
 from trireme.model.recorder import Call, Recorder
+from trireme.registry import CLIENTS
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
+    from trireme.model.address import Address
     from trireme.model.blocking import BlockingModel
-    from trireme.model.openai_client import Address
 
 
 T = TypeVar("T")
 MANY_CHARACTERS = 2**16
-"""More than these are encoded in a thread."""
+"""Texts with more characters are encoded in a thread."""
 _OVERHEAD = 100
-"""What a message costs beside its text, in characters."""
+"""Characters that a message costs besides its text."""
 
 
 class Revoked(RuntimeError):
-    """The rollout is over (timed out, say), and its model takes no more calls."""
+    """The rollout is over (by a time-out, for example), and its model accepts no more calls."""
 
 
 class PromptTooLong(ValueError):
@@ -54,13 +55,13 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said."""
+    """The model's reply."""
 
     text: str
     message: dict[str, Any]
-    """As the next turn's history wants it: `chat + [reply.message, ...]`."""
+    """The message as the next turn's history needs it: `chat + [reply.message, ...]`."""
     tokens: list[int]
-    """The sampled ids, an end token included."""
+    """The sampled ids, including an end token."""
     logprobs: list[float]
     versions: list[int]
     stop_reason: str
@@ -69,7 +70,7 @@ class Reply:
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut, or whether the prompt was too long for any reply."""
+        """Return True if the reply was cut, or if the prompt was too long for any reply."""
         return self.stop_reason == "length"
 
 
@@ -78,8 +79,8 @@ class Model:
 
     @classmethod
     def attune(cls, chat: ChatTokens) -> None:
-        """Set how conversations are read, once for all models of this class that have this `chat`:
-        here, as the engine's tokenizer says.
+        """Set how conversations are read, once for all models of this class that share this `chat`:
+        here, by the engine's tokenizer.
         """
 
     def __init__(
@@ -96,7 +97,7 @@ class Model:
         auxiliary: Sequence[Any] = (),
         gateway: Callable[[Model], Address] | None = None,
     ) -> None:
-        """`key` is (batch, task, run); `sampling` holds for calls that say nothing else.
+        """`key` is (batch, task, run); `sampling` applies to calls that override nothing.
 
         `auxiliary` are further models of the run: other Models, and Endpoints. `gateway` makes the
         address.
@@ -113,9 +114,9 @@ class Model:
         self.recorder = Recorder()
         self._counter = itertools.count()
         self.seconds = 0.0
-        """What its calls waited for the engine; calls that overlap count each."""
+        """Seconds that its calls waited for the engine; overlapping calls count separately."""
         self.keeps_sampling = False
-        """Whether clients get the rollout's own temperature and the like, whatever they ask for."""
+        """Whether clients get the rollout's own temperature and the like, whatever they request."""
         self._gateway = gateway
         self._address: Address | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -125,9 +126,10 @@ class Model:
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
     ) -> Reply:
-        """The reply to a conversation. A last message of the assistant's is gone on with.
+        """Return the reply to a conversation. If the last message is the assistant's, the model
+        continues it.
 
-        `sampling` goes over the task's options: temperature, max_tokens, stop and the other fields
+        `sampling` overrides the task's options: temperature, max_tokens, stop and the other fields
         of `Sampling`. Raises ValueError for an unknown one, PromptTooLong, and Revoked.
         """
         replies = await self.chat_samples(messages, tools, **sampling)
@@ -143,8 +145,8 @@ class Model:
         on_prompt: Callable[[Sequence[int]], None] = lambda _: None,
         **sampling: Any,
     ) -> list[Reply]:
-        """`n` independent replies to one conversation, each with `begin` as its beginning, which is
-        not sampled; `on_token`: see Engine; `on_prompt`: told the prompt's new ids before them.
+        """Return `n` independent replies to one conversation, each beginning with `begin`, which is
+        not sampled. `on_token`: see Engine; `on_prompt` receives the prompt's new ids before them.
         """
         options = with_options(self.sampling, sampling)
         conversation = plain_messages(messages)
@@ -168,7 +170,7 @@ class Model:
             parent, prompt, begun = await _off_loop(
                 lambda: self._prompt(asked, tools), _size(conversation, prefix, tools)
             )
-        # a conversation's own replies are no prompt: its beginning is held to the prompt's limit
+        # its own replies are not prompt: only its beginning counts towards the prompt's limit
         limit = self.max_model_len - 1 if begun else self.max_prompt_tokens
         on_prompt(prompt.ids)
         calls = await self._sample(parent, prompt, options, limit, on_token)
@@ -180,13 +182,13 @@ class Model:
         return self._record(calls)
 
     async def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
-        """What follows plain text, or ids."""
+        """Continue plain text, or ids."""
         return _only(await self.generate_samples(prompt, **sampling), "generate_samples")
 
     async def generate_samples(
         self, prompt: str | Sequence[int], *, on_token: OnToken | None = None, **sampling: Any
     ) -> list[Reply]:
-        """`n` independent continuations of plain text, or of ids."""
+        """Return `n` independent continuations of plain text, or of ids."""
         options = with_options(self.sampling, sampling)
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
@@ -205,7 +207,7 @@ class Model:
     async def prompt_tokens(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> int:
-        """The prompt's length in tokens of a conversation that has not begun."""
+        """Count the tokens of the prompt of a conversation that has not begun."""
         conversation = plain_messages(messages)
         tokens = self.chat_tokens
         prompt = await _off_loop(
@@ -214,7 +216,7 @@ class Model:
         return len(prompt.ids)
 
     async def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """log p(token t | earlier) of given ids under the present weights; index 0 is 0."""
+        """Return log p(token t | earlier) of given ids under the current weights; index 0 is 0."""
         self._check_live()
         return (await self.engine.logprobs([list(tokens)], temperature=temperature))[0]
 
@@ -225,16 +227,16 @@ class Model:
         per_call: bool = False,
         **metrics: float,
     ) -> list[Experience]:
-        """What was lived through, as experiences: one a conversation.
+        """Return the recorded calls as experiences, one per conversation.
 
-        With `per_call`, or a list of rewards (one for each reply, in order), one a reply. A prompt
+        With `per_call`, or a list of rewards (one per reply, in order), one per reply. A prompt
         that was too long keeps its reward of 0. `metrics` are logged as they are.
         """
         if isinstance(reward, str):  # text is a sequence too
             raise ValueError(f"experiences(reward={reward!r:.60}): expected a number")
         orphans = self.recorder.orphans()
         several: Any = reward
-        if isinstance(reward, Sequence) or getattr(reward, "shape", ()):  # an array's
+        if isinstance(reward, Sequence) or getattr(reward, "shape", ()):  # arrays have a shape
             calls = self.recorder.fresh()
             rewards = [float(value) for value in several]
             if len(rewards) != len(calls):
@@ -259,11 +261,11 @@ class Model:
         return experiences
 
     def experience(self, call: Call, *, run: int = 0) -> Experience:
-        """One call alone."""
+        """Return the experience of one call."""
         return of_call(call, self.chat_tokens.decode, run=run)
 
     def revoke(self) -> None:
-        """From now on every call raises Revoked, and its address answers no request."""
+        """Make every further call raise Revoked, and its address answer no request."""
         self._revoked.set()
         while self._addresses:
             self._addresses.pop().close()
@@ -272,7 +274,7 @@ class Model:
                 model.revoke()
 
     def fork(self) -> Model:
-        """The same model with a record of its own; revoked together."""
+        """Return the same model with a separate record; both are revoked together."""
         twin = Model(
             self.engine,
             self.chat_tokens,
@@ -290,7 +292,7 @@ class Model:
         return twin
 
     def blocking(self, loop: asyncio.AbstractEventLoop | None = None) -> BlockingModel:
-        """The form that class workflows hold; `loop` is the engine's."""
+        """Return the form for class workflows; `loop` is the engine's."""
         from trireme.model.blocking import BlockingModel
 
         self._loop = loop or self.loop
@@ -298,14 +300,15 @@ class Model:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the engine: the one that runs when this is first asked."""
+        """Return the engine's event loop: the one that runs at the first access."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
     @property
     def address(self) -> Address:
-        """Where programs of this machine find this model, each call recorded like `chat`.
+        """Return the address where programs of this machine reach this model; calls are recorded
+        like `chat`.
 
         Raises RuntimeError for a model without one (an auxiliary one), and Revoked.
         """
@@ -319,30 +322,30 @@ class Model:
 
     @property
     def base_url(self) -> str:
-        """The address for OpenAI's clients, `http://127.0.0.1:<port>/s/<rollout>/v1`."""
+        """Return the address for OpenAI's clients, `http://127.0.0.1:<port>/s/<rollout>/v1`."""
         return self.address.base_url
 
     @property
     def api_key(self) -> str:
-        """What clients must show there."""
+        """Return the key that clients send to the address."""
         return self.address.api_key
 
     @property
     def openai(self) -> AsyncOpenAI:
-        """An OpenAI client whose requests come here."""
+        """Return an OpenAI client whose requests this model answers."""
         return self.get_openai_async_client()
 
     def get_openai_async_client(self) -> AsyncOpenAI:
-        """An asynchronous OpenAI client whose requests come here; `client.model_path` is set."""
-        from trireme.model.openai_client import async_client
-
-        return async_client(self)
+        """Return an asynchronous OpenAI client whose requests this model answers;
+        `client.model_path` is set.
+        """
+        return CLIENTS.get("openai_async")(self)
 
     def get_openai_client(self) -> OpenAI:
-        """A blocking OpenAI client whose requests come here, for code in a thread of its own."""
-        from trireme.model.openai_client import sync_client
-
-        return sync_client(self)
+        """Return a blocking OpenAI client whose requests this model answers, for code in another
+        thread.
+        """
+        return CLIENTS.get("openai")(self)
 
     def edit_reply(
         self,
@@ -352,11 +355,11 @@ class Model:
         weights: Sequence[float] | None = None,
         tools: Sequence[Any] | None = None,
     ) -> None:
-        """The last reply to `messages` is now `content`: cut back and added to.
+        """Replace the last reply to `messages` by `content`: cut back and extended.
 
-        `ids` are those of what the last call sampled and of what was added, `weights` theirs in the
-        loss; without ids they are found. Raises ValueError where ids that were not sampled have a
-        weight.
+        `ids` are the last call's sampled ids followed by the added ones, `weights` their loss
+        weights; without ids they are derived from the text. Raises ValueError if ids that were not
+        sampled have a weight.
         """
         conversation = plain_messages(messages)
         [last, *_] = self.recorder.of_turn(conversation, tools) or [None]
@@ -384,8 +387,8 @@ class Model:
     def _prompt(
         self, messages: list[dict[str, Any]], tools: Sequence[Any] | None
     ) -> tuple[Call | None, Prompt, bool]:
-        """The recorded call that a conversation continues, if any, the ids behind it, and whether
-        its beginning is known, be it that the template has rewritten it since.
+        """Return the recorded call that a conversation continues, if any, the ids after it, and
+        whether its beginning is known, even if the template has rewritten it since.
         """
         known = self.recorder.by_messages(messages, tools)
         prompt = self.chat_tokens.prompt(
@@ -400,8 +403,8 @@ class Model:
     def _cut_back(
         self, messages: list[dict[str, Any]], content: str, tools: Sequence[Any] | None
     ) -> tuple[Call, list[int]] | None:
-        """The recorded reply to `messages` that begins like `content`, cut where they part, and the
-        ids of the rest; None where there is no such reply.
+        """Return the recorded reply to `messages` that begins like `content`, cut where they
+        differ, and the ids of the rest; None if there is no such reply.
         """
         decode = self.chat_tokens.decode
         best: tuple[int, int, Call] | None = None
@@ -415,7 +418,7 @@ class Model:
         return self._cut(call, count), self.chat_tokens.encode(content[at:])
 
     def _cut(self, call: Call, count: int) -> Call:
-        """The call with its first `count` tokens; recorded when it is continued."""
+        """Return the call with its first `count` tokens; recorded when it is continued."""
         if count == len(call.completion.ids):
             return call
         return cut(call, count, self.chat_tokens.decode)
@@ -428,7 +431,9 @@ class Model:
         limit: int,
         on_token: OnToken | None,
     ) -> list[Call]:
-        """Ask the engine. A prompt of more than `limit` tokens gives empty replies, or an error."""
+        """Request samples from the engine. A prompt of more than `limit` tokens gives empty
+        replies, or an error.
+        """
         self._check_live()
         loop = asyncio.get_running_loop()
         self._loop = self._loop or loop
@@ -452,9 +457,9 @@ class Model:
     def _too_long(
         self, parent: Call | None, ids: list[int], options: Sampling, limit: int, index: int
     ) -> list[Call]:
-        """Calls in which nothing is sampled. Without a parent they keep the prompt's beginning."""
+        """Make calls without sampled tokens. Without a parent they keep the prompt's beginning."""
         if not self.enable_prompt_truncation:
-            # "context length" tells OpenAI's clients of agent programs which 400 this is
+            # "context length" lets OpenAI's clients in agent programs recognize this 400
             raise PromptTooLong(
                 f"a prompt has {len(ids)} tokens, over the context length: expected at most "
                 f"{limit} (model.max_prompt_tokens, and for later turns model.max_model_len)"
@@ -487,13 +492,13 @@ class Model:
 
 
 def _size(messages: Sequence[Message], prefix: str, tools: Sequence[Any] | None) -> int:
-    """About how many characters a template gets."""
+    """Estimate the number of characters that a template gets."""
     texts = sum(len(message["content"]) + _OVERHEAD for message in messages) + len(prefix)
     return texts + sum(len(str(tool)) for tool in tools or ())
 
 
 async def _off_loop(function: Callable[[], T], characters: int) -> T:
-    """`function()`, in a thread where so much text would keep others waiting."""
+    """Return `function()`, run in a thread if this much text would block others."""
     return function() if characters < MANY_CHARACTERS else await asyncio.to_thread(function)
 
 

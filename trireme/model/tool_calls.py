@@ -1,12 +1,12 @@
 """Tool calls: reads them out of a model's reply, by the format of its family or of its template.
 
 Invariants:
-- What a family's template renders of a call, its format reads. Text is read with its special
-  tokens, which are the marks of some formats.
-- Reading takes time in proportion to the text, whatever a model has written.
+- Each format reads what the family's template renders. Text is read with its special tokens, which
+  are the marks of some formats.
+- Reading takes time in proportion to the text, whatever the model wrote.
 - A call that was cut has one error, `CUT`, in every format. A reply with a call that cannot be read
-  stays text for HTTP clients; a scheduler tells the model why.
-- Your own is a function `(text, tools) -> (content, [ToolCall, ...])`, named by its path.
+  stays text for HTTP clients; a scheduler sends the model the reason.
+- A custom format is a function `(text, tools) -> (content, [ToolCall, ...])`, named by its path.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from trireme.extensions import former_names
 from trireme.registry import FORMATS
 from trireme.task import NO_JSON, object_or_text
 from trireme.text import all_joined, as_json, joined
-
-if TYPE_CHECKING:
-    from trireme.model.recorder import Call
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 CUT = "the call was cut before its end"
@@ -35,43 +32,45 @@ _call_ids = itertools.count()
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a reply asks for."""
+    """A call that a reply requests."""
 
     name: str
     arguments: Any
-    """By name; text is for the first argument."""
+    """The arguments by name; plain text is for the first argument."""
     id: str | None = None
     error: str | None = None
-    """Why it cannot be read."""
+    """The reason why the call cannot be read."""
 
     def __post_init__(self) -> None:
-        """A model may write half a surrogate pair, which no server, program or template takes."""
+        """Replace half surrogate pairs, which a model may write and no server, program or template
+        accepts.
+        """
         object.__setattr__(self, "name", joined(self.name))
         object.__setattr__(self, "arguments", all_joined(self.arguments))
 
 
 Read = tuple[str, list[ToolCall]]
-"""What a reply says beside its calls, and these."""
+"""The text of a reply without its calls, and the calls."""
 Reader = Callable[[str, Sequence[Any]], Read]
 
 
 class ToolFormat(NamedTuple):
-    """How a family writes calls."""
+    """The form in which a model family writes calls."""
 
     read: Reader
     marks: tuple[str, ...] = ()
-    """A template that holds one of them is the family's."""
+    """A template that contains one of them is the family's."""
     begin: Callable[[str], str] | None = None
-    """What a reply begins with that has to call a tool, of this name or of one yet to be named."""
+    """Returns the start of a reply that must call a tool: this one, or one not yet named."""
     openings: tuple[str, ...] = ()
-    """What calls begin with in the text that is shown: a stream goes so far. Without any it waits
-    for the reply's end."""
+    """The openings of calls in visible text: a stream stops there. Without any it waits for the
+    reply's end."""
     always: bool = False
-    """Its replies are not plain text without calls either."""
+    """Whether its replies are not plain text even without calls."""
 
 
 def tool_format(**options: Any) -> Callable[[Reader], Reader]:
-    """Decorate a reader with what else its format has: the other fields of ToolFormat."""
+    """Register a reader as a format, with the other fields of ToolFormat."""
 
     def mark(read: Reader) -> Reader:
         setattr(read, _FORM, ToolFormat(read, **options))
@@ -84,12 +83,12 @@ _FORM = "tool_format"
 
 
 def format_of(name: str | None, template: str = "") -> ToolFormat:
-    """By name or path; else that of the template, which is hermes where it has no other's mark.
+    """Find a format by name or path; otherwise by the template's marks, with hermes as the default.
 
     Raises ValueError for an unknown name.
     """
     if name is None:
-        # a template of another family may hold the mark of hermes too
+        # a template of another family may contain the mark of hermes too
         known = (format_of(one) for one in FORMATS.built_in() if one != "hermes")
         marked = (f for f in known if any(mark in template for mark in f.marks))
         return next(marked, format_of("hermes"))
@@ -105,15 +104,17 @@ def format_of(name: str | None, template: str = "") -> ToolFormat:
     openings=(OPENING,),
 )
 def hermes(text: str, tools: Sequence[Any]) -> Read:
-    """`<tool_call>{"name", "arguments"}</tool_call>`, of Hermes, Qwen2.5 and Qwen3."""
+    """Read `<tool_call>{"name", "arguments"}</tool_call>`, the format of Hermes, Qwen2.5
+    and Qwen3.
+    """
     return text.partition(OPENING)[0], read_tool_calls(text)[0]
 
 
 def read_tool_calls(text: str) -> tuple[list[ToolCall], int]:
-    """The calls in a reply of the format hermes, and where the last one ends.
+    """Return the calls in a reply of the format hermes, and the end of the last one.
 
     A call needs no closing tag at the end of the text: a stop string or a limit may have cut it.
-    What follows a `<tool_response>`, as if the model had seen a result, is not read.
+    Text after a `<tool_response>`, a made-up result, is not read.
     """
     matches = list(CALL.finditer(text.partition("<tool_response>")[0]))
     calls = [call_of_json(match[1].strip()) for match in matches]
@@ -123,7 +124,7 @@ def read_tool_calls(text: str) -> tuple[list[ToolCall], int]:
 
 
 def call_of_json(text: str) -> ToolCall:
-    """The call `{"name", "arguments"}`; with an `error` where the text is none."""
+    """Parse the call `{"name", "arguments"}`; with an `error` if the text is not one."""
     try:
         call = json.loads(text)
     except NO_JSON as error:
@@ -137,50 +138,9 @@ def call_of_json(text: str) -> ToolCall:
 
 
 def message_of(call: ToolCall) -> dict[str, Any]:
-    """A call in OpenAI's form."""
+    """Return a call in OpenAI's form."""
     function = {"name": call.name, "arguments": as_json(call.arguments)}
     return {"id": f"call_{next(_call_ids)}", "type": "function", "function": function}
-
-
-def record_tool_calls(
-    call: Call,
-    form: ToolFormat,
-    decode: Callable[[Sequence[int]], str],
-    begun: str = "",
-    *,
-    wanted: bool = True,
-) -> None:
-    """Keep a reply's message as the client will send it back: with its calls apart.
-
-    `begun` is what the reply was begun with for the model. All of it stays text, its beginning too,
-    where one call cannot be read, and where calls are not `wanted`.
-    """
-    if call.reply is None:
-        return
-    if call.reply["content"] != begun + call.completion.text:
-        begun = ""  # the whole reply is an API's, which is only asked to begin like this
-    whole = begun + sampled_text(call, form, decode)
-    content, calls = form.read(whole, call.tools or ())
-    if any(c.error or not isinstance(c.arguments, dict) or not wanted for c in calls):
-        call.shown = begun + call.completion.text if begun else None
-        return
-    if calls or (form.always and content != whole):
-        call.shown = content
-        before = call.reply["content"].removesuffix(call.completion.text).removesuffix(begun)
-        made = {"tool_calls": [message_of(c) for c in calls]} if calls else {}
-        call.reply = {**call.reply, "content": before + content, **made}
-
-
-def sampled_text(call: Call, form: ToolFormat, decode: Callable[[Sequence[int]], str]) -> str:
-    """What was sampled, but for what ended it, with special tokens where those are marks."""
-    c, ids = call.completion, call.completion.ids
-    if any(opening in c.text for opening in form.openings):
-        return c.text
-    if c.stop_reason == "stop" and not isinstance(c.stop, str):
-        ids = ids[:-1]
-    text = decode(ids)
-    cut = text.rfind(c.stop) if isinstance(c.stop, str) else -1
-    return text if cut < 0 else text[:cut]
 
 
 __getattr__ = former_names(__name__)

@@ -1,8 +1,7 @@
 """Checkpoint sync: weights by files, between two commands on one job folder or within one process.
 
-The trainer writes the weights and its probe whole, then moves
-`latest_state_dict_iteration.txt` on. The explorer looks at that file at its step borders, loads
-what is new and compares.
+The trainer writes the weights and its probe whole, then moves `latest_state_dict_iteration.txt` on.
+The explorer reads that file between its steps, loads new weights and compares them with the probe.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.save import save_weights
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weights import fingerprint
 from trireme.files import Unreadable, read_json, write_json
 from trireme.log import get_logger
 from trireme.sync.probe import Probe, WeightSource
@@ -29,18 +28,17 @@ logger = get_logger("synchronizer")
 
 POLL_SECONDS = 0.2
 NOTED = 15.0
-"""Seconds without a word of any trainer, after which a warning says what is waited for."""
+"""Seconds without a sign of any trainer after which a warning names the cause of the wait."""
 TRIES = 2
-"""How often weights that cannot be read are tried again: the full checkpoint of a step puts another
-folder in the place of the one with its weights.
-"""
+"""Further attempts to read weights that cannot be read: the full checkpoint of a step replaces the
+folder with its weights."""
 STATE_FILE = "sync_state.json"
 _PROBE = {"fingerprint", "logprobs", "version", "ids"}
 
 
 @dataclass(eq=False)
 class CheckpointPush:
-    """The trainer's side: each push is a folder with weights and probe."""
+    """The trainer's side: each push writes a folder with weights and probe."""
 
     backend: WeightSource
     device: Device
@@ -50,10 +48,10 @@ class CheckpointPush:
     probe: Probe
     dtype: str
     engine: Engine | None = None
-    """One of this process, where the push ends; None: another process polls."""
+    """This process's engine, if the push ends there; None: another process polls."""
 
     async def push(self, version: int) -> dict[str, float]:
-        """Write the weights; load and probe them where the engine lives here."""
+        """Write the weights; load and probe them if the engine is in this process."""
         step, probe = await self.device.run(self._write, version)
         if self.engine is None:
             return {}
@@ -61,7 +59,9 @@ class CheckpointPush:
         return await _prove(self.engine, self.probe, probe)
 
     def announce(self, state: str, step: int) -> None:
-        """Tell explorers of other processes that the trainer runs, stopped, or failed, and why."""
+        """Report to explorers of other processes that the trainer runs, stopped, or failed, and
+        why.
+        """
         write_json(self.folder.root / STATE_FILE, {"trainer": state, "step": step})
 
     def _write(self, version: int) -> tuple[int, dict[str, Any]]:
@@ -89,7 +89,7 @@ async def _prove(engine: Engine, probe: Probe, file: Mapping[str, Any]) -> dict[
 
 
 class PolledSync:
-    """The explorer's side in a process of its own: ExplorerSync over the job folder."""
+    """The explorer's side in a separate process: ExplorerSync over the job folder."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class PolledSync:
         self._interval = interval
         self._offset = offset
         self._timeout = timeout
-        self._probe = Probe(0, dtype)  # its rows are those of the trainer's files
+        self._probe = Probe(0, dtype)  # its rows come from the trainer's files
         self._loaded_step = 0
         self._waited = 0.0
         self._old_news: int | None = None
@@ -119,16 +119,14 @@ class PolledSync:
 
     @property
     def finished(self) -> bool:
-        """True once the trainer has reported that it stopped. Raises RuntimeError where
-        it failed.
-        """
+        """True once the trainer has reported that it stopped. Raises RuntimeError if it failed."""
         state = self._said()
         if state.startswith("failed"):
             raise RuntimeError(f"the trainer of {self._folder.root} has {state}")
         return state == "stopped"
 
     def _said(self) -> str:
-        """The trainer's last report of its state; empty where none has begun."""
+        """Return the trainer's last report of its state; empty if none has begun."""
         path = self._folder.root / STATE_FILE
         if not path.exists() or path.stat().st_mtime_ns == self._old_news:
             return ""
@@ -138,14 +136,14 @@ class PolledSync:
         return said
 
     def forget(self) -> None:
-        """Ignore the reports so far, which are of an earlier run's trainer: this one begins first,
-        say.
+        """Ignore the reports so far, which are those of an earlier run's trainer: used if this
+        explorer begins first.
         """
         path = self._folder.root / STATE_FILE
         self._old_news = path.stat().st_mtime_ns if path.exists() else None
 
     def due(self, step: int) -> bool:
-        """True after every `interval` steps past the offset; where the trainer drives, after every
+        """True after every `interval` steps past the offset; if the trainer drives, after every
         step.
         """
         return self._style == "trainer_driven" or is_due(step, self._interval, self._offset)
@@ -175,7 +173,7 @@ class PolledSync:
         await self.load_latest()
 
     async def load_latest(self) -> None:
-        """Take the newest weights if they are newer than ours, and compare the probe."""
+        """Load the newest weights if they are newer than ours, and compare the probe."""
         failures = 0
         async with self._loading:
             while (step := self._latest()) > self._loaded_step:
@@ -186,12 +184,12 @@ class PolledSync:
                         failures += 1
                         if failures > TRIES:
                             raise
-                        await asyncio.sleep(POLL_SECONDS)  # its checkpoint may take its place
+                        await asyncio.sleep(POLL_SECONDS)  # its checkpoint may replace it
                         continue
                     logger.info("the weights of train step %d made way for newer ones", step)
 
     async def renew(self, lacking: Callable[[], bool]) -> None:
-        """Load the newest weights, newer or not, where an engine is still `lacking` them."""
+        """Load the newest weights, newer or not, if an engine is still `lacking` them."""
         async with self._loading:
             if lacking():
                 self._loaded_step = 0
@@ -211,9 +209,9 @@ class PolledSync:
         logger.info("version %d: the weights of train step %d", version, step)
 
     def metrics(self) -> dict[str, float]:
-        """The version and the seconds waited."""
+        """Return the version and the seconds waited."""
         return {"sync/version": self.version, "time/sync_wait": self._waited}
 
     def _latest(self) -> int:
-        """The newest published train step; 0 before the first."""
+        """Return the newest published train step; 0 before the first."""
         return self._folder.latest_weights_step() or 0

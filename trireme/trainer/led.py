@@ -1,8 +1,9 @@
-"""Led: what is trained, as a run calls it, and how rank 0 tells the other ranks of a call.
+"""Led: the trained models behind the run's calls, and rank 0's forwarding of a call to the other
+ranks.
 
-`Models`, its backend and its engine pairs are called alike on every rank and know no leader. Rank 0
-of several has their `Led` forms in their place, which announce a call and then make it; the other
-ranks make the calls of `commands`.
+`Models`, its backend and its engine pairs are called in the same way on every rank and know no
+leader. Rank 0 of several uses their `Led` forms instead, which announce a call and then make it;
+the other ranks make the calls of `commands`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ from trireme.sync.push import Noted, Pairs
 from trireme.trainer.backend import Backend, Part, TrainSettings
 from trireme.trainer.leader import Command, Commands, Leader
 from trireme.trainer.learning import TrainState
-from trireme.trainer.pairs import EnginePairs
 from trireme.trainer.ranks import Ranks
 from trireme.trainer.step import train_step
 
 
 class Models:
-    """The trained models: the policy, and what train steps share next to it."""
+    """The trained models: the policy, and the state that train steps share."""
 
     def __init__(self, backend: Backend, recipe: Recipe, train_state: TrainState) -> None:
-        """All ranks make them, and call them alike."""
+        """All ranks make them, and make the same calls."""
         self.backend = backend
         self.recipe = recipe
         self.train_state = train_state
@@ -59,17 +59,19 @@ class Models:
         self.train_state.critic.save(folder)
 
     def load_critic(self, folder: Path) -> None:
-        """Restore what `save_critic` wrote. ValueError where that was for another model."""
+        """Restore what `save_critic` wrote. Raises ValueError for another model's files."""
         assert self.train_state.critic is not None, "there is none to load"
         self.train_state.critic.load(folder)
 
-    def pairs(self, *, part: Part, parks: bool) -> Pairs:
-        """Make this rank's half of the pairs of ranks and engines; see EnginePairs."""
-        return EnginePairs(self.backend, part=part, parks=parks)
+    def pairs(self, own: Pairs) -> Pairs:
+        """Return the pairs of ranks and engines as this rank calls them; `own` is its half."""
+        return own
 
 
 def commands(models: Models, pairs: Pairs | None = None) -> Commands:
-    """The commands that other ranks carry out, by name; each has a `train_state` of its own."""
+    """Return the commands that other ranks carry out, by name; each rank has its own
+    `train_state`.
+    """
 
     def step(
         experiences: Sequence[Experience] = (), *, state: dict[str, Any], **options: Any
@@ -149,7 +151,7 @@ class LedModels(Models):
     def __init__(
         self, leader: Leader, backend: Backend, recipe: Recipe, train_state: TrainState
     ) -> None:
-        """`backend` is a Led; the others have models of their own."""
+        """`backend` is a Led; the others have their own models."""
         super().__init__(backend, recipe, train_state)
         self._leader = leader
 
@@ -176,13 +178,13 @@ class LedModels(Models):
         command = Command("load_critic", {"folder": str(folder.absolute())})
         self._leader.together(command, partial(super().load_critic, folder))
 
-    def pairs(self, *, part: Part, parks: bool) -> LedPairs:
-        """Make the pairs of all ranks, led from this one."""
-        return LedPairs(self._leader, super().pairs(part=part, parks=parks))
+    def pairs(self, own: Pairs) -> LedPairs:
+        """Return the pairs of all ranks, led from this one."""
+        return LedPairs(self._leader, own)
 
 
 class LedPairs:
-    """Rank 0's half of its pair, and the way to all others'."""
+    """Rank 0's half of its pair, which forwards calls to all others."""
 
     def __init__(self, leader: Leader, pairs: Pairs) -> None:
         """The others have pairs too."""

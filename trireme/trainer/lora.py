@@ -1,7 +1,7 @@
 """LoRA: trains low-rank additions to frozen weights (arXiv:2106.09685), through peft.
 
-The reference model is the same network with the additions that training began with: switched off
-where they began at 0, else a frozen copy of the adapter. The base is never copied.
+The reference model is the same network with the adapter's initial weights: switched off if these
+were 0, else a frozen copy of the adapter. The base is never copied.
 
 With DoRA (arXiv:2402.09353) the length of each output's weights is trained as well as their
 direction.
@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
 from trireme.engines.adapter import A, B
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weights import fingerprint
 
 if TYPE_CHECKING:
     from trireme.trainer.backend import Backend
@@ -40,40 +40,42 @@ class Lora:
     """The settings of the one adapter, from `model.lora_configs`."""
 
     rank: int = 32
-    """Rank of the addition."""
+    """Rank of the update."""
     alpha: float = 32
-    """The addition is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank)."""
+    """The update is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank)."""
     rslora: bool = False
     dora: bool = False
     path: str | None = None
-    """A folder of peft's, whose configuration then takes the place of all else here."""
+    """A folder of peft's, whose configuration then replaces all other settings here."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in training."""
+    """Share of an adapter's inputs that are dropped in training."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the linear layers that get one."""
+    """Names of the linear layers with an adapter."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Names of those that get none."""
+    """Names of the layers among these without one."""
 
     @property
     def leaves_base_alone(self) -> bool:
-        """True if it can be made without the base's numbers: DoRA takes their norms."""
+        """True if it can be made without the base's weights: DoRA needs their norms."""
         if self.path is None:
             return not self.dora
         return _config(self).init_lora_weights in (True, False, "gaussian")  # others change them
 
 
 class Adapter:
-    """The adapter on a model, which is changed in place: its linear layers gain the additions."""
+    """The adapter on a model, which is changed in place: adapters are added to its linear
+    layers.
+    """
 
     def __init__(self, model: PreTrainedModel, lora: Lora) -> None:
-        """Freezes the model's own weights. The additions begin at 0, or as they lie at `path`.
+        """Freezes the model's own weights. The adapter begins at 0, or with the weights at `path`.
 
         Raises ValueError for an adapter of another model.
         """
-        from peft import PeftModel, get_peft_model  # slow to load, and seldom needed
+        from peft import PeftModel, get_peft_model  # slow to import, and rarely needed
 
         self._model = model
-        with warnings.catch_warnings():  # peft asks by a name that transformers has replaced
+        with warnings.catch_warnings():  # peft uses a name that transformers has replaced
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
             self._peft = get_peft_model(model, _config(lora))
         assert isinstance(self._peft, PeftModel)
@@ -91,13 +93,13 @@ class Adapter:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The model as it was before training."""
+        """Restore the model as it was before training, inside the block."""
         if self.starts_at_zero:
             with self._peft.disable_adapter():
                 yield
             return
         layers = [layer for _, layer in self._layers()]
-        for layer in layers:  # not by peft's own way, which would have the copy trained
+        for layer in layers:  # not with peft's own switch, which would make the copy trainable
             layer._active_adapter = _START
         try:
             yield
@@ -106,8 +108,8 @@ class Adapter:
                 layer._active_adapter = _ADAPTER
 
     def keep_start(self) -> None:
-        """Keep a frozen copy of the additions as they are, for `reference`. Where they are 0 they
-        are switched off instead.
+        """Store a frozen copy of the current adapter for `reference`. If it is 0 it is switched off
+        instead.
         """
         if self.starts_at_zero:
             return
@@ -121,14 +123,14 @@ class Adapter:
                 parameter.requires_grad_(False)
 
     def weights(self) -> dict[str, Tensor]:
-        """The additions alone, by name."""
+        """Return the adapter's weights, by name."""
         from peft import get_peft_model_state_dict
 
         return get_peft_model_state_dict(self._peft, adapter_name=_ADAPTER)
 
     def load(self, weights: Mapping[str, Tensor], *, whence: str = "") -> None:
-        """Take additions that `weights` gave, or that lie in a file. Raises ValueError, and changes
-        nothing, where names or shapes are others.
+        """Load weights from `weights` or a file. Raises ValueError, and changes nothing, if names
+        or shapes differ.
         """
         current = self.weights()
         saved = whence or "the saved LoRA adapter"
@@ -150,8 +152,8 @@ class Adapter:
                 assign(tensor, weights[name])
 
     def travelling(self) -> Iterator[tuple[str, Tensor]]:
-        """The additions as engines take them, see engines/adapter.py. Raises ValueError with DoRA,
-        which is more than an addition, and for one on an embedding.
+        """Yield the adapter in the engines' form, see engines/adapter.py. Raises ValueError with
+        DoRA, which is more than an addition, and for an adapter on an embedding.
         """
         for name, layer in self._layers():
             if layer.use_dora.get(_ADAPTER):
@@ -168,14 +170,14 @@ class Adapter:
             yield f"{name}{B}", layer.lora_B[_ADAPTER].weight.detach() * scale
 
     def each_base(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that are not trained, under their plain names."""
+        """Yield the frozen weights, under their plain names."""
         for key, tensor in self._model.state_dict().items():
             if ".lora_" not in key:
                 yield self.plain_name(key), tensor.detach()
 
     def each_merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's weights with the additions added, under the names they had without them,
-        each computed when it is asked for.
+        """Yield the model's weights with the adapter merged, under their original names, each
+        computed on demand.
         """
         layers = dict(self._layers())
         for key, tensor in self._model.state_dict().items():
@@ -189,16 +191,16 @@ class Adapter:
 
     @staticmethod
     def plain_name(key: str) -> str:
-        """The name in the plain model of a tensor of the adapted one."""
+        """Return the name in the plain model of a tensor of the adapted one."""
         return key.replace(_BASE_LAYER, ".")
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """`weights` as peft reads them: adapter_config.json and adapter_model.safetensors."""
+        """Write `weights` in peft's form: adapter_config.json and adapter_model.safetensors."""
         folder.mkdir(exist_ok=True)
         config = copy.copy(self._peft.peft_config[_ADAPTER])
         config.inference_mode = True
         for key, value in vars(config).items():
-            if isinstance(value, set):  # whose order is another one in each process
+            if isinstance(value, set):  # its order differs between processes
                 setattr(config, key, sorted(value))
         config.save_pretrained(str(folder))
         write_weights(folder / "adapter_model.safetensors", weights)
@@ -217,7 +219,7 @@ class Adapter:
                 parameter.data = parameter.data.float()
 
     def trains(self) -> str:
-        """A line with the number of the model's parameters that are trained."""
+        """Return a line with the number of the model's parameters that are trained."""
         counts = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
         trained, total = sum(n for n, grad in counts if grad), sum(n for n, _ in counts)
         return f"LoRA: trainable {trained:,} of {total:,} parameters ({trained / total:.2%})"
@@ -249,7 +251,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _merged(layer: Any, base: Tensor) -> Tensor:
-    """Base + addition in float32, or this rank's rows of it; with DoRA scaled row by row."""
+    """Return base + addition in float32, or this rank's rows of it; with DoRA scaled row by row."""
     merged = base.float() + layer.get_delta_weight(_ADAPTER)
     if not layer.use_dora.get(_ADAPTER):
         return merged
@@ -258,7 +260,7 @@ def _merged(layer: Any, base: Tensor) -> Tensor:
 
 
 class AdapterSource:
-    """The source for engines that have the base: the additions alone. See sync/probe.py."""
+    """The weight source for engines that have the base: only the adapter. See sync/probe.py."""
 
     def __init__(self, backend: Backend) -> None:
         self.score = backend.score
@@ -266,7 +268,7 @@ class AdapterSource:
         self._unmoved: dict[str, float] | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """The additions as engines take them."""
+        """Return the adapter in the engines' form."""
         return dict(self.each_weight())
 
     def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
@@ -274,7 +276,7 @@ class AdapterSource:
         return self._backend.each_weight(dtype, "adapter")
 
     def unmoved(self, dtype: str) -> dict[str, float]:
-        """Fingerprints of the base, which engines have from its folder."""
+        """Return the fingerprints of the base, which engines load from its folder."""
         if self._unmoved is None:
             each = self._backend.each_weight(dtype, "base")
             marks = (fingerprint({name: tensor}, dtype) for name, tensor in each)

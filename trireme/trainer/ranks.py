@@ -1,15 +1,15 @@
-"""Ranks: the processes that train one model together: where they meet, FSDP2 shards, fair shares.
+"""Ranks: connects the processes that train one model: meeting point, FSDP2 shards, fair shares.
 
-They meet at a small store (TCP) that rank 0 keeps; tensors travel through a torch.distributed
-group, and what they tell each other is JSON and plain bytes, never pickle. FSDP2 spreads models
-over them block by block: a transformer block's weights are whole only while it computes; what lies
-outside the blocks (embedding, head, last norm; one tensor where they are tied) is the root group.
+They meet at a small TCP store of rank 0; tensors travel through a torch.distributed group, and
+messages are JSON and plain bytes, never pickle. FSDP2 spreads models over them block by block: a
+transformer block's weights are whole only while it computes; the weights outside the blocks
+(embedding, head, last norm; one tensor if they are tied) are the root group.
 
 Invariants:
 - all ranks run equally many micro-batches: one without its own computes a dummy that weighs 0;
-- every sample with an entry goes to exactly one rank, a group to one where it fits into a share;
-- what ranks found is that of one process: added up over them, never averaged;
-- what one rank finds wrong is raised on all of them, between collectives.
+- every sample with an entry goes to exactly one rank, a group to one if it fits into a share;
+- results equal those of one process: summed over ranks, never averaged;
+- an error on one rank is raised on all of them, between collectives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trireme.checkpoint.export import SharedFiles, Spec
 from trireme.checkpoint.layout import rank_file
 from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import my_parts
-from trireme.engines.weight_group import open_store
+from trireme.engines.rendezvous import open_store
 from trireme.files import CannotWrite, naming
 from trireme.trainer.pack import cut, packed_tokens
 
@@ -56,8 +56,8 @@ _RAISED = {kind.__name__: kind for kind in (NotFinite, ValueError, CannotWrite)}
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The number of a process's rank, and the place where all of them meet. Plain values: it may be
-    sent around.
+    """The number of a process's rank, and the place where all of them meet. Plain values: it can be
+    sent to other processes.
     """
 
     rank: int
@@ -67,13 +67,13 @@ class RankSpec:
     sequence: int = 1
     """Ranks that share a sequence: `trainer.ulysses_sequence_parallel_size`."""
     shards: int = -1
-    """Ranks that hold the model together: `trainer.fsdp_size`; -1: all."""
+    """Ranks that share the model: `trainer.fsdp_size`; -1: all."""
     device: str = "cpu"
-    """cpu, cuda:N, or cuda: the process's current one, the only one that a rank on Ray sees."""
+    """cpu, cuda:N, or cuda: the process's current one, the only one that a launcher shows."""
     timeout: float = field(kw_only=True)
     """Seconds that a collective, or the meeting, may take: `trainer.collective_timeout`."""
     lost_after: float = 20.0
-    """Seconds without a sign of life after which a rank counts as dead."""
+    """Seconds without a heartbeat after which a rank counts as dead."""
 
     def __post_init__(self) -> None:
         if self.world % self.sequence:
@@ -101,13 +101,13 @@ class Ranks:
     """A process's connection to all ranks; made by all of them at once."""
 
     def __init__(self, spec: RankSpec) -> None:
-        """Waits for all, `spec.timeout` at most. Raises TimeoutError saying who is missing."""
+        """Waits for all, `spec.timeout` at most. Raises TimeoutError naming the missing ones."""
         self.spec = spec
         self.rank, self.world = spec.rank, spec.world
         self.device = torch.device(spec.device)
         if (
             self.device.type == "cuda" and self.device.index is None
-        ):  # torch sets numbered ones only
+        ):  # torch sets only numbered ones
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.store = connect(spec, serve=spec.rank == 0)
         self.store.set(f"here/{self.rank}", socket.gethostname())
@@ -131,21 +131,21 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's share of a batch."""
+        """The index of this rank's share of a batch."""
         return self.rank // self.spec.sequence
 
     @property
     def data_world(self) -> int:
-        """Shares of a batch."""
+        """The number of shares of a batch."""
         return self.world // self.spec.sequence
 
     @property
     def sequence_rank(self) -> int:
-        """The number of this rank's slice of a sequence."""
+        """The index of this rank's slice of a sequence."""
         return self.rank % self.spec.sequence
 
     def gather(self, value: Any) -> list[Any]:
-        """A JSON value of each rank, on every rank. Collective."""
+        """Gather a JSON value of each rank, on every rank. Collective."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(data)]))
@@ -158,7 +158,7 @@ class Ranks:
         ]
 
     def broadcast(self, data: bytes | None, size: int) -> bytes:
-        """Rank 0's bytes on every rank; the others know their number already. Collective."""
+        """Send rank 0's bytes to every rank; the others know their number already. Collective."""
         row = torch.empty(size, dtype=torch.uint8)
         if data is not None:
             row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -170,8 +170,8 @@ class Ranks:
         dist.destroy_process_group()
 
     def _mesh(self) -> DeviceMesh:
-        """All ranks in a row; or a row of neighbours for each copy of the model, by names that
-        FSDP2 asks for and verl's checkpoints have.
+        """Return all ranks in a row; or one row of neighbours per copy of the model, under the
+        names that FSDP2 needs and sharded checkpoints have.
         """
         shards = self.spec.shards
         if shards in (-1, self.world):
@@ -191,20 +191,22 @@ class Ranks:
 
 
 def connect(spec: RankSpec, *, serve: bool = False) -> TCPStore:
-    """A connection of its own to the store of rank 0, which `serve`s it."""
+    """Open a separate connection to the store of rank 0, which `serve`s it."""
     host, _, port = spec.address.rpartition(":")
     return open_store(host, int(port), serve=serve, timeout=spec.timeout)
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """An address of this machine with a port that is free now."""
+    """Return an address of this machine with a port that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"
 
 
 class Root(nn.Module):
-    """`root(function, ...)` is `function(model, ...)` with the root group's weights whole."""
+    """A module whose `root(function, ...)` is `function(model, ...)` with the root group's weights
+    whole.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -216,10 +218,10 @@ class Root(nn.Module):
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, *, half: bool, offload: bool) -> Root:
-    """The model in shards, which replace its tensors in place.
+    """Shard the model in place.
 
     `half`: blocks compute in bfloat16; shards, gradients and their sums stay float32. `offload`:
-    shards and optimizer lie in the memory of the CPU, which then makes the optimizer's step.
+    shards and optimizer are in the CPU's memory, and the CPU makes the optimizer's step.
     """
     root = Root(model)
     policy: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
@@ -232,7 +234,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, half: bool, offload: bool
     fully_shard(root, **policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by the whole batch already: gradients add up over ranks.
+            # The loss is divided by the whole batch already: gradients are summed over ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
@@ -240,7 +242,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, half: bool, offload: bool
 
 @torch.no_grad()
 def materialize(root: Root, device: torch.device | str) -> None:
-    """Give shards that are without numbers memory on a device; all else stays what it is."""
+    """Allocate device memory for shards without numbers; all else is unchanged."""
     buffers = dict(root.named_buffers())
     weights = {n: w.detach().clone() for n, w in root.named_parameters() if not w.is_meta}
     root.to_empty(device=device)
@@ -252,7 +254,9 @@ def materialize(root: Root, device: torch.device | str) -> None:
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks, as transformers names them; else the longest list of modules."""
+    """Return the transformer blocks, as transformers names them; else the longest list of
+    modules.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if type(module).__name__ in names]
     if named:
@@ -262,12 +266,12 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered, a collective; any other as it is."""
+    """Gather a sharded tensor, a collective; any other is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def my_part(tensor: Tensor) -> Tensor:
-    """The local part of a sharded tensor; any other as it is."""
+    """Return the local part of a sharded tensor; any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -275,15 +279,17 @@ class Team:
     """A rank's part in computing a batch together."""
 
     def __init__(self, ranks: Ranks | None, *, max_token_len: int, share_prefix: bool) -> None:
-        """`ranks` None: one process. `max_token_len` is what a rank computes at a time."""
+        """`ranks` None: one process. `max_token_len` is the tokens that a rank computes at
+        a time.
+        """
         self.rank, self.size = (ranks.rank, ranks.world) if ranks else (0, 1)
         self._ranks = ranks
         self._max_token_len = max_token_len
         self._share_prefix = share_prefix
 
     def parts(self, batch: Batch) -> list[Batch | None]:
-        """Cut this rank's share into micro-batches, the largest first; None fills up to the most
-        that any rank has.
+        """Cut this rank's share into micro-batches, the largest first; None pads to the largest
+        number on any rank.
         """
         if self._ranks is None:
             return list(cut(batch, self._max_token_len, share_prefix=self._share_prefix))
@@ -298,9 +304,9 @@ class Team:
     def scores(
         self, batch: Batch, compute: Callable[[Batch], Sequence[Tensor | None]], *, num: int = 1
     ) -> Tensor:
-        """The `num` numbers of each entry, [num, M], on every rank's CPU.
+        """Return the `num` numbers of each entry, [num, M], on every rank's CPU.
 
-        `compute(part)` gives them of a micro-batch, in rows and blocks of rows [M of the part].
+        `compute(part)` returns those of a micro-batch, in rows and blocks of rows [M of the part].
         """
         out = torch.zeros(num, batch.num_tokens)
         numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
@@ -314,13 +320,15 @@ class Team:
         return out
 
     def gather(self, value: Any, *, every: bool = False) -> list[Any]:
-        """A JSON value of each rank that has a share of the batch to itself, or of `every` rank."""
+        """Gather a JSON value of each rank that has its own share of the batch, or of
+        `every` rank.
+        """
         if self._ranks is None:
             return [value]
         return self._ranks.gather(value)[:: 1 if every else self._ranks.spec.sequence]
 
     def agree(self, error: Exception | None) -> None:
-        """Raise what any rank found: the error itself there, on the others the report of it."""
+        """Raise any rank's error: the error itself there, a report of it on the others."""
         ranks = self._ranks
         reports = ranks.gather(error and [type(error).__name__, str(error)]) if ranks else []
         if error is not None:
@@ -333,7 +341,7 @@ class Team:
                 raise RuntimeError(f"trainer rank {rank}: {kind}: {text}")
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """`work()`; a disk or a file that it finds wrong on one rank is raised on all."""
+        """Run `work()`; an error of a disk or a file on one rank is raised on all."""
         error: Exception | None = None
         try:
             work()
@@ -342,13 +350,13 @@ class Team:
         self.agree(error)
 
     def write_own(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write this rank's files of a checkpoint; `state` as a backend or a critic gives it."""
+        """Write this rank's files of a checkpoint; `state` is that of a backend or a critic."""
         extra = dict(state)
         write_pt(folder / rank_file("optim", self.size, self.rank), extra.pop("optimizer"))
         write_pt(folder / rank_file("extra_state", self.size, self.rank), extra)
 
     def write_whole(self, folder: Path, shards: Mapping[str, Tensor]) -> None:
-        """Write the weights into one file, each rank the rows that it holds. Collective."""
+        """Write the weights into one file, each rank its own rows. Collective."""
         specs = {name: Spec(tuple(shards[name].shape), torch.float32) for name in sorted(shards)}
         file = SharedFiles(folder, specs)
 
@@ -362,13 +370,13 @@ class Team:
 
 
 def dummy() -> Batch:
-    """A batch for a rank to compute while others have a micro-batch more."""
-    # Not token 0: where that is padding, tests would not see it weigh more than 0.
+    """Make a batch for a rank to compute while others have another micro-batch."""
+    # Not token 0: if that is padding, tests would not notice a weight above 0.
     return of_tokens([[1, 1]])
 
 
 def deal(batch: Batch, ranks: int, *, share_prefix: bool = True) -> list[list[int]]:
-    """Sample numbers of each rank's share, each in order."""
+    """Assign samples to ranks; returns the sample numbers of each rank's share, in order."""
     groups: dict[str, list[int]] = {}
     for n, (group, count) in enumerate(zip(batch.groups, batch.counts, strict=True)):
         if count:
@@ -388,7 +396,7 @@ def deal(batch: Batch, ranks: int, *, share_prefix: bool = True) -> list[list[in
     ]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    # The largest first, each to who has least; ties by order, alike everywhere.
+    # The largest first, each to the smallest share; ties by order, equal everywhere.
     for size, members in sorted(pieces, key=lambda piece: -piece[0]):
         least = loads.index(min(loads))
         shares[least] += members
@@ -399,7 +407,7 @@ def deal(batch: Batch, ranks: int, *, share_prefix: bool = True) -> list[list[in
 def _split(
     batch: Batch, members: list[int], limit: int, share_prefix: bool
 ) -> list[tuple[int, list[int]]]:
-    """A group in parts of at most `limit` computed tokens."""
+    """Split a group into parts of at most `limit` computed tokens."""
     numbered = batch.with_fields(sample=batch.sample_ids).select(members)
     parts = [
         part.fields["sample"].unique().tolist()

@@ -1,13 +1,14 @@
 """Classes: the base class of workflows that users write as a class.
 
-A class gives `run`, as a plain method or as `async def run` (`run_async` is the same by another
-name). Its `model` is a BlockingModel: `chat` in a plain method, `await chat_async` in the other.
+A class defines `run`, as a plain method or as `async def run` (`run_async` is another name for it).
+Its `model` is a BlockingModel: `chat` in a plain method, `await chat_async` in a coroutine.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from trireme.aio import is_async
@@ -21,7 +22,7 @@ _OF_TASK = (
 
 
 class Workflow:
-    """Base of class workflows. Give `run`; all else has a default.
+    """The base of class workflows. Define `run`; all else has a default.
 
     n rollouts are n objects, each run once, with `repeat_times` 1. A class that sets `can_repeat`
     is run once for all of them: it then has `repeat_times` n, and returns experiences with the run
@@ -36,17 +37,14 @@ class Workflow:
     `run` blocks: each takes much of the machine.
     """
     one_experience: bool = False
-    """True if each rollout leaves exactly one experience, so that the train steps are known
-    beforehand. A subclass with another `run` or `ask` sets it again.
-    """
+    """True if each rollout leaves exactly one experience, so that the number of train steps is
+    known beforehand. A subclass with another `run` or `ask` sets it again."""
     reward_parts: bool | None = None
     """True if `run` leaves the number of each reward function in `info["reward_parts"]`, which
     `gdpo` compares; None: only the run knows. A subclass with another `run` sets it again.
     """
     calls: tuple[str, ...] = ()
-    """Methods that `run` calls, in addition to those of every workflow: a subclass may
-    define them.
-    """
+    """Methods that `run` calls besides those of every workflow: a subclass may define them."""
 
     task_desc: Any
     truth: Any
@@ -68,20 +66,26 @@ class Workflow:
     ) -> None:
         self.model = model
         self.auxiliary_model_wrappers = list(auxiliary_models or [])
-        self.auxiliary_models = [self._client(m) for m in self.auxiliary_model_wrappers]
         self.repeat_times = 1
         self.run_id_base = 0
         self.logger = logging.getLogger(type(self).__module__)
         self.bind(task)
 
+    @cached_property
+    def auxiliary_models(self) -> list[Any]:
+        """OpenAI clients of the models beside the trained one."""
+        return [self._client(model) for model in self.auxiliary_model_wrappers]
+
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
-        """Modules that a laptop install does not bring -> what of ours wants them (see `extra`)."""
+        """Return the optional modules that it needs, each with the name of the feature (see
+        `extra`).
+        """
         return {}
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task; a class may have properties of
-        its own in their place.
+        """Set the attributes that users' methods read from the task; a class may define properties
+        instead.
         """
         self.task = task
         for name in _OF_TASK:
@@ -89,11 +93,11 @@ class Workflow:
                 setattr(self, name, getattr(task, name))
 
     def reset(self, task: Task) -> None:
-        """Take another task."""
+        """Switch to another task."""
         self.bind(task)
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Set the number of runs that one call of `run` gives, and the id of the first."""
+        """Set the number of runs that one call of `run` returns, and the id of the first."""
         self.repeat_times = repeat_times
         self.run_id_base = run_id_base
 
@@ -102,9 +106,9 @@ class Workflow:
 
 
 def run_method(cls: type) -> tuple[str | None, bool]:
-    """The name of the method to call, `run` or `run_async`, and whether to await it.
+    """Return the name of the method to call, `run` or `run_async`, and whether to await it.
 
-    It is the one that the most derived class defines; where that defines both, `is_async` decides.
+    It is the one that the most derived class defines; if that defines both, `is_async` decides.
     """
     names = ("run_async", "run") if getattr(cls, "is_async", False) else ("run", "run_async")
     for owner in cls.__mro__:

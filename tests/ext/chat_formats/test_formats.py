@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.model.test_tool_calls import ARGUMENTS, TOOLS, ask, model_of
+from tests.ext.openai.test_tool_calls import ARGUMENTS, TOOLS, ask, model_of
 from tests.tiny import make_tokenizer
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.tool_calls import CUT, FORMATS, ToolCall, format_of
@@ -191,7 +191,7 @@ def test_a_text_becomes_what_one_of_the_schema_s_types_says(schema: Any, expecte
 def test_a_reader_of_one_s_own_and_those_of_families_serve_http(streams: bool) -> None:
     xml = "Hm.<tool_call>\n<function=look>\n<parameter=times>\n3\n</parameter>\n</function>\n"
     for parser, text, expected in (
-        ("tests.model.test_tool_calls:mine", "Hm.CALL wait", ("wait", {})),
+        ("tests.ext.openai.test_tool_calls:mine", "Hm.CALL wait", ("wait", {})),
         ("qwen3_coder", xml + "</tool_call>", ("look", {"times": 3})),
         ("qwen3_coder", xml.replace("<tool_call>\n", ""), ("look", {"times": 3})),
     ):

@@ -18,6 +18,7 @@ from trireme.launch.check import make_plans
 from trireme.monitor.figures import FEW, metric_of
 
 Row = dict[str, float]
+MORE_LOSSES = pytest.mark.extension("more_losses")
 PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
 
 
@@ -269,10 +270,10 @@ def test_two_commits_of_one_group_are_too_few_at_the_end() -> None:
     ("algorithm", "rewards_teach", "any_age"),
     [
         ("grpo", True, False),
-        ("opmd", True, True),
-        ("raft", True, True),
+        pytest.param("opmd", True, True, marks=MORE_LOSSES),
+        pytest.param("raft", True, True, marks=MORE_LOSSES),
         ("on_policy_distill", False, False),
-        ("jsd", False, False),
+        pytest.param("jsd", False, False, marks=MORE_LOSSES),
     ],
 )
 def test_what_is_normal_in_an_algorithm_is_no_cause(

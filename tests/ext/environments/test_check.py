@@ -13,6 +13,7 @@ from trireme.workflows.workflow import resolve
 WORKFLOW = "buffer.explorer_input.taskset.default_workflow_type"
 
 
+@pytest.mark.extension("more_losses")
 @pytest.mark.parametrize("name", ["gym_workflow", "textarena_workflow"])
 def test_gdpo_refuses_before_the_run_what_has_no_parts(tmp_path: Path, name: str) -> None:
     words = ("algorithm.algorithm_type=gdpo", f"{WORKFLOW}={name}")

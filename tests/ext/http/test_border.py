@@ -64,6 +64,7 @@ def test_no_bad_request_reaches_the_engine(tiny_dir: Path, serve: bool) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.extension("rollout_server")
 def test_bad_requests_in_the_middle_of_a_good_one_do_not_touch_it(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_bad_requests_in_the_middle_of_a_good_one_do_not_touch_it(
         assert not beyond, "without a key nothing listens beyond this machine"
 
 
+@pytest.mark.extension("rollout_server")
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -254,6 +256,7 @@ def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
+@pytest.mark.extension("remote")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -285,6 +288,7 @@ def test_weights_that_no_model_can_use_are_refused(
     asyncio.run(main())
 
 
+@pytest.mark.extension("remote")
 def test_weights_of_the_past_and_more_than_the_model_can_take_are_refused(tiny_dir: Path) -> None:
     async def main() -> None:
         async with torch_rollouts(tiny_dir) as rollouts, client_of(rollouts) as client:
@@ -318,6 +322,7 @@ def test_numbers_that_are_no_json_are_our_failure(tiny_dir: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.extension("rollout_server")
 def test_the_port_of_a_weight_group_is_open_at_the_asked_address_alone(tiny_dir: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -26,6 +26,7 @@ COUNTS = [
 ]
 
 
+@pytest.mark.extension("rollout_server")
 @pytest.mark.parametrize("count", COUNTS)
 def test_no_request_breaks_the_server_or_is_answered_by_a_failure_of_ours(
     tiny_dir: Path, tmp_path: Path, count: int

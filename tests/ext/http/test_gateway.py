@@ -15,9 +15,9 @@ import pytest
 from tests.model.fake import FakeEngine
 from trireme.ext.http.gateway import Gateway
 from trireme.ext.http.rollouts import Rollouts
+from trireme.model.address import Address
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model, Revoked
-from trireme.model.openai_client import Address
 
 ASKED: Any = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -106,6 +106,7 @@ def test_a_body_that_is_too_large_is_refused(
     asyncio.run(main())
 
 
+@pytest.mark.extension("rollout_server")
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -158,6 +159,7 @@ def test_a_thousand_requests_at_once_are_served_or_refused_and_none_is_lost(
     asyncio.run(main())
 
 
+@pytest.mark.extension("remote")
 def test_many_requests_over_a_port_are_all_served(tiny_dir: Path) -> None:
     import httpx
 

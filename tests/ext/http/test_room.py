@@ -112,6 +112,7 @@ def hostile() -> list[tuple[str, bytes, int, str]]:
     ]  # fmt: skip
 
 
+@pytest.mark.extension("rollout_server")
 def test_what_no_request_needs_is_refused_in_one_sentence() -> None:
     async def main() -> None:
         async with client_of(fake_rollouts()) as client:
@@ -124,20 +125,6 @@ def test_what_no_request_needs_is_refused_in_one_sentence() -> None:
             assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
     asyncio.run(main())
-
-
-def test_what_an_engine_is_asked_by_our_own_client_has_room() -> None:
-    from trireme.engines.engine import MOST_SAMPLES
-    from trireme.engines.servers import MOST_TOKENS
-
-    sampling = {"max_tokens": 9, "stop": ["a", "b"], "stop_token_ids": [1, 2]} | dict.fromkeys(
-        "bcdefghijklm", 0
-    )
-    one = {"ids": [151000] * (MOST_TOKENS // MOST_SAMPLES), "sampling": sampling, "key": [1, 2, 3]}
-    body = json.dumps({"id": "x", "requests": [one] * MOST_SAMPLES}).encode()
-    size = room.room_of("/engine/stream", 0)
-    assert len(body) < size.bytes
-    look_inside(body, size)
 
 
 def test_what_a_prompt_holds_is_forgotten_with_its_request() -> None:

@@ -11,17 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.ext.openai.test_thinking import THOUGHT, model_of
+from tests.ext.openai.test_tool_calls import Telling
 from tests.model.fake import user
 from tests.model.templates import THINKING
-from tests.model.test_thinking import THOUGHT, model_of
-from tests.model.test_tool_calls import Telling
 from trireme import Model
 from trireme.ext.http.gateway import Gateway
 from trireme.ext.http.messages import events_of, message_of
 from trireme.ext.http.rollouts import Rollouts
-from trireme.model.chat_tokens import ChatTokens
-from trireme.model.openai_answer import respond, stream
-from trireme.model.thinking import ReasoningParser
+from trireme.ext.openai.answer import respond, stream
+from trireme.model.chat_tokens import ChatTokens, ReasoningParser
 
 ASKED: list[Any] = [{"role": "user", "content": "1 + 1?"}]
 OPENS = THINKING.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>\n' }}")

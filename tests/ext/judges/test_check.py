@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.config.test_problems import only_problem, problems_of
 from tests.tiny import make_reward_model
 
@@ -29,6 +31,7 @@ def test_an_own_judge_needs_the_model_that_it_asks(tmp_path: Path) -> None:
     assert "explorer.auxiliary_models has 0 models, and the reward 'judge_of_ones_own'" in output
 
 
+@pytest.mark.extension("more_losses")
 def test_gdpo_refuses_before_the_run_what_has_no_parts(tmp_path: Path) -> None:
     name = "math_trainable_ruler_workflow"
     words = ("algorithm.algorithm_type=gdpo", f"{TASKSET}.default_workflow_type={name}")

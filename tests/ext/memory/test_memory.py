@@ -199,9 +199,11 @@ def test_the_plan_is_what_a_rank_takes(checkpointing: bool, tmp_path: Path) -> N
     parts = memory_of(shape(AutoConfig.from_pretrained(folder)), use)
     expected = sum(parts.values()) - parts["sync"]  # nothing is pushed here
     given = {"gradient_checkpointing": checkpointing}
-    for peak in run(_peak, tmp_path / "ranks", folder, tokens, given):
+    for peak in run(_exact_peak, tmp_path / "ranks", folder, tokens, given):
         said = {name: round(size / MB) for name, size in parts.items()}
-        assert expected == pytest.approx(peak, rel=0.15), (round(peak / MB), said)
+        # what a heap keeps of freed memory, for which the plan has some room, was 100 to 240 MB in
+        # eight runs on a busy machine: it is no part of the test
+        assert peak < expected < 1.6 * peak, (round(peak / MB), said)
 
 
 def _exact_peak(*given: Any) -> int:

@@ -71,6 +71,7 @@ FOUR = {
 }  # fmt: skip
 
 
+@pytest.mark.extension("remote")
 def test_a_teacher_is_charged_where_it_lies_on_the_trainers_gpu(tmp_path, machine, monkeypatch):
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
     machine(1)

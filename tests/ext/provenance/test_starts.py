@@ -10,22 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import save_file
 
 from tests.e2e.job import small_config
 from tests.e2e.test_damaged_files import DAMAGES
 from tests.tiny import make_model
-from trireme.algorithms.recipes import get_recipe
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import MANIFEST, JobFolder
+from trireme.checkpoint.manifest import WITHOUT_CHECKSUMS
 from trireme.cli.run import run as command
-from trireme.config import ConfigError, load_config
+from trireme.config import load_config
 from trireme.config.schema import Config
 from trireme.data.rows import DataSet, Rows
-from trireme.ext.provenance.changes import changes, refuse_meaningless
-from trireme.ext.provenance.starts import add_start, data_facts, read_starts, this_start
+from trireme.ext.provenance.changes import changes
+from trireme.ext.provenance.starts import add_start, data_facts, read_starts
 from trireme.launch.check import make_plans
+from trireme.launch.resume import ADAPTER_BASE
 from trireme.registry import COMMANDS, SOURCES
 
 
@@ -113,28 +112,6 @@ def test_keys_that_a_newer_release_has_are_no_changes_unless_they_are_set() -> N
     assert any(line.startswith("model.lora_configs[0].lora_rank: none -> ") for line in found)
 
 
-def test_a_resume_is_refused_where_the_adapter_it_began_from_was_overwritten(
-    tmp_path: Path,
-) -> None:
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
-    weights = adapter / "adapter_model.safetensors"
-    save_file({"a": torch.zeros(2)}, weights)
-    config = small_config(tmp_path)
-    config["model"]["lora_configs"] = [{"path": str(adapter)}]
-    [plan] = plan_of(tmp_path, config)
-    recipe, folder = get_recipe(plan.config.algorithm), JobFolder(plan.job_dir)
-    old = this_start(plan, plan.model_path, recipe, None)
-    refuse_meaningless(plan, plan.model_path, folder, 1, old, old)
-    save_file({"a": torch.ones(2)}, weights)
-    new = this_start(plan, plan.model_path, recipe, None)
-    with pytest.raises(ConfigError, match=r"had SHA-256 of the adapter begun from \w{64}, and now"):
-        refuse_meaningless(plan, plan.model_path, folder, 1, old, new)
-    del old["resumes"]["SHA-256 of the adapter begun from"]  # as earlier versions wrote it
-    refuse_meaningless(plan, plan.model_path, folder, 1, old, new)
-
-
 def started(
     folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str, expected: int = 0
 ) -> tuple[str, str]:
@@ -183,16 +160,32 @@ def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
     shows = "view" if "view" in COMMANDS else "convert"
     assert summary["next_command"].startswith(f"trireme {shows} ")
 
-    make_model(tmp_path / "wide", hidden=64, max_len=256)
+
+def test_a_checkpoint_of_an_earlier_release_is_resumed_only_with_what_its_start_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its manifest does not say what it was made with: `resumes` of run/starts.json does."""
+    make_model(tmp_path / "other", seed=1, max_len=256)
+    lora = "model.lora_configs=[{lora_rank: 4}]"
+    started(tmp_path, capsys, "buffer.total_steps=1", lora)
+    job = JobFolder(tmp_path / "checkpoints/tests/job")
+    path = job.step_dir(1) / MANIFEST
+    manifest = json.loads(path.read_text())
+    recorded = manifest["state"].pop("made_with")
+    del manifest["checksum"], manifest["xxh3_128"]
+    manifest["format"] = WITHOUT_CHECKSUMS
+    path.write_text(json.dumps(manifest))
+    held = json.loads(job.starts.read_text())
+    held["starts"][0]["resumes"] = {k: v for k, v in recorded.items() if k != ADAPTER_BASE}
+    job.starts.write_text(json.dumps(held))
     for override, told in (
-        (f"model.model_path={tmp_path}/wide", "whose hidden_size is 64, and the checkpoint"),
-        ("algorithm.algorithm_type=ppo", "is ppo, which learns a value model, and the checkpoint"),
-        ("buffer.trainer_input.experience_buffer.storage_type=sql", "store queue, and now has sql"),
         ("algorithm.optimizer.optimizer_type=sgd", "had optimizer adamw, and now has sgd"),
+        ("model.lora_configs=[{lora_rank: 4, lora_alpha: 8}]", "alpha 32, and now has of rank 4"),
+        (f"model.model_path={tmp_path}/other", "has a LoRA adapter of other weights than"),
     ):
-        _, errors = started(tmp_path, capsys, "buffer.total_steps=6", override, expected=2)
-        assert told in errors.splitlines()[0]
-        assert "expected as it was, or another name" in errors
+        _, errors = started(tmp_path, capsys, "buffer.total_steps=2", lora, override, expected=2)
+        assert told in errors
+    started(tmp_path, capsys, "buffer.total_steps=2", lora)  # as it was
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -201,7 +194,7 @@ def test_a_damaged_start_is_left_out_and_its_file_stays(
     name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = JobFolder(tmp_path / "job")
-    tables = {key: {} for key in ("resumes", "model", "data", "plugins", "versions", "code")}
+    tables = {key: {} for key in ("model", "data", "plugins", "versions", "code")}
     entry = {"time": "now", "mode": "both", "name": None, "folder": ".", **tables}
     for seed in (1, 2):
         add_start(folder, {**entry, "config": {"seed": seed}})

@@ -15,13 +15,14 @@ from tests.limits import HANG_S
 pytest.importorskip("ray")
 
 from tests.ext.http.made import on_port, torch_rollouts, until
-from tests.ext.http.test_remote import PROMPT, SHORT, weights_of
-from trireme.engines.remote import RemoteEngine
-from trireme.engines.servers import INSTANCE, Servers
+from tests.ext.remote.test_engine import PROMPT, SHORT, weights_of
+from trireme.ext.http import INSTANCE
 from trireme.ext.ray.actors import ExplorerWorker, TrainerWorker
 from trireme.ext.ray.engines import ServersOfSides
-from trireme.launch import engine_host
-from trireme.launch.engine_host import EngineKeeper
+from trireme.ext.remote import engine_host
+from trireme.ext.remote.engine import RemoteEngine
+from trireme.ext.remote.engine_host import EngineKeeper
+from trireme.ext.remote.servers import Servers
 from trireme.launch.explorer_side import ExplorerSide
 from trireme.launch.trainer_side import TrainerSide
 

@@ -606,6 +606,7 @@ def test_rlhf_writes_no_options_of_a_penalty_that_there_is_not(rlhf: Any) -> Non
     assert said.kl_loss_fn_args == {"kl_coef": 0.2}  # and the run notes what the user wrote
 
 
+@pytest.mark.extension("more_losses")
 def test_rlhf_of_chord(rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     words = "--model m --dataset d --per_device_train_batch_size 8 --gradient_accumulation_steps 2 "
@@ -642,6 +643,7 @@ def test_rlhf_of_chord(rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no effect on dpo" in rlhf(words + "--rlhf_type dpo --chord_mu_peak 0.5")
 
 
+@pytest.mark.extension("more_losses")
 @pytest.mark.parametrize(("beta", "share"), [("0.3", 0.3), ("0", 1.0), ("1", 0.0)])
 def test_rlhf_of_a_distillation(rlhf: Any, beta: str, share: float) -> None:
     words = "--rlhf_type gkd --model m --dataset d --teacher_model t "

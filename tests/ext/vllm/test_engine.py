@@ -13,18 +13,19 @@ import torch
 from tests.engines.test_adapter import adapted, change
 from tests.engines.test_torch_engine import reference
 from tests.engines.test_torch_engine import run as embedded
+from tests.ext.vllm.host import vllm_host
 from tests.limits import HANG_S
 from tests.tiny import make_model
 from tests.trainer.samples import backend_of
-from tests.vllm import START_S, needs_vllm, vllm_host
+from tests.vllm import START_S, needs_vllm
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.device import Device
 from trireme.engines.engine import Completion, Engine, Sampling
-from trireme.engines.remote import RemoteEngine
-from trireme.engines.weight_group import fingerprint
-from trireme.launch.engine_host import EngineHost, start_all, stop_all
+from trireme.engines.weights import fingerprint
+from trireme.ext.remote.engine import RemoteEngine
+from trireme.ext.remote.engine_host import EngineHost, start_all, stop_all
+from trireme.ext.remote.push import GroupSync, HttpSync
 from trireme.sync.probe import Gap, Probe, WrongWeights, compare_weights
-from trireme.sync.push import GroupSync, HttpSync
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.lora import AdapterSource
 

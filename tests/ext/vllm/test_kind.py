@@ -181,7 +181,7 @@ def test_vllm_gets_merged_weights_of_a_model_that_it_has_no_adapters_for(
 
 def test_an_engine_process_needs_only_what_the_environment_of_vllm_has() -> None:
     absent = ("omegaconf", "sqlalchemy", "datasets", "peft", "math_verify", "tensorboard", "ray")
-    needed = ("server.process", "server.app", "engines.weight_group")
+    needed = ("ext.http.process", "ext.http.app", "ext.remote.routes")
     needed += ("ext.vllm.engine", "ext.vllm.options")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "".join(
         f"import trireme.{module}\n" for module in needed

@@ -4,7 +4,7 @@ Everything here runs in the device's thread. Invariants:
 - active requests hold rows 0 .. B-1; a finished one's place is taken by the last at once;
 - a row's keys and values, with those of the prompt that it shares, cover all of its tokens but the
   last, which the next step feeds;
-- without a lean pass transformers' module is called, and every row holds its whole prompt;
+- without a pass of forward.py transformers' module is called, and every row holds its whole prompt;
 - what fails for one request ends that one: after a failed pass each is tried alone.
 """
 
@@ -19,18 +19,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.request import Request
 from trireme.engines.sampling import Drawn, RowParameters, draw, uniforms
-from trireme.engines.torch.lean import Lean
+from trireme.engines.torch.forward import ForwardPass, Places
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
-from trireme.engines.torch.rows import Pass, RowStore, Where
+from trireme.engines.torch.rows import Pass, RowStore
 
 PREFILL_TOKENS = 8192
 """Tokens of one prefill pass, padding included."""
 SCORE_NUMBERS = 2**24
-"""Logits that scoring holds at once."""
+"""Logits that scoring stores at once."""
 
 
 class Reading(NamedTuple):
-    """A prompt whose first `start` tokens a row has, and whose others it needs."""
+    """A prompt whose first `start` tokens are in a row, and whose other tokens are still to be
+    computed.
+    """
 
     row: int
     ids: tuple[int, ...]
@@ -47,10 +49,10 @@ class Decoder:
         *,
         kv_tokens: int,
         prefix_tokens: int,
-        lean: Lean | None = None,
+        forward: ForwardPass | None = None,
     ) -> None:
         self.model = model
-        self.lean = lean
+        self.forward = forward
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
         self.active: list[Request] = []
@@ -62,19 +64,19 @@ class Decoder:
         self._parameters: RowParameters | None = None
         self._streams = torch.zeros(0, dtype=torch.long)
         """[B], made together with the parameters."""
-        self._where: Where | None = None
+        self._where: Places | None = None
         heads: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
         self.vocabulary: int = min(layer.weight.shape[0] for layer in heads)
-        """Ids that there are."""
+        """The number of token ids."""
 
     @torch.inference_mode()
     def advance(
         self, admitted: Sequence[Request], *, steps: int, hurry: Callable[[], bool]
     ) -> list[Request]:
-        """Take in new requests and decode up to `steps` tokens; ends early when a request does.
+        """Admit new requests and decode up to `steps` tokens; ends early when a request does.
 
-        Returns those that ended, or have an `error`; `hurry()` says that someone waits for the
-        device. Raises where the model itself has failed.
+        Returns those that ended, or have an `error`; `hurry()` is true if someone waits for the
+        device. Raises if the model itself has failed.
         """
         self._remove([r for r in self.active if r.stop_reason == "aborted"])
         finished: list[Request] = []
@@ -93,9 +95,10 @@ class Decoder:
         return finished
 
     def _one_by_one(self, cause: Exception) -> list[Request]:
-        """After a failed pass: a token for each request alone; those that ended or failed by it.
+        """Decode a token for each request alone after a failed pass; returns those that ended or
+        failed.
 
-        Raises `cause` where a prompt of one token fails too: then it is not one request's fault.
+        Raises `cause` if a prompt of one token fails too: then no single request is at fault.
         """
         try:
             self.score([[0, 0]], 1.0)
@@ -116,7 +119,7 @@ class Decoder:
         return finished
 
     def _begin_again(self) -> None:
-        """Keys and values of the active requests are computed anew."""
+        """Discard the keys and values of the active requests, to be computed again."""
         self.prefixes.clear()
         self.store.clear()
         self.prompts.clear()
@@ -127,7 +130,7 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        """log p of every token of given rows; index 0 is 0."""
+        """Return log p of every token of given rows; index 0 is 0."""
         out: list[list[float]] = []
         for row in ids:
             store = RowStore(len(row) + 1)
@@ -145,12 +148,12 @@ class Decoder:
         return out
 
     def renew(self, version: int, *, keep: bool) -> None:
-        """Adopt new weights: keys and values are computed again, unless `keep` is set."""
+        """Adopt new weights: keys and values are recomputed, unless `keep` is set."""
         self.version = version
         self.prefixes.clear()
         self.prompts.forget()
-        if self.lean is not None:
-            self.lean.renew()
+        if self.forward is not None:
+            self.forward.renew()
         if not keep:
             for request in self.active:
                 self.prompts.leave(request)
@@ -173,7 +176,7 @@ class Decoder:
         self._changed()
 
     def _prefill(self, requests: Iterable[Request]) -> None:
-        """Keys and values of all tokens but the last; equal prompts are computed once."""
+        """Compute keys and values of all tokens but the last; equal prompts are computed once."""
         rows = {id(r): row for row, r in enumerate(self.active)}
         groups: dict[tuple[int, ...], list[Request]] = {}
         for request in requests:
@@ -183,7 +186,7 @@ class Decoder:
         alone = {
             ids
             for ids, members in groups.items()
-            if self.lean is None
+            if self.forward is None
             or not ids
             or (len(members) == 1 and self.prompts.slot(ids) is None)
         }
@@ -216,7 +219,7 @@ class Decoder:
         self._where = None
 
     def _reuse(self, store: RowStore, row: int, request: Request) -> int:
-        """Take what the prefix cache has of a prompt; how many tokens."""
+        """Copy a prompt's tokens from the prefix cache; returns their number."""
         if request.cached:
             return request.cached
         saved, common = self.prefixes.find(request.ids)
@@ -229,7 +232,7 @@ class Decoder:
         return common
 
     def _extend(self, store: RowStore, readings: Sequence[Reading]) -> None:
-        """Ragged prefills, in pieces where they are wide."""
+        """Run ragged prefills, in pieces if they are wide."""
         for batch in _batches(readings):
             todo = list(batch)
             piece = max(1, PREFILL_TOKENS // len(batch))
@@ -252,9 +255,9 @@ class Decoder:
         *,
         logits: bool = False,
     ) -> Tensor | None:
-        """New tokens of some rows through the model; with `logits`, those of the first row."""
-        if self.lean is not None:
-            return self.lean.read(store, parts, rows, starts, logits=logits)
+        """Run new tokens of some rows through the model; with `logits`, return the first row's."""
+        if self.forward is not None:
+            return self.forward.read(store, parts, rows, starts, logits=logits)
         width = max(map(len, parts))
         tokens = torch.zeros(len(parts), width, dtype=torch.long)
         for entry, part in enumerate(parts):
@@ -267,26 +270,26 @@ class Decoder:
         return out.logits[0] if logits else None
 
     def _decode(self) -> list[Request]:
-        """One token for every active row; those that ended."""
+        """Decode one token for every active row; returns those that ended."""
         tokens = torch.tensor(
             [r.out[-1] if r.out else r.prompt[-1] for r in self.active], device=self.device
         )
-        logits = self._whole_step(tokens) if self.lean is None else self._lean_step(tokens)
+        logits = self._whole_step(tokens) if self.forward is None else self._fast_step(tokens)
         return self._append(self._draw(logits))
 
-    def _lean_step(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] by the lean pass."""
+    def _fast_step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] by a pass of forward.py."""
+        assert self.forward is not None
         if self._where is None:
-            self._where = Where.of([(r.cached, r.slot, r.shared) for r in self.active], self.device)
+            self._where = self.forward.where([(r.cached, r.slot, r.shared) for r in self.active])
         where = self._where
         self.store.reserve(len(self.active), where.longest)
-        assert self.lean is not None
-        logits = self.lean.step(tokens, where, self.store, self.prompts.store)
+        logits = self.forward.step(tokens, where, self.store, self.prompts.store)
         where.next()
         return logits
 
     def _whole_step(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] by transformers' module."""
+        """Compute logits [B, V] by transformers' module."""
         starts = [r.cached for r in self.active]
         total = max(starts) + 1
         self.store.reserve(len(starts), total)
@@ -316,7 +319,7 @@ class Decoder:
             uniform.to(self.device),
             seen=seen,
             forbidden=self._forbidden(logits),
-            sample=None if self.lean is None else self.lean.inverse_cdf,
+            sample=None if self.forward is None else self.forward.inverse_cdf,
         )
 
     def _append(self, drawn: Drawn) -> list[Request]:
@@ -336,7 +339,7 @@ class Decoder:
                 ended = request.add(
                     tokens[row], logprobs[row], sampler[row], self.version, self.tokenizer
                 )
-            except BaseException as error:  # a tokenizer's panic is no Exception
+            except BaseException as error:  # a tokenizer's panic is not an Exception
                 request.error, ended = error, True
             if ended:
                 finished.append(request)
@@ -344,7 +347,7 @@ class Decoder:
         return finished
 
     def _forbidden(self, logits: Tensor) -> Tensor | None:
-        """[B, V] ends that come too early; None where no row has a minimum."""
+        """Return [B, V] end tokens that are too early; None if no row has a minimum."""
         early = [
             (row, end)
             for row, r in enumerate(self.active)
@@ -359,7 +362,7 @@ class Decoder:
         return mask
 
     def _seen_tokens(self, logits: Tensor) -> Tensor:
-        """[B, V] tokens of prompt and reply of each row."""
+        """Return [B, V] the tokens in prompt and reply of each row."""
         mask = torch.zeros_like(logits, dtype=torch.bool)
         for row, request in enumerate(self.active):
             mask[row, request.ids] = True
@@ -392,7 +395,7 @@ class Decoder:
 
 
 def _batches(readings: Sequence[Reading]) -> list[list[Reading]]:
-    """Prompts that still need tokens, in groups of like length and bounded size."""
+    """Group prompts that still need tokens, by similar length and in bounded size."""
     todo = sorted((x for x in readings if x.start < len(x.ids)), key=lambda x: len(x.ids) - x.start)
     out: list[list[Reading]] = []
     for item in todo:

@@ -1,10 +1,10 @@
 """TorchEngine: the embedded engine, continuous batching on Hugging Face models in this process.
 
-One coroutine drives the decoder through the device's thread: pick requests, advance, hand out what
-ended. Requests join and leave between advances. Invariants:
-- A request that the decoder cannot go on with ends alone. Where the model itself fails, on a prompt
-  of one token too, that reaches every caller that waits, and every later one: none hangs.
-- With a barrier an advance starts only when every live rollout waits on the engine, and requests
+One coroutine drives the decoder through the device's thread: pick requests, advance, return the
+finished ones. Requests join and leave between advances. Invariants:
+- A request that the decoder cannot continue ends alone. If the model itself fails, even on a prompt
+  of one token, every waiting and every later caller gets the error: none hangs.
+- With a barrier, an advance starts only when every live rollout waits for the engine, and requests
   enter in the order of their keys.
 """
 
@@ -24,15 +24,15 @@ from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
-from trireme.engines.torch.lean import make_lean
+from trireme.engines.torch.forward import make_pass
 from trireme.engines.torch.shell import end_tokens, load_shell, load_weights, share_shell
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weights import fingerprint
 from trireme.log import get_logger
 
 logger = get_logger("engine")
 
 STEPS_PER_HOP = 8
-"""Tokens decoded per visit to the device's thread, where nothing else wants it."""
+"""Tokens decoded per visit to the device's thread if no other work is waiting."""
 
 
 class TorchEngine:
@@ -58,14 +58,14 @@ class TorchEngine:
         share_with: PreTrainedModel | None = None,
         keep_kv: bool = False,
         trust_remote_code: bool = False,
-        lean: bool = True,
+        fast: bool = True,
     ) -> None:
         """`share_with` is a module whose tensors are read in place of loading `model`.
 
         At most `max_rows` requests decode at once and hold at most `kv_tokens` tokens; others wait
         in order. `prefix_tokens` bounds the prefix cache (0: none). `keep_kv` continues with old
-        keys and values after an update in flight, in place of computing them again. `lean` uses the
-        lean pass where the model supports it, in place of transformers' module.
+        keys and values after an update in flight, in place of computing them again. `fast` uses a
+        faster pass of forward.py where one suits the model, in place of transformers' module.
         """
         if share_with is not None:
             self.module = share_shell(share_with)
@@ -80,7 +80,7 @@ class TorchEngine:
             tokenizer,
             kv_tokens=kv_tokens,
             prefix_tokens=prefix_tokens,
-            lean=make_lean(self.module) if lean else None,
+            forward=make_pass(self.module) if fast else None,
         )
         self._tokenizer = tokenizer
         self._device = device
@@ -106,7 +106,7 @@ class TorchEngine:
 
     @property
     def version(self) -> int:
-        """The weight version that the next token carries."""
+        """Return the weight version of the next token."""
         return self._decoder.version
 
     async def generate(
@@ -136,7 +136,7 @@ class TorchEngine:
                 return [await futures[0]]
             return list(await asyncio.gather(*futures))
         finally:
-            for request in requests:  # where the call was cancelled
+            for request in requests:  # if the call was cancelled
                 if self._futures.pop(id(request), None) is not None:
                     self._drop(request)
                 self._rollouts[request.key[:3]].remove(request)
@@ -219,7 +219,7 @@ class TorchEngine:
         await self._device.run(self._decoder.close)
 
     def _make(self, ids: list[int], sampling: Sampling, key: tuple[Any, ...]) -> list[Request]:
-        """One request a sample. Raises ValueError for a prompt that leaves no room."""
+        """Make one request per sample. Raises ValueError for a prompt that leaves no room."""
         if not key:
             self._anonymous += 1
             key = ((-1, self._anonymous),)
@@ -245,7 +245,7 @@ class TorchEngine:
                 finished = await self._device.run(self._advance, admitted)
                 for request in finished:
                     self._finish(request)
-                # Those that got their reply may ask again before the next advance.
+                # Callers that just got a reply may send a request before the next advance.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             raise
@@ -261,8 +261,8 @@ class TorchEngine:
         )
 
     def _newcomers(self) -> bool:
-        """Return whether a waiting request could be admitted; never with a barrier, where none can
-        come.
+        """Return whether a waiting request could be admitted; never with a barrier, which admits
+        none.
         """
         if self._barrier is not None or not self._waiting:
             return False
@@ -272,10 +272,10 @@ class TorchEngine:
     def _ready(self) -> bool:
         waiting = (
             key
-            for key, requests in self._rollouts.items()  # of one request, mostly
+            for key, requests in self._rollouts.items()  # mostly of one request
             if not requests[0].stop_reason or any(not r.stop_reason for r in requests)
         )
-        if self._barrier is not None and not self._barrier.open(waiting):  # also where none is left
+        if self._barrier is not None and not self._barrier.open(waiting):  # also if none is left
             return False
         return not (self._paused or self._updates) and bool(self._waiting or self._decoder.active)
 
@@ -297,7 +297,7 @@ class TorchEngine:
         return rows == 1 or (rows <= self._max_rows and rows * longest <= self._kv_tokens)
 
     def _drop(self, request: Request) -> None:
-        """Out of the queue, or marked for the decoder to free its row."""
+        """Remove a request from the queue, or mark it so that the decoder frees its row."""
         if request.stop_reason is None:
             request.stop_reason = "aborted"
         if request in self._waiting:
@@ -312,7 +312,7 @@ class TorchEngine:
             if request.error is not None:
                 raise request.error
             future.set_result(request.completion(self._tokenizer))
-        except BaseException as error:  # a tokenizer's panic is no Exception
+        except BaseException as error:  # a tokenizer's panic is not an Exception
             failure = RuntimeError(
                 f"the engine cannot go on with request {'/'.join(map(str, request.key))}: "
                 f"{type(error).__name__}: {error}"
@@ -322,7 +322,7 @@ class TorchEngine:
             logger.warning("%s", failure)
 
     async def _between(self, function: Any, *args: Any) -> Any:
-        """Run on the device between two advances; an advance under way ends early for it."""
+        """Run on the device between two advances; a running advance ends early for it."""
         self._updates += 1
         try:
             return await self._device.run(function, *args)

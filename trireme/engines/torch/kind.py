@@ -1,4 +1,4 @@
-"""The embedded engine as a kind: in the run's own process, or several in processes of their own."""
+"""The kind of the embedded engine: in the run's own process, or several in separate processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from trireme.config.engine_kind import EMBEDDED, KEY, EngineChoice, EngineRequest, Interpreter
+from trireme.extensions import missing
 
 if TYPE_CHECKING:
     from trireme.config.plan import Plan
@@ -23,11 +24,12 @@ class TorchKind:
     own_python = False
 
     def examine(self, request: EngineRequest) -> EngineChoice:
-        """Choose how many embedded engines run, each in its own process where there are several."""
+        """Choose how many embedded engines run; several run in separate processes."""
         config, gpus, spread, _ = request
         model = config.explorer.rollout_model
+        slower = () if gpus else _slower()
         if model.engine_type != EMBEDDED or model.engine_num == 1 or spread:
-            return EngineChoice()
+            return EngineChoice(notes=slower)
         trainers = int(config.mode == "both")
         if gpus and model.engine_num > gpus - trainers:
             beside = " beside the trainer's" * trainers
@@ -37,7 +39,7 @@ class TorchKind:
             )
             return EngineChoice(notes=(note,))
         note = f"{KEY}.engine_num ({model.engine_num}): one process an engine"
-        return EngineChoice(hosts=model.engine_num, notes=(note,))
+        return EngineChoice(hosts=model.engine_num, notes=(note, *slower))
 
     def interpreter(self, asked: str | None) -> Interpreter:
         """Return this process's interpreter."""
@@ -60,3 +62,10 @@ class TorchKind:
         from trireme.engines.make import make_torch_engine
 
         return make_torch_engine(spec, tokenizer, device, barrier=barrier, share_with=share_with)
+
+
+def _slower() -> tuple[str, ...]:
+    """Return a note where the faster forward pass, which is made for the CPU, is not here."""
+    rest = missing("forward_pass", "lean")
+    note = f"the embedded engine decodes by transformers' modules: a faster pass {rest}"
+    return (note,) if rest else ()

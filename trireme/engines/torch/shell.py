@@ -1,7 +1,7 @@
 """Shell: makes the engine's module over weights from a folder, or over the trainer's own tensors.
 
-Configuration, attention and train/eval flags are the shell's; the parameters may be shared. Which
-token ids end a reply of a model is read here too.
+Configuration, attention and train/eval flags are the shell's; the parameters may be shared. The
+token ids that end a model's reply are read here too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from transformers import (
 from trireme.config.lookup import need_weight_files
 from trireme.engines.torch import rows
 from trireme.engines.torch.linear import quicken
-from trireme.engines.weight_group import refuse_unusable
+from trireme.engines.weights import refuse_unusable
 
-# Layers that attend to tokens by position and to nothing else.
+# Layers that attend to tokens by position and have no other state.
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
-# What configurations without a list of layers say of a state that is no keys and values.
+# Keys that configurations without a list of layers have for state other than keys and values.
 _RECURRENT_KEYS = (
     "state_size",
     "ssm_state_size",
@@ -45,9 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_shell(
     path: str | Path, *, device: str, dtype: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A model of its own. Raises ValueError for layers that keep another state than keys and
-    values.
-    """
+    """Load a separate model. Raises ValueError for layers whose state is not keys and values."""
     rows.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_recurrent(config, "the embedded engine cannot run it")
@@ -64,7 +62,7 @@ def load_shell(
 
 
 def share_shell(module: PreTrainedModel) -> PreTrainedModel:
-    """A second module over the parameters and buffers of `module`; nothing is copied."""
+    """Make a second module over the parameters and buffers of `module`; nothing is copied."""
     rows.register()
     refuse_recurrent(module.config, "the embedded engine cannot run it")
     config = copy.deepcopy(module.config)
@@ -80,9 +78,9 @@ def share_shell(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_recurrent(config: PreTrainedConfig, consequence: str) -> None:
-    """Raise ValueError where layers of the language model carry a state other than keys and values.
+    """Raise ValueError if layers of the language model have a state other than keys and values.
 
-    `consequence` ends the sentence: what cannot be done with such a model.
+    `consequence` ends the sentence: it names what cannot be done with such a model.
     """
     text = config.get_text_config()
     others = sorted({*(getattr(text, "layer_types", None) or ())} - _PLAIN_LAYERS)
@@ -95,8 +93,8 @@ def refuse_recurrent(config: PreTrainedConfig, consequence: str) -> None:
 
 
 def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | Path) -> None:
-    """Overwrite the weights in place. Raises ValueError, and changes nothing, where names or
-    shapes are others, or numbers are not finite.
+    """Overwrite the weights in place. Raises ValueError, and changes nothing, if names or shapes
+    differ, or numbers are not finite.
     """
     if isinstance(source, str | Path):
         files = need_weight_files(source)
@@ -130,7 +128,9 @@ def _assign(root: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """End-of-sequence ids of the generation configuration, the model's and the tokenizer's."""
+    """Return the end-of-sequence ids of the generation configuration, the model and the
+    tokenizer.
+    """
     token_ids: set[int] = set()
     generation = getattr(model, "generation_config", None)
     for owner in (generation, model.config, tokenizer):
@@ -141,7 +141,7 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def end_tokens_of(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The same of a model's folder, without loading its weights."""
+    """Return the same ids for a model's folder, without loading its weights."""
     generation = None
     if (Path(path) / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(path)

@@ -1,11 +1,11 @@
-"""Command: runs a program for every rollout, which asks the rollout's model over HTTP.
+"""Command: runs a program for every rollout, which calls the rollout's model over HTTP.
 
 Invariants:
-- The program knows the model by its address alone, in variables that clients of OpenAI and
-  Anthropic read. What it asked is what is trained, id for id.
-- It runs in a process group of its own, which ends with the rollout: see `program.py`.
-- A program that fails, is killed, or says no reward where it has to is a failed rollout, and never
-  one with reward 0.
+- The program knows only the model's address, in variables that clients of OpenAI and Anthropic
+  read. Exactly its recorded calls are trained, id for id.
+- It runs in its own process group, which ends with the rollout: see `program.py`.
+- A program that fails, is killed, or prints no required reward is a failed rollout, and never one
+  with reward 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trireme.ext.agents.program import (
     run_program,
     shown,
 )
-from trireme.model.openai_client import Address
+from trireme.model.address import Address
 from trireme.registry import did_you_mean
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.reward import examine_columns, number, resolve, score
@@ -60,24 +60,24 @@ class Settings(Limits):
     """`workflow_args`."""
 
     command: Words
-    """The program with its arguments: a list, or a text that is split like a shell's line. No shell
-    runs it."""
+    """The program with its arguments: a list, or a text that is split like a shell's line. It runs
+    without a shell."""
     cwd: str = "."
-    """Where it runs; `{workdir}`: in the rollout's own folder."""
+    """Its working folder; `{workdir}`: the rollout's own folder."""
     env: dict[str, str | int | float] = Field(default_factory=dict)
     """Further variables."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds; not given: `explorer.max_timeout` alone."""
     keep: str | None = None
-    """The folder in which the rollouts' own folders stay; not given: each is deleted."""
+    """The folder in which the rollouts' own folders remain; not given: each is deleted."""
     sampling: Literal["run", "program"] = "run"
-    """`run`: temperature and the like are the run's; `program`: what the program asks for."""
+    """`run`: temperature and the like are the run's; `program`: those that the program requests."""
 
 
 class CommandWorkflow(Workflow):
-    """A program that asks the model over HTTP, one process for every rollout.
+    """A program that calls the model over HTTP, one process for every rollout.
 
-    The answer that a reward judges is what the program prints. Without a reward its last line is
+    The answer that a reward judges is the program's output. Without a reward the last line must be
     one: a number, or JSON with `reward` and further numbers, which become metrics.
     """
 
@@ -86,7 +86,7 @@ class CommandWorkflow(Workflow):
     judges: ClassVar[Judges] = Judges()
 
     async def run(self) -> list[Experience]:
-        """Start it, wait for its end, and judge what it did."""
+        """Start it, wait for its end, and judge its output."""
         settings, address = settings_of(self.task), self.model.address
         model = self.model.model
         model.keeps_sampling = settings.sampling == "run"
@@ -126,7 +126,7 @@ class CommandWorkflow(Workflow):
     async def judge(
         cls, task: Task, experiences: Sequence[Experience], models: Sequence[Any]
     ) -> None:
-        """Give all rollouts of a task their rewards, where they are given together."""
+        """Set the rewards of all rollouts of a task, if they are set together."""
         if is_grouped(task.reward_fn, task.reward_fn_args):
             await reward_group(cls.judges.of(task), task, experiences, models)
             for experience in experiences:  # the rewards have seen all of it
@@ -178,7 +178,7 @@ class CommandWorkflow(Workflow):
 
 
 def settings_of(task: Task) -> Settings:
-    """The options of a task. Raises ValueError that names the one that is wrong."""
+    """Return the options of a task. Raises ValueError that names a wrong one."""
     settings = options_of(task, Settings, "command_workflow")
     if not settings.command:
         raise ValueError("workflow_args.command is empty: expected a program with its arguments")
@@ -186,7 +186,7 @@ def settings_of(task: Task) -> Settings:
 
 
 def options_of(task: Task, kind: type[Options], workflow: str) -> Options:
-    """`workflow_args` of a task. Raises ValueError that names the one that is wrong."""
+    """Return the `workflow_args` of a task. Raises ValueError that names a wrong one."""
     try:
         return kind.model_validate(dict(task.workflow_args))
     except ValidationError as error:
@@ -211,9 +211,9 @@ def options_of(task: Task, kind: type[Options], workflow: str) -> Options:
 
 
 def reward_of(output: str) -> tuple[float, dict[str, float]]:
-    """The reward in the last line of an output, and the numbers next to it.
+    """Return the reward in the last line of an output, and the numbers next to it.
 
-    Raises ProgramFailed where there is none.
+    Raises ProgramFailed if there is none.
     """
     last = output.rstrip().rpartition("\n")[2].strip()
     try:
@@ -236,7 +236,7 @@ def reward_of(output: str) -> tuple[float, dict[str, float]]:
 
 
 NOWHERE = Address("", "", lambda: None)
-"""In place of a rollout's address, where a command is looked at before there is one."""
+"""A stand-in for a rollout's address, to validate a command before there is one."""
 
 
 def holes_of(task: Task, address: Address, folder: Path, model_path: str = "") -> dict[str, str]:
@@ -256,7 +256,9 @@ def holes_of(task: Task, address: Address, folder: Path, model_path: str = "") -
 def fill(
     settings: Settings, holes: Mapping[str, str], address: Address
 ) -> tuple[list[str], dict[str, str], str]:
-    """Command, environment and folder of a rollout. Raises ValueError for an unknown `{word}`."""
+    """Return command, environment and folder of a rollout. Raises ValueError for an unknown
+    `{word}`.
+    """
 
     def filled(text: str, where: str) -> str:
         def one(match: re.Match[str]) -> str:
@@ -276,7 +278,7 @@ def fill(
     words = [filled(word, "command") for word in settings.command]
     near = {"TRIREME_TASK": holes["task"], "TRIREME_WORKDIR": holes["workdir"]}
     environment = {**os.environ, **address.environment, **near}
-    for name in ("NO_PROXY", "no_proxy"):  # our address is this machine's
+    for name in ("NO_PROXY", "no_proxy"):  # our address is on this machine
         environment[name] = ",".join(filter(None, [environment.get(name), "127.0.0.1,localhost"]))
     environment |= {n: filled(str(v), f"env.{n}") for n, v in settings.env.items()}
     cwd = str(Path(filled(settings.cwd, "cwd")).expanduser())

@@ -20,8 +20,8 @@ import yaml
 
 from trireme.cli.listing import in_columns
 from trireme.config import ConfigError, Plan, Problem
-from trireme.config.lookup import Api
 from trireme.ext.evaluation.scores import Estimate, difference, estimate, pass_at
+from trireme.ext.external_model.api import Api
 from trireme.files import write_json
 from trireme.text import say
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from trireme.explorer.metrics import Evaluated
 
 Measured = list[tuple[str, "list[Evaluated]"]]
-"""Each model that could be tried, and what it did."""
+"""Each model that could be evaluated, and its results."""
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 LONGEST = 2048
-"""Tokens of prompt and reply together, without a YAML and where the model allows as many."""
+"""Tokens of prompt and reply together, without a YAML and if the model allows as many."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class EvalOptions:
 
 
 def evaluate_models(options: EvalOptions) -> int:
-    """Try each model, print the table; returns the exit code.
+    """Evaluate each model, print the table; returns the exit code.
 
-    A model that cannot be measured has no row, and the code is 1; the others have theirs.
+    A model that cannot be evaluated has no row, and the code is 1; the others have theirs.
     """
     from trireme.cli.run import ENVIRONMENT, complain
 
@@ -88,7 +88,7 @@ def evaluate_models(options: EvalOptions) -> int:
 
 @contextmanager
 def _interrupts(came: list[int]) -> Iterator[None]:
-    """SIGTERM and SIGHUP stop the work inside as Ctrl-C does, and are added to `came`."""
+    """Make SIGTERM and SIGHUP stop the work inside as Ctrl-C does, and append them to `came`."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         came.append(number)
@@ -107,7 +107,7 @@ def _interrupts(came: list[int]) -> Iterator[None]:
 
 
 def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -> int:
-    """Add what each model did to `measured`, and write it; 1 if a model could not be tried."""
+    """Add each model's results to `measured`, and write it; 1 if a model could not be evaluated."""
     from trireme.cli.run import complain
     from trireme.ext.evaluation.trial import evaluate
 
@@ -147,7 +147,7 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
 
     path = options.config
     keys = ["mode=bench", "stages=[]", f"checkpoint_root_dir={root}", "explorer.eval_interval=1"]
-    keys.append("model.external_model.enable=false")  # --model says what is measured
+    keys.append("model.external_model.enable=false")  # --model determines the model
     if path is None:
         path = root / "eval.yaml"
         path.write_text(yaml.safe_dump(_tree(options)), encoding="utf-8")
@@ -210,7 +210,7 @@ def _tree(options: EvalOptions) -> dict[str, Any]:
 
 
 def _report(options: EvalOptions, measured: Measured) -> list[str]:
-    """The table, and of two models or more the difference of each to the first one measured."""
+    """Return the table, and for two models or more the difference of each from the first one."""
     head = ["model", "taskset", "tasks", "measure", "estimate", "95 % interval"]
     rows = [head]
     for model, tasksets in measured:
@@ -239,7 +239,7 @@ def _report(options: EvalOptions, measured: Measured) -> list[str]:
 
 
 def _interval(seen: Estimate, sign: str = "") -> str:
-    """The confidence interval; a single task has none."""
+    """Return the confidence interval; a single task has none."""
     if math.isinf(seen.low):
         return "-"
     return f"{seen.low:{sign}.3f} to {seen.high:{sign}.3f}"
@@ -270,5 +270,5 @@ def _values(options: EvalOptions, measured: Measured) -> list[Mapping[str, Any]]
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no infinite number, which the interval of a single task has."""
+    """Replace infinite numbers, which JSON does not allow and the interval of a single task has."""
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

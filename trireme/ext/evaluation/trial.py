@@ -1,7 +1,7 @@
-"""Trial: tries tasks outside a run: one of them token by token, or whole evaluation tasksets.
+"""Trial: runs tasks outside a run: one of them token by token, or whole evaluation tasksets.
 
-Nothing is trained and nothing is kept. A model's own engine answers, someone else's API, or a list
-of replies does, which takes no weights.
+Nothing is trained and nothing is stored. The replies come from a model's own engine, an external
+API, or a list of replies, which needs no weights.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
 from trireme.config.engine_kind import EMBEDDED, kind_named
 from trireme.config.launcher import launcher_named
-from trireme.config.lookup import Api
 from trireme.engines.device import Device
-from trireme.engines.engine import Engine
-from trireme.engines.remote import RemoteEngine
+from trireme.engines.engine import Engine, ServedEngine
 from trireme.engines.scripted import LOGPROB, ScriptedEngine
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.explorer.scheduler import Scheduler
+from trireme.ext.external_model.api import Api
 from trireme.ext.train.train import Reward, config_from
 from trireme.launch.check import checked
 from trireme.launch.data import Text, make_eval_tasksets, make_text, make_training_taskset
-from trireme.launch.engine_host import with_engines
-from trireme.launch.engines import Auxiliary, engine_spec, make_api_engine, make_auxiliary
+from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary
 from trireme.launch.explorer_side import make_scheduler
+from trireme.launch.servers import with_servers
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
 from trireme.processes import ending_leftovers, environment
@@ -93,7 +92,7 @@ def try_workflow(
     `task` is a row, or a prompt. `workflow`, `reward`, `model` and `overrides` are as of
     `trireme.train`. With `replies` (the texts in the order of the calls, or a function of the
     prompt's text) no model is loaded; its tokenizer is, and log-probabilities are made up. Raises
-    ConfigError for what cannot run, and TrialFailed with the line that failed.
+    ConfigError if it cannot run, and TrialFailed with the line that failed.
     """
     with tempfile.TemporaryDirectory() as root:
         settings = overrides | {"checkpoint_root_dir": root}
@@ -112,7 +111,7 @@ def try_plan(
 ) -> Trial:
     """Run rollouts of the task in one row of a plan's taskset. Works in a running event loop too.
 
-    Raises ValueError for a row that there is not, TrialFailed where a rollout fails.
+    Raises ValueError for a row that does not exist, TrialFailed if a rollout fails.
     """
 
     def work() -> Trial:
@@ -161,9 +160,9 @@ async def _try(plan: Plan, number: int, replies: Replies | None, rollouts: int) 
 
 
 def described(experience: Experience, text: Text, *, scored: bool = True) -> Iterator[str]:
-    """An experience in lines: reward, messages, and its tokens with what is trained of them.
+    """Yield an experience as lines: reward, messages, and its tokens with the trained ones marked.
 
-    `scored`: a model gave its log-probabilities.
+    `scored`: a model computed its log-probabilities.
     """
     e = experience
     parts = ", ".join(f"{name} {value:g}" for name, value in e.metrics.items())
@@ -197,11 +196,11 @@ def described(experience: Experience, text: Text, *, scored: bool = True) -> Ite
 
 
 def evaluate(plan: Plan, *, rollouts: int | None = None, api: Api | None = None) -> list[Evaluated]:
-    """Try every task of the plan's evaluation tasksets `rollouts` times (their own number), with
+    """Run every task of the plan's evaluation tasksets `rollouts` times (or their own number), with
     the plan's model, or the `api`'s.
 
-    Raises ValueError where there is no such taskset, RuntimeError where the engine or the API
-    fails, or more rollouts do than `explorer.max_failures` allows.
+    Raises ValueError if there is no such taskset, RuntimeError if the engine or the API fails, or
+    more rollouts do than `explorer.max_failures` allows.
     """
     return asyncio.run(_evaluate(plan, rollouts, api))
 
@@ -212,7 +211,7 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
         raise ValueError("buffer.explorer_input.eval_tasksets is empty: there is nothing to try")
 
     async def measured(
-        make_engine: Callable[[Text], Engine] | None, remote: RemoteEngine | None = None
+        make_engine: Callable[[Text], Engine] | None, remote: ServedEngine | None = None
     ) -> list[Evaluated]:
         async with open_scheduler(plan, make_engine) as (scheduler, _):
             if remote is not None:
@@ -221,10 +220,11 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
             return await try_tasksets(scheduler, tasksets, rollouts, limit)
 
     if api is not None:
-        return await measured(lambda text: make_api_engine(plan, api, text))
+        timeout = plan.config.explorer.max_timeout
+        return await measured(lambda text: api.make(text.tokenizer, plan.max_model_len, timeout))
     if plan.spread:
         return await launcher_named(plan.launcher).evaluate(plan, rollouts)
-    return await with_engines(
+    return await with_servers(
         plan,
         plan.model_path,
         lambda engine: measured((lambda _: engine) if engine else None, engine),
@@ -235,8 +235,8 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
 async def open_scheduler(
     plan: Plan, make_engine: Callable[[Text], Engine] | None = None, **options: Any
 ) -> AsyncIterator[tuple[Scheduler, Text]]:
-    """A scheduler that tries tasks outside a run, over the plan's embedded engine or the one that
-    `make_engine` gives, with the models beside it; all is closed. `options`: make_scheduler's.
+    """Open a scheduler that runs tasks outside a run, over the plan's embedded engine or that of
+    `make_engine`, with its auxiliary models; all is closed. `options`: make_scheduler's.
     """
 
     def note(text: str) -> None:

@@ -1,1 +1,4 @@
-"""Engines and mode serve behind HTTP, in OpenAI's and Anthropic's protocols."""
+"""HTTP servers for engines and mode serve, in OpenAI's and Anthropic's protocols."""
+
+INSTANCE = "x-trireme-instance"
+"""A header of every answer, which changes whenever the server starts."""

@@ -1,6 +1,6 @@
-"""App: puts the rollout server's HTTP routes together, and runs uvicorn before them.
+"""App: assembles the rollout server's HTTP routes, and runs them under uvicorn.
 
-What a client got wrong is a 4xx that names it; a 5xx is ours, an answer that is no JSON included.
+A client's mistake is a 4xx that names it; a 5xx is ours, including an answer that is not JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from trireme.engines.engine import what_is_wrong
 from trireme.ext.http import openai_routes
 from trireme.ext.http.bodies import Answer
 from trireme.ext.http.connections import server_config
-from trireme.ext.http.engine_routes import group_router, steering_router, stream_router
 from trireme.ext.http.limits import Limits, error_body
 from trireme.ext.http.rollouts import Rollouts
 from trireme.ext.http.sessions import Sessions
@@ -44,10 +43,10 @@ def create_app(
     most: int = MOST,
     sessions: Sessions | None = None,
 ) -> FastAPI:
-    """All endpoints over one engine. `key`: what clients must show, or that of a path, see Limits;
-    `most`: requests in flight.
+    """Make all endpoints over one engine. `key`: the key that clients must send, or one per path,
+    see Limits; `most`: requests in flight.
 
-    With `sessions` only the agents' routes: no client may steer the engine.
+    With `sessions` only the agents' routes: no client may control the engine.
     """
     app = FastAPI(title="Trireme rollout server", version="1", default_response_class=Answer)
     app.state.rollouts = rollouts
@@ -56,9 +55,8 @@ def create_app(
         app.add_api_route(path, partial(_health, rollouts), methods=["GET"])
     app.include_router(openai_routes.make_router(rollouts, sessions))
     if sessions is None:
-        others = (ROUTES.get(name) for name in ROUTES.built_in())
-        for steering in (steering_router, stream_router, group_router, *others):
-            app.include_router(steering(rollouts))
+        for make_router in map(ROUTES.get, ROUTES.built_in()):
+            app.include_router(make_router(rollouts))
     app.add_middleware(
         Limits,
         key=key,
@@ -92,15 +90,14 @@ async def _failed(request: Request, error: Exception) -> JSONResponse:
 
 
 GRACE_S = 5
-"""How long answers under way may still take when the server is told to end."""
+"""Seconds that pending answers may take when the server is asked to end."""
 KEEP_ALIVE_S = 120
-"""How long a quiet connection stays: longer than clients keep it, so that none sends into one that
-is being closed.
-"""
+"""Seconds that an idle connection stays open: longer than clients keep it, so that none sends into
+a connection that is being closed."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The address taken, before a model is loaded for it. Raises OSError where that cannot be."""
+    """Bind the address, before a model is loaded for it. Raises OSError if that is impossible."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -114,7 +111,7 @@ class AppServer:
     """One app on one socket: the one way in which Trireme serves."""
 
     def __init__(self, app: Any, listener: socket.socket, *, grace: float = GRACE_S) -> None:
-        """`grace`: seconds that answers under way get when the server is told to end."""
+        """`grace`: seconds that pending answers get when the server is asked to end."""
         config = server_config(
             app,
             log_level="warning",
@@ -126,7 +123,7 @@ class AppServer:
         self._server.capture_signals = nullcontext
         self._listener = listener
         self.stopped_by: list[int] = []
-        """The signals that came; 0 for `stop`."""
+        """The signals received; 0 for `stop`."""
         listener.listen(config.backlog)
 
     @property
@@ -135,14 +132,14 @@ class AppServer:
         return bool(self._server.server_state.tasks)
 
     def stop(self, number: int = 0) -> bool:
-        """Let answers under way end, which is True; asked a second time: end them."""
+        """Let pending answers finish, and return True; on a second request, end them."""
         self._server.force_exit = bool(self.stopped_by)
         self._server.should_exit = True
         self.stopped_by.append(number)
         return True
 
     def stop_on_signals(self) -> None:
-        """SIGINT and SIGTERM end it; the second one does so at once."""
+        """End the server on SIGINT and SIGTERM; the second one ends it at once."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
 
@@ -153,10 +150,10 @@ class AppServer:
         limit: float | None = None,
         watches_loop: bool = True,
     ) -> None:
-        """Until it is stopped, or `watch` ends, whose error is raised here.
+        """Serve until stopped, or until `watch` ends, whose error is raised here.
 
-        `limit`: seconds that a user's code (a plug-in's scheduler, say) may block the event loop;
-        None: it is not ended. Without `watches_loop` the caller looks at that.
+        `limit`: seconds that user code (a plug-in's scheduler, for example) may block the event
+        loop; None: it is not ended. Without `watches_loop` the caller does that.
         """
         blocked = LoopWatch(limit) if watches_loop else None
         try:

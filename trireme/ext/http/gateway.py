@@ -1,9 +1,9 @@
-"""Gateway: an address of its own for every rollout, where agent programs find the rollout's Model.
+"""Gateway: gives every rollout an address, where agent programs reach the rollout's Model.
 
 Invariants:
-- It listens on loopback alone, from the first time that a workflow asks for an address, in the
-  process of the explorer: whatever engine generates, the programs see one server.
-- An address has a key of its own: a request with another key, or none, is refused. It ends with its
+- It listens on loopback only, from a workflow's first request for an address, in the explorer's
+  process: whatever the engine, the programs see one server.
+- Each address has its own key: a request with another key, or none, is refused. It ends with its
   rollout.
 """
 
@@ -18,16 +18,16 @@ from typing import Any
 from trireme.engines.engine import Engine
 from trireme.ext.http.rollouts import Rollouts
 from trireme.ext.http.sessions import Sessions
+from trireme.model.address import Address
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
-from trireme.model.openai_client import Address
 
 MOST_OPEN = 1 << 30
 """Rollouts end by themselves: none is dropped to make room."""
 
 
 def make_gateway(engine: Engine, chat: ChatTokens, model_path: str, max_model_len: int) -> Gateway:
-    """The gateway of an explorer with this engine."""
+    """Make the gateway of an explorer with this engine."""
     return Gateway(Rollouts(engine, chat, model_path, max_model_len))
 
 
@@ -45,7 +45,7 @@ class Gateway:
         self._url = ""
 
     def address(self, model: Model) -> Address:
-        """A new address, behind which `model` is. Raises OSError where no port can be had."""
+        """Return a new address for `model`. Raises OSError if no port is available."""
         self._serve()
         words = re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, model.key)).lower()).strip("-")
         name = f"{words or 'rollout'}-{next(self._count)}"
@@ -59,7 +59,7 @@ class Gateway:
         self._server = self._serving = None
         if server is not None and serving is not None:
             server.stop()
-            server.stop()  # no answer under way is of use to anybody
+            server.stop()  # pending answers are of no use to anybody
             await serving
 
     def _serve(self) -> None:
@@ -81,15 +81,15 @@ class Gateway:
             self._sessions.close(name)
 
     def _key(self, path: str) -> str | None:
-        """The key that a client of this path must show; None: every request is refused."""
+        """Return the key that a client of this path must send; None: every request is refused."""
         _, first, name, *_ = [*path.split("/"), "", ""]
         return self._models[name][1] if first == "s" and name in self._models else None
 
     def _model(self, name: str, _: int) -> Model:
-        """The model of a session; counting tokens needs no session, and any model can do it.
+        """Return the Model of a session; counting tokens needs no session, and any model can do it.
 
-        Raises HTTPException where the rollout has ended since its key was looked at: a body takes
-        its time, and what it asks is no other rollout's.
+        Raises HTTPException if the rollout has ended since its key was checked: reading a body
+        takes time, and its request must not go to another rollout.
         """
         for known in [name] if name else self._models:
             if known in self._models:

@@ -1,8 +1,9 @@
-"""Limits: decides who may ask and how much at once, and words the errors. Plain ASGI.
+"""Limits: decides which clients may send requests and how many at once, and words the errors. Plain
+ASGI.
 
-- A request takes a slot when its body is there, and not before: slow clients delay no other.
-- A web page cannot drive a server of this machine: browsers name the page in Origin and the name
-  that they looked up in Host, and what a page may post unasked is not `application/json`.
+- A request takes a slot once its body has arrived, not before: slow clients delay no other.
+- A web page cannot drive a server of this machine: browsers send the page in Origin and the
+  resolved name in Host, and a page may not post `application/json` without asking.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trireme.engines.servers import INSTANCE
+from trireme.ext.http import INSTANCE
 from trireme.ext.http.connections import WAITS, address_of
 from trireme.ext.http.room import NoRoom, look_inside, room_of
 from trireme.text import joined
 
 LARGE_BODY = 2**16
-"""Bytes; one that is larger is looked at beside the event loop."""
+"""Bytes; a larger body is checked outside the event loop."""
 MAX_HELD = 2 * 2**30
 """Bytes of all bodies that are in memory at once; the first one may be larger."""
 BODY_S, BODY_RATE = 30.0, 2**20
-"""A body may take this long, and a second more for so many bytes that have come."""
+"""Seconds that a body may take, plus one second per this many bytes received."""
 OPEN_PATHS = ("/health", "/health/", "/docs", "/openapi.json")
 WEIGHTS = "/engine/weights"
 """Its bodies are safetensors; all others are JSON."""
 LEAST_KEY = 16
-"""Characters of a key that nobody guesses, where they are random."""
+"""Characters of a key that cannot be guessed if they are random."""
 
 
 class Refused(Exception):
-    """A request that no route sees: the status of the answer, and what is wrong."""
+    """A request that no route receives: the status of the answer, and the reason."""
 
 
 class Limits:
@@ -56,9 +57,9 @@ class Limits:
         max_weights: int,
         max_text: int,
     ) -> None:
-        """`key`: what clients must show, or that of a path, where none means that nobody is served.
-        `most`: requests in flight; looks at health are not counted. `instance` is new with every
-        start, and goes with every answer: a client so sees that its weights are gone.
+        """`key`: the key that clients must send, or one per path, where none means that nobody is
+        served. `most`: requests in flight; health checks are not counted. `instance` changes with
+        every start, and is part of every answer: so a client notices that its weights are gone.
         `max_weights`: bytes of a body of weights; `max_text`: characters of a conversation.
         """
         self._app = app
@@ -72,7 +73,7 @@ class Limits:
         self.running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle an ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -93,7 +94,7 @@ class Limits:
                 await self._look_at(scope, headers)
                 body = await self._whole(scope, receive, hold)
                 if body is None:
-                    return  # the client has gone in the middle of it
+                    return  # the client disconnected in the middle of it
                 _look_at_kind(scope, headers, body)
                 if scope["path"] != WEIGHTS:
                     await self._look_inside(scope, body)
@@ -125,7 +126,7 @@ class Limits:
             self.running -= 1
 
     def _look_at_page(self, headers: Mapping[str, str]) -> None:
-        """Raise Refused for what a browser sends for a page that is not ours."""
+        """Raise Refused for a browser's request from a page that is not ours."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise Refused(403, f"a page of {origin!r:.80} may not ask this server (Origin)")
@@ -137,14 +138,14 @@ class Limits:
             )
 
     async def _look_at(self, scope: Scope, headers: Mapping[str, str]) -> None:
-        """Raise Refused for what can be seen before the body."""
+        """Raise Refused for anything wrong before the body."""
         key = self._key(scope["path"]) if callable(self._key) else self._key
         if callable(self._key) and key is None:
             raise Refused(401, "there is no rollout at this address, or it is over")
         if key is not None:
             shown = headers.get("x-api-key") or headers.get("authorization", "")
             if not hmac.compare_digest(shown.removeprefix("Bearer ").encode(), key.encode()):
-                if shown:  # who shows none does not guess
+                if shown:  # a client without any token does not guess
                     await self._wrong_keys.wait(scope)
                 raise Refused(
                     401, "this server wants its key: 'Authorization: Bearer KEY' or 'x-api-key'"
@@ -161,7 +162,7 @@ class Limits:
             )
 
     async def _look_inside(self, scope: Scope, body: bytes) -> None:
-        """Raise Refused for a body that holds more than it may."""
+        """Raise Refused for a body that contains more than allowed."""
         room = room_of(scope["path"], self._max_text)
         try:
             if len(body) > LARGE_BODY:
@@ -172,7 +173,7 @@ class Limits:
             raise Refused(413, str(error)) from None
 
     async def _whole(self, scope: Scope, receive: Receive, hold: Any) -> bytes | None:
-        """The complete body; None if the client has gone."""
+        """The complete body; None if the client has disconnected."""
         parts: list[bytes] = []
         size, most = 0, self._largest(scope)
         start = time.monotonic()
@@ -203,13 +204,13 @@ class Limits:
 
 
 class WrongKeys:
-    """Lets requests with a wrong key wait, those of an address one behind the other and ever
-    longer; no request with the right key waits for them.
+    """Delays requests with a wrong key, those of an address one after the other and ever longer; no
+    request with the right key waits for them.
     """
 
     FREE, FIRST_S, MOST_S, HALF_S = 8, 0.1, 5.0, 60.0
-    """So many are answered at once; the next waits so long, each further twice as long, up to the
-    most. After each half-life half of an address's are forgotten."""
+    """The number answered at once; the delay of the next in seconds, doubled for each further one,
+    up to the maximum. After each half-life half of an address's are forgotten."""
     MOST_ADDRESSES, MOST_WAITING = 4096, 256
     """That are remembered; requests that wait at once, of all addresses: more are answered."""
 
@@ -223,7 +224,7 @@ class WrongKeys:
         return len(self._seen)
 
     def seconds(self, address: str) -> float:
-        """How long one more of an address has to wait."""
+        """Return the delay of another request from an address."""
         now = self._clock()
         count, when, until = self._seen.pop(address, (0.0, now, now))
         count = count * 0.5 ** ((now - when) / self.HALF_S) + 1
@@ -237,7 +238,7 @@ class WrongKeys:
         return min(until - now, 12 * self.MOST_S)
 
     async def wait(self, scope: Scope) -> None:
-        """Wait for it; the connection may be closed meanwhile."""
+        """Wait for the delay; the connection may be closed meanwhile."""
         client = scope.get("client") or ("", 0)
         seconds = self.seconds(address_of(client[0]))
         if not seconds or self._waiting >= self.MOST_WAITING:
@@ -262,8 +263,8 @@ def short_key(key: str | None) -> str | None:
 
 
 def _look_at_framing(headers: Mapping[str, str]) -> None:
-    """Raise Refused for a request that says its length in two ways: another server before this one
-    may have read the other, and taken what follows for a request of its own.
+    """Raise Refused for a request that declares its length in two ways: another server before this
+    one may have read the other, and taken the rest for a separate request.
     """
     if "transfer-encoding" in headers and "content-length" in headers:
         raise Refused(400, "the request has Content-Length and Transfer-Encoding: expected one")
@@ -302,7 +303,7 @@ async def _answer(send: Send, status: int, message: str) -> None:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return an error in the form of OpenAI's clients."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     text = joined(message)  # it may quote half of a surrogate pair
     return {"error": {"message": text, "type": kind, "param": None, "code": status}}

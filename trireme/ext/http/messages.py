@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trireme.model.openai_wire import Messages, Tools, Wire
+from trireme.ext.openai.wire import Messages, Tools, Wire
 from trireme.text import as_json
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
@@ -34,9 +34,10 @@ class MessagesBody(Wire):
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request, a MessagesBody, as one for chat completions, without what is not in KNOWN.
+    """Convert the request, a MessagesBody, to one for chat completions, without keys outside of
+    KNOWN.
 
-    Raises ValueError for what is not served.
+    Raises ValueError for anything that is not served.
     """
     chat: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
     chat["messages"] = [m for message in body["messages"] for m in _messages(message)]
@@ -73,7 +74,7 @@ def without_effect(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def message_of(response: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat completion as a message."""
+    """Convert a chat completion to a message."""
     choice, usage = response["choices"][0], response["usage"]
     content: list[dict[str, Any]] = []
     if thought := choice["message"].get("reasoning_content"):
@@ -91,7 +92,7 @@ def message_of(response: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """A stream's chunks as the events of a message."""
+    """Convert a stream's chunks to the events of a message."""
     index, opened, begun = 0, "", False
     end: dict[str, Any] = {}
     usage = {"prompt_tokens": 0, "completion_tokens": 0}
@@ -129,7 +130,7 @@ async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict
 
 
 def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One message as those of a chat: results of tools are messages of their own."""
+    """Convert one message to those of a chat: results of tools are separate messages."""
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": message.get("role"), "content": content or ""}]
@@ -172,7 +173,7 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def text_in(block: Mapping[str, Any], name: str) -> str:
-    """A field of a block or an item. Raises ValueError where it is no text."""
+    """Return a field of a block or an item. Raises ValueError if it is not text."""
     if not isinstance(block.get(name), str):
         kind = block.get("type", "item")
         raise ValueError(f"'{name}' of a {kind!s:.40} is {block.get(name)!r:.60}: expected text")

@@ -15,11 +15,11 @@ from trireme.ext.http.bodies import Answer, JsonRoute, until_gone
 from trireme.ext.http.limits import error_body
 from trireme.ext.http.rollouts import Rollouts
 from trireme.ext.http.sessions import Sessions
+from trireme.ext.openai.answer import respond, stream
+from trireme.ext.openai.client import DONE, event
+from trireme.ext.openai.wire import KNOWN, MOST_PROMPTS, ChatBody, TextBody, Wire, checked
 from trireme.log import get_logger
 from trireme.model.model import Reply
-from trireme.model.openai_answer import respond, stream
-from trireme.model.openai_client import DONE, event
-from trireme.model.openai_wire import KNOWN, MOST_PROMPTS, ChatBody, TextBody, Wire, checked
 from trireme.registry import did_you_mean
 from trireme.serialize import experience_to_wire
 
@@ -32,7 +32,7 @@ APIS: dict[str, type[Wire]] = {
     "messages/count_tokens": messages.MessagesBody,
     "responses": responses.ResponsesBody,
 }
-"""What agent programs speak: paths behind `/v1/`, and the bodies that are posted there."""
+"""The APIs of agent programs: paths below `/v1/`, and the bodies that are posted there."""
 SAID = 100
 """How many names of keys without effect are logged, once each."""
 
@@ -57,9 +57,9 @@ class CommitBody(BaseModel):
 
 
 def make_router(rollouts: Rollouts, recorded: Sessions | None = None) -> APIRouter:
-    """`recorded`: whose sessions these are; None: the router's own.
+    """Make the routes. `recorded`: the session store to use; None: the router's own.
 
-    A run's sessions are of agents, whose programs send keys of other servers: these are counted.
+    Agent programs often send keys for other servers; unknown ones are counted, not refused.
     """
     router = APIRouter(route_class=JsonRoute)
     sessions = Sessions(rollouts.session_model) if recorded is None else recorded
@@ -140,7 +140,7 @@ def _add_apis(
             response = _whole(path, await until_gone(request, work), body)
             return Answer(response, headers=headers)
         chunks = stream(session.model, asked, chat=chat, note=note)
-        first = await until_gone(request, anext(chunks))  # what cannot be served is refused here
+        first = await until_gone(request, anext(chunks))  # unserved requests are refused here
         events = _events(path, _all_of(first, chunks), body)
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
@@ -165,7 +165,7 @@ _WITHOUT_EFFECT: dict[type[Wire], Callable[[dict[str, Any]], Iterable[str]]] = {
     messages.MessagesBody: messages.without_effect,
     responses.ResponsesBody: responses.without_effect,
 }
-"""Of the APIs whose programs send what is for other servers, too."""
+"""APIs whose programs also send keys for other servers."""
 
 
 def _note(names: Iterable[str], ignored: Counter[str]) -> None:
@@ -178,7 +178,7 @@ def _note(names: Iterable[str], ignored: Counter[str]) -> None:
 
 
 async def _count(sessions: Sessions, body: dict[str, Any]) -> dict[str, int]:
-    """How many tokens a message would have as its prompt; no session hears of it."""
+    """Count the tokens of a message as a prompt; no session records it."""
     chat = messages.chat_body(body)
     count = await sessions.alone().prompt_tokens(chat["messages"], chat.get("tools"))
     return {"input_tokens": count}
@@ -237,7 +237,9 @@ async def _all_of(
 async def _events(
     path: str, chunks: AsyncIterator[dict[str, Any]], body: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """The chunks as events in the form of the path; a failure in the middle is the last one."""
+    """Yield the chunks as events in the form of the path; a failure in the middle is the
+    last one.
+    """
     named = path.endswith(("/messages", "/responses"))
     if path.endswith("/messages"):
         chunks = messages.events_of(chunks)

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trireme.ext.http.messages import text_in
-from trireme.model.openai_wire import MOST_MESSAGES, Tools, Wire
+from trireme.ext.openai.wire import MOST_MESSAGES, Tools, Wire
 from trireme.text import as_json
 
 _SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls")
 _KNOWN = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store"}
 _ASIDE = {"metadata", "user", "truncation", "include", "reasoning", "text", "service_tier"}
 _CALLED, _INPUT = ("function", "custom"), "input"
-"""Kinds of tools that a reply may call, and the argument of the one that takes free text."""
+"""Kinds of tools that a reply may call, and the argument of the kind that takes free text."""
 _ids = itertools.count()
 
 
@@ -36,9 +36,10 @@ class ResponsesBody(Wire):
 
 
 def chat_body(body: Mapping[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The request, a ResponsesBody, as one for chat completions, behind the messages `before`.
+    """Convert the request, a ResponsesBody, to one for chat completions, after the messages
+    `before`.
 
-    What is not in KNOWN has no effect.
+    Keys outside of KNOWN have no effect.
     """
     chat: dict[str, Any] = {name: body[name] for name in _SAME if body.get(name) is not None}
     messages = list(before)
@@ -65,7 +66,7 @@ def chat_body(body: Mapping[str, Any], before: Sequence[dict[str, Any]]) -> dict
 
 
 def response_of(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat completion as a response."""
+    """Convert a chat completion to a response."""
     choice = completion["choices"][0]
     output = []
     if choice["message"]["content"]:
@@ -78,7 +79,7 @@ def response_of(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[
 async def events_of(
     chunks: AsyncIterator[dict[str, Any]], body: Mapping[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """A stream's chunks as the events of a response."""
+    """Convert a stream's chunks to the events of a response."""
     number = itertools.count()
     makers = {name: (space, tool) for name, space, tool in _tools(body)}
     output: list[dict[str, Any]] = []
@@ -131,7 +132,7 @@ async def events_of(
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """One item behind the messages; a call belongs to the assistant's message before it."""
+    """Append one item to the messages; a call belongs to the assistant's message before it."""
     match item.get("type", "message"):
         case "message":
             role = "system" if item.get("role") == "developer" else item.get("role")
@@ -174,7 +175,7 @@ def _part(part: Any) -> str:
 
 
 def _tools(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
-    """Each tool that a reply may call: its name for the model, its namespace, and the tool.
+    """Yield each tool that a reply may call: its name for the model, its namespace, and the tool.
 
     Raises ValueError for one without a name.
     """
@@ -199,7 +200,7 @@ def without_effect(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A tool as a function; one whose input is free text has that as its only argument."""
+    """Convert a tool to a function; one with free text as input has that as its only argument."""
     function = {n: tool[n] for n in ("description", "parameters", "strict") if tool.get(n)}
     if tool["type"] == "custom":
         text = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
@@ -212,7 +213,7 @@ def _joined(space: Any, name: str) -> str:
 
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first messages of the system as one: many chat templates take no second."""
+    """Merge the system's first messages into one: many chat templates accept no second."""
     first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     if len(first) < 2:
         return messages

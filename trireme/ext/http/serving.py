@@ -1,11 +1,13 @@
-"""Serving: `mode: serve`, where applications of other processes are the explorer's tasks.
+"""Serving: runs `mode: serve`, in which conversations of other applications replace the explorer's
+tasks.
 
-They chat through the OpenAI API, say by POST /feedback what it was worth and by POST /commit that
-it may be trained. The trainer is another process on the same folder.
+They chat through the OpenAI API, report rewards by POST /feedback, and release conversations for
+training by POST /commit. The trainer is another process on the same folder.
 
-- A commit is an explore step with a number of its own, also after a restart. `ship` returns when
-  the buffer has its experiences.
-- What could not be put stays in the Intake under the same ids, and goes first with the next commit.
+- A commit is an explore step with its own number, also after a restart. `ship` returns when the
+  buffer has its experiences.
+- Experiences that could not be put stay in the Intake under the same ids, and are put first at the
+  next commit.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from trireme.buffer.buffer import Buffer, Closed
 from trireme.checkpoint.layout import JobFolder
 from trireme.engines.engine import Engine
-from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience, group_by
 from trireme.explorer.explorer import explorer_state
 from trireme.explorer.metrics import run_metrics
@@ -41,10 +42,10 @@ from trireme.sync.synchronizer import ExplorerSync
 
 URL_FILE = "explorer_server_url.txt"
 GRACE = 0.8
-"""The share of `cluster.stop_timeout` that requests under way get to end."""
+"""The share of `cluster.stop_timeout` that pending requests get to end."""
 
 
-async def run_serve(stage: Stage, remote: RemoteEngine | None, stop: Stop) -> StageResult:
+async def run_serve(stage: Stage, remote: Engine | None, stop: Stop) -> StageResult:
     """Serve until a signal or the trainer's end. Raises the first cause of a failure."""
     with _alone(stage):
         return await _run(stage, remote or await stage.embedded_engine(), stop)
@@ -105,7 +106,7 @@ def _rollouts(stage: Stage, engine: Engine) -> Rollouts:
 
 
 async def _watch(stage: Stage, engine: Engine, sync: PolledSync, sessions: Sessions) -> None:
-    """New weights, also while requests are under way, until the trainer stops."""
+    """Load new weights, also during requests, until the trainer stops."""
     while not sync.finished:
         engine.health()
         await sync.load_latest()
@@ -114,14 +115,14 @@ async def _watch(stage: Stage, engine: Engine, sync: PolledSync, sessions: Sessi
 
 
 def _alone(stage: Stage) -> contextlib.AbstractContextManager[None]:
-    """Two servers on one folder would give the same numbers to their commits."""
+    """Lock out a second server on one folder, which would give the same numbers to its commits."""
     root = stage.folder.root
     return alone(root / ".serve.lock", f"{root} is served by another process already")
 
 
 @contextlib.contextmanager
 def _listening(stage: Stage) -> Iterator[socket.socket]:
-    """The socket that is served, its address in the job's folder."""
+    """Open the socket to serve on, and write its address into the job's folder."""
     host, port = stage.plan.listen_address, stage.plan.config.explorer.proxy_port
     try:
         listener = listen(host, port)
@@ -156,7 +157,7 @@ class Intake:
         emit: Emit,
         dropped: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`emit` is told of each commit; `dropped()`: sessions lost so far."""
+        """`emit` receives each commit; `dropped()`: sessions lost so far."""
         self.pipeline = pipeline
         self.buffer = buffer
         self.sync = sync
@@ -170,7 +171,8 @@ class Intake:
         self._one = asyncio.Lock()
 
     async def ship(self, experiences: Sequence[Experience]) -> None:
-        """Whole groups -> the buffer. Without any: until the buffer has what came before.
+        """Put whole groups into the buffer. Without any, wait until the buffer has the earlier
+        ones.
 
         Raises RuntimeError where the trainer has ended, and what `Buffer.put` raises.
         """
@@ -187,12 +189,12 @@ class Intake:
                 "rollout/experiences": len(experiences),
             }
             self._sealed.append((step, kept, metrics))
-        # a caller that goes away must not leave us in doubt whether the buffer has them
+        # if a caller disconnects we must still know whether the buffer has them
         await asyncio.shield(self._store())
 
     @property
     def unstored(self) -> int:
-        """Experiences of commits that have not been answered."""
+        """The number of experiences in commits that have not been answered."""
         return sum(len(kept) for _, kept, _ in self._sealed)
 
     async def _store(self) -> None:

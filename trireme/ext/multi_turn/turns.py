@@ -1,10 +1,10 @@
 """Turns: the one loop that plays a conversation by a scheduler, in process and at the server.
 
 Invariants:
-- A reply's ids are those that were sampled. What a scheduler puts into a reply is encoded and not
-  trained; what it cuts off is gone.
-- `max_turns` ends a conversation also where the scheduler forgets to.
-- `on_trajectory_end` is called on every way out.
+- A reply's ids are the sampled ones. Text that a scheduler puts into a reply is encoded and not
+  trained; text that it cuts off is dropped.
+- `max_turns` ends a conversation even if the scheduler forgets to.
+- `on_trajectory_end` is always called.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from trireme.ext.multi_turn.scheduler import (
     RolloutOutput,
     RolloutResponseChoice,
 )
+from trireme.ext.openai.tool_calls import sampled_text
+from trireme.ext.openai.wire import token_logprobs
 from trireme.model.chat_tokens import plain_message
 from trireme.model.model import Model, Reply
-from trireme.model.openai_wire import token_logprobs
 from trireme.model.recorder import Call, Recorder
-from trireme.model.tool_calls import hermes, message_of, sampled_text
+from trireme.model.tool_calls import hermes, message_of
 
 Given = Sequence[tuple[RolloutResponseChoice, Call]]
 """The model's replies, as the scheduler saw them and as they were recorded."""
@@ -40,7 +41,7 @@ _STEP_KEYS = (
 
 @dataclass
 class Ended:
-    """One dialogue that is a sample of its own."""
+    """A dialogue that is a separate sample."""
 
     messages: list[dict[str, Any]]
     choice: RolloutResponseChoice
@@ -80,7 +81,7 @@ def dialogues(name: str, returned: Any, calls: Given, recorder: Recorder) -> lis
 
 
 def _call_of(name: str, choice: RolloutResponseChoice, calls: Given) -> Call:
-    """The recorded call of a choice. Raises ValueError where the model did not give it."""
+    """Return the recorded call of a choice. Raises ValueError if the model did not make it."""
     for known, call in calls:
         if known is choice:
             return call
@@ -93,7 +94,9 @@ def _call_of(name: str, choice: RolloutResponseChoice, calls: Given) -> Call:
 
 
 def _earlier(messages: Sequence[Mapping[str, Any]], last: Call, recorder: Recorder) -> list[Call]:
-    """Calls whose replies a dialogue holds, where the template rewrote what came before."""
+    """Return the calls whose replies a dialogue contains, if the template rewrote the text
+    before.
+    """
     plain = [plain_message(message) for message in messages]
     known = {len(call.messages or ()) for call in last.path}
     earlier = []
@@ -113,8 +116,8 @@ async def play(
     max_turns: int | None = None,
     barrier: TurnBarrier | None = None,
 ) -> list[Ended]:
-    """One trajectory: its dialogues (one, unless an overridden `run` splits it), the model's calls
-    recorded in `model`. Without a scheduler there is one turn.
+    """Play one trajectory; returns its dialogues (one, unless an overridden `run` splits it), the
+    model's calls recorded in `model`. Without a scheduler there is one turn.
     """
     trajectory = _Trajectory(scheduler or _OneTurn(1), model, max_turns, barrier)
     try:
@@ -132,14 +135,14 @@ class TurnBarrier:
         self._turn = asyncio.Event()
 
     async def wait(self) -> None:
-        """Until all others are here too."""
+        """Wait until all others have arrived."""
         self._waiting += 1
         turn = self._turn
         self._release()
         await turn.wait()
 
     def leave(self) -> None:
-        """One of them has ended."""
+        """Note that one of them has ended."""
         self._live -= 1
         self._release()
 
@@ -173,7 +176,7 @@ class _Trajectory:
         scheduler.tokenizer = model.chat_tokens.tokenizer
 
     async def play(self, request: RolloutInferRequest) -> list[Ended]:
-        """Turn after turn until the scheduler says that it is finished."""
+        """Play turn after turn until the scheduler finishes."""
         while request.messages and request.messages[-1].get("role") == "assistant":
             request.messages.pop()  # the data set's own answer
         held = [request]
@@ -212,10 +215,10 @@ class _Trajectory:
             self._thread.close()
 
     async def _ask(self, request: RolloutInferRequest, **options: Any) -> RolloutResponseChoice:
-        """The model's reply, put into the request's messages."""
+        """Add the model's reply to the request's messages, and return it."""
         messages = request.messages
         if messages and messages[-1].get("role") == "assistant" and not messages[-1].get("content"):
-            messages.pop()  # says only that the reply goes on, and there is none yet
+            messages.pop()  # only marks that the reply continues, and there is none yet
         if self._barrier is not None:
             await self._barrier.wait()
         reply = await self._model.chat(messages, request.tools, **options)
@@ -230,7 +233,7 @@ class _Trajectory:
     async def _ask_beside(
         self, request: RolloutInferRequest, **options: Any
     ) -> RolloutResponseChoice:
-        """The model's reply for an overridden `run`, which builds its messages itself."""
+        """Return the model's reply for an overridden `run`, which builds its messages itself."""
         return await self._ask(replace(request, messages=list(request.messages)), **options)
 
     async def _finished(
@@ -306,7 +309,7 @@ class _Trajectory:
             dict(a) == b for a, b in zip(after, before[:last], strict=False)
         )
         if not same or after[last].get("role") != "assistant":
-            return  # another conversation: what was sampled stays as it was
+            return  # another conversation: its sampled ids stay as they are
         content, old = str(after[last].get("content") or ""), before[last].get("content")
         if ids is not None or (content != old and len(after) > last + 1):
             tools = self._request.tools if self._request else None
@@ -329,13 +332,13 @@ class _Trajectory:
         return type(self._scheduler).__name__
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """A method of the scheduler's; where it is plain and the user's, in a thread."""
+        """Call a method of the scheduler; a plain one of the user's runs in a thread."""
         ours = method.__module__.startswith("trireme.")
         return await call_user(method, *args, away=None if ours else self._thread.run)
 
 
 def _tool_calls(reply: Reply, model: Model) -> list[dict[str, Any]] | None:
-    """The calls of a reply, in forms that a scheduler does not read by itself."""
+    """Return the calls of a reply, in forms that a scheduler does not parse itself."""
     form = model.chat_tokens.tool_format
     if form.read is hermes or not reply.call.tools:
         return None

@@ -6,37 +6,39 @@ YAML says now. Each sentence here says which of the two holds for a key, or why 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from trireme.checkpoint.layout import JobFolder
-from trireme.config import Plan
+from trireme.checkpoint.manifest import Loaded
 from trireme.config.schema import Config
 from trireme.config.section import Section
 from trireme.ext.provenance.starts import add_start, read_starts, same_part, this_start
 from trireme.launch.listeners import RunListener
-from trireme.launch.stage import Stage, refused
+from trireme.launch.resume import ADAPTER_BASE, refuse_meaningless
 from trireme.log import get_logger
 from trireme.monitor.events import Noted
+
+if TYPE_CHECKING:
+    from trireme.launch.stage import Stage
 
 logger = get_logger("launcher")
 
 
 class Provenance(RunListener):
-    """Records each start of a run, and says at a resume what has changed: see RunListener."""
+    """Records each attempt of a run, and reports at a resume what has changed: see RunListener."""
 
     def __init__(self) -> None:
         self._start: dict[str, Any] = {}
         self._lines: list[str] = []
 
     def begin(self, stage: Stage) -> None:
-        """Look at what this start is, and how it differs from the last one."""
-        self._start = this_start(stage.plan, stage.model_path, stage.recipe, stage.resumed)
+        """Compare this attempt with the last one."""
+        self._start = this_start(stage.plan, stage.model_path, stage.resumed)
         self._lines = since_last_start(stage, self._start)
 
     def listen(self, stage: Stage) -> None:
-        """Record the start. What a run does later is not recorded."""
+        """Record the attempt. Later events of a run are not recorded."""
         add_start(stage.folder, self._start)
         for line in self._lines:
             logger.info(line)
@@ -55,8 +57,8 @@ def since_last_start(stage: Stage, start: dict[str, Any]) -> list[str]:
             return []
         return ["the last start left no checkpoint: the run begins at step 1 again"]
     old = earlier[-1] if earlier else None
-    if resumed is not None and old is not None:
-        refuse_meaningless(stage.plan, stage.model_path, folder, resumed.step, old, start)
+    if resumed is not None:
+        refuse_as_recorded(stage, resumed, earlier, start)
     if old is None:
         return ["what has changed since its last start is not known: no run/ tells it"]
     state = explored or {"step": resumed.step if resumed else 0, "taskset": {}}
@@ -67,6 +69,23 @@ def since_last_start(stage: Stage, start: dict[str, Any]) -> list[str]:
         return ["nothing has changed since its last start"]
     since = f"changed since its last start ({old['time']}):"
     return [since, *(f"  {change}" for change in changed)]
+
+
+def refuse_as_recorded(
+    stage: Stage, resumed: Loaded, earlier: Sequence[Mapping[str, Any]], start: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if the checkpoint is of another run, by the last start that records it.
+
+    Earlier releases recorded what a checkpoint was made with in `run/starts.json`, as `resumes`,
+    and not in its manifest.
+    """
+    old = next((one for one in reversed(earlier) if isinstance(one.get("resumes"), dict)), None)
+    if old is None or "made_with" in resumed.run_state:
+        return
+    was, now = {**old["resumes"]}, {**stage.made_with}
+    if ADAPTER_BASE in now:
+        was[ADAPTER_BASE], now[ADAPTER_BASE] = old["model"]["weights"], start["model"]["weights"]
+    refuse_meaningless(stage.folder, resumed.step, was, now)
 
 
 # Beginning of a key -> what a change of it does; the longest beginning that fits holds. {train} and
@@ -161,9 +180,10 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
 
 
 def _with_defaults(value: Any, kind: Any) -> Any:
-    """A value of one of the schema's types, with the defaults of keys that its sections lack.
+    """Return a value of one of the schema's types, with the defaults of keys that its sections
+    lack.
 
-    An earlier release wrote no keys that came after it, and its runs were as the defaults say.
+    An earlier release did not write newer keys, and its runs used their defaults.
     """
     if isinstance(kind, type) and issubclass(kind, Section) and isinstance(value, Mapping):
         kinds = {name: field.annotation for name, field in kind.model_fields.items()}
@@ -186,7 +206,9 @@ def _unequal(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Leaves of nested sections by their full names; lists of plain values are leaves."""
+    """Return the leaves of nested sections by their full names; lists of plain values are
+    leaves.
+    """
     if isinstance(value, Mapping) and value:
         dot = key if not key or key.endswith(".") else f"{key}."
         parts = (_flat(inner, f"{dot}{name}") for name, inner in value.items())
@@ -204,29 +226,3 @@ def _is_hash(value: Any) -> bool:
 def _short(value: Any) -> str:
     text = "none" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def refuse_meaningless(
-    plan: Plan,
-    model_path: str,
-    folder: JobFolder,
-    step: int,
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-) -> None:
-    """Raise ConfigError where the checkpoint of `step` is none of the run that the YAML describes.
-
-    `old` and `new` are entries of `starts`.
-    """
-    for key, was in old["resumes"].items():
-        now = new["resumes"].get(key)
-        if was != now:
-            raise refused(
-                f"the run in {folder.root} had {key} {was}, and now has {now}, for which its "
-                f"checkpoint of step {step} means nothing"
-            )
-    if plan.config.model.lora_configs and old["model"]["weights"] != new["model"]["weights"]:
-        raise refused(
-            f"model.model_path is {model_path}, and the checkpoint {folder.step_dir(step)} has a "
-            f"LoRA adapter of other weights ({old['model']['path']})"
-        )

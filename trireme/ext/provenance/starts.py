@@ -18,7 +18,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import count
@@ -27,16 +27,15 @@ from typing import Any
 
 import yaml
 
-from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import Loaded
 from trireme.config import Plan
 from trireme.config.hidden import HIDDEN, hidden_words, resolved
-from trireme.config.lookup import adapter_files, located, plugin_files
-from trireme.config.schema import LoraConfig
+from trireme.config.lookup import located, plugin_files
 from trireme.data.rows import SAVED, DataSet, load_rows, source_of, split_files
 from trireme.files import (
     Unreadable,
+    fingerprint,
     in_turn,
     json_or,
     out_of_the_way,
@@ -54,19 +53,11 @@ PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy",
     "SQLAlchemy", "ray", "vllm",
 )  # fmt: skip
-WHOLE_BYTES = 64 * 2**20
-"""Of larger files a fingerprint reads samples only."""
-SAMPLES, SAMPLE_BYTES = 64, 2**20
 GIT_SECONDS = 5.0
 
 
-def this_start(
-    plan: Plan, model_path: str, recipe: Recipe, resumed: Loaded | None
-) -> dict[str, Any]:
+def this_start(plan: Plan, model_path: str, resumed: Loaded | None) -> dict[str, Any]:
     """The entry of the start that is being made; `config` is the configuration itself."""
-    buffer = plan.config.buffer.trainer_input.experience_buffer
-    replay = buffer.replay_buffer.enable and plan.buffer_type != "file"
-    optimizer = plan.config.algorithm.optimizer.optimizer_type
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "mode": plan.mode,
@@ -76,13 +67,6 @@ def this_start(
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "seed": plan.seed,
-        "resumes": {
-            "store": f"{plan.buffer_type}{' with replay' * replay}",
-            "schema": recipe.schema,
-            "optimizer": "sgd" if optimizer == "sgd" else "adamw",
-            "LoRA adapter": "; ".join(map(_scale, plan.config.model.lora_configs or [])) or "none",
-            "SHA-256 of the adapter begun from": _begun_from(plan.config.model.lora_configs or []),
-        },
         "versions": versions(),
         "code": {"trireme": commit(Path(__file__).parent), "folder": commit(Path.cwd())},
         "plugins": {str(path): fingerprint([path]) for path in plugin_files(plan.config.plugins)},
@@ -90,20 +74,6 @@ def this_start(
         "data": {key: data_facts(data) for key, data in data_of(plan)},
         "config": resolved(plan, model_path),
     }
-
-
-def _scale(lora: LoraConfig) -> str:
-    """Describe the settings that change what an adapter's tensors add to the weights."""
-    if lora.path is not None:
-        return f"begun from {lora.path}"
-    marks = [name for name in ("use_rslora", "use_dora") if getattr(lora, name)]
-    return ", ".join((f"of rank {lora.lora_rank}", f"alpha {lora.lora_alpha}", *marks))
-
-
-def _begun_from(loras: Iterable[LoraConfig]) -> str | None:
-    """Fingerprint the adapters' files: a resume uses them as its reference model again."""
-    files = [file for lora in loras if lora.path for file in adapter_files(lora.path)]
-    return fingerprint(files) if files else None
 
 
 def same_part(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -142,7 +112,7 @@ def read_starts(folder: JobFolder) -> list[dict[str, Any]]:
 
 def _is_entry(entry: Any) -> bool:
     texts = ("config_file", "time", "mode")
-    tables = ("resumes", "model", "data", "plugins", "versions", "code")
+    tables = ("model", "data", "plugins", "versions", "code")
     return (
         isinstance(entry, dict)
         and all(isinstance(entry.get(key), str) for key in texts)
@@ -193,7 +163,7 @@ def versions() -> dict[str, str]:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of the repository that a folder lies in, `…+` where files differ; None: none."""
+    """Return the commit of a folder's repository, `…+` if files differ; None: there is none."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
@@ -209,7 +179,7 @@ def commit(folder: Path) -> str | None:
 
 
 def data_of(plan: Plan) -> Iterator[tuple[str, DataSet]]:
-    """Key and place of every data set that a stage reads."""
+    """Yield key and place of every data set that a stage reads."""
     read, trained = plan.config.buffer.explorer_input, plan.config.buffer.trainer_input
     sets = [("taskset", read.taskset)] if read.taskset else []
     sets += [(f"tasksets[{i}]", one) for i, one in enumerate(read.tasksets)]
@@ -225,13 +195,13 @@ def data_of(plan: Plan) -> Iterator[tuple[str, DataSet]]:
 
 
 def data_facts(data: DataSet) -> dict[str, Any]:
-    """Path, rows and fingerprint of a data set; nulls where it is on the hub and not here."""
+    """Return path, rows and fingerprint of a data set; nulls if it is on the hub and not here."""
     source = source_of(data)
     files = split_files(data) if source is None else source.files(data)
     facts: dict[str, Any] = {"path": hide_passwords(data.path), "rows": None, "sha256": None}
     if files is None:
         return facts
-    rows = load_rows(  # the run holds them
+    rows = load_rows(  # the run uses them too
         data.path, data.subset, data.split, on_error=data.on_error, otherwise=data.otherwise
     )
     facts["rows"] = len(rows)
@@ -248,7 +218,7 @@ def data_facts(data: DataSet) -> dict[str, Any]:
 
 
 def model_facts(path: str) -> dict[str, Any]:
-    """Path of a model, and fingerprints of its configuration, weights and tokenizer."""
+    """Return the path of a model, and fingerprints of its configuration, weights and tokenizer."""
     folder = located(path, "models")
     if folder is None or not folder.is_dir():
         return {"path": path, "config": None, "weights": None, "tokenizer": None}
@@ -264,27 +234,8 @@ def model_facts(path: str) -> dict[str, Any]:
     }
 
 
-def fingerprint(files: Iterable[Path]) -> str | None:
-    """SHA-256 of names, sizes and bytes, of large files samples only; None where a file is away."""
-    digest = hashlib.sha256()
-    try:
-        for path in files:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                if size <= WHOLE_BYTES:
-                    digest.update(file.read())
-                    continue
-                for sample in range(SAMPLES):
-                    file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-                    digest.update(file.read(SAMPLE_BYTES))
-    except OSError:
-        return None
-    return digest.hexdigest()
-
-
 def _files(path: Path) -> list[Path]:
-    """The file itself, or a folder's visible files."""
+    """Return the file itself, or a folder's visible files."""
     if path.is_file():
         return [path]
     return sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))

@@ -1,12 +1,13 @@
-"""Actors: the workers of a run that Ray starts, each a plain async class.
+"""Actors: defines the workers of a run on Ray, each a plain async class.
 
 - Trainer: rank 0, with the buffer and the synchronizer. It sends the weights to the engines.
-- Explorer: made of the same side as in one process. It reaches the trainer's buffer and
-  synchronizer by a link, and the engines by their addresses in the plan.
-- Follower: a trainer rank after the first, which does what rank 0 tells it until rank 0 ends it.
+- Explorer: uses the same side as in one process. It reaches the trainer's buffer and synchronizer
+  through a link, and the engines by their addresses in the plan.
+- Follower: a trainer rank after the first, which carries out rank 0's commands until rank 0 ends
+  it.
 
-What a put carries and where the explorer goes on after it become known in one go: a checkpoint
-holds a step's experiences or says that the step is to be done again, never both.
+A put and the explorer's next position are published together: a checkpoint contains a step's
+experiences or marks the step to be repeated, never both.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import ray
 
 from trireme.config import Plan
 from trireme.engines.device import ColocationLock, Device
-from trireme.engines.remote import RemoteEngine
-from trireme.engines.servers import Servers
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.ext.ray.remote import Outbox, Worker, remote
-from trireme.launch.engines import make_remote_engine
+from trireme.ext.remote.engine import RemoteEngine
+from trireme.ext.remote.engine_host import RemoteServers
+from trireme.ext.remote.servers import Servers
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import follow_plan, load_models, make_rank_spec
 from trireme.launch.stage import Stage, open_stage
@@ -44,7 +45,7 @@ Side = TypeVar("Side", TrainerSide, ExplorerSide)
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The run, as far as it stands when the workers are opened."""
+    """The state of the run when the workers are opened."""
 
     plan: Plan
     """With the addresses of its engines."""
@@ -52,9 +53,9 @@ class RunSpec:
     plugins: tuple[str, ...]
     """Users' files, loaded in every process."""
     trainer: Any = None
-    """The trainer's actor; None where the trainer is another command's."""
+    """The trainer's actor; None if the trainer belongs to another command."""
     rank0: str | None = None
-    """HOST:PORT where the trainer's ranks meet; None where there is one."""
+    """HOST:PORT where the trainer's ranks meet; None for a single rank."""
     restarted: bool = False
     """Whether engines that die are started again."""
 
@@ -84,12 +85,12 @@ class SideWorker(Worker, Generic[Side]):
         opening = open_stage(plan, spec.model_path, self._device, self._outbox)
         stage = await asyncio.to_thread(self._held.enter_context, opening)
         if plan.engine_urls:
-            self._engine = make_remote_engine(plan, plan.engine_urls, plan.engine_key)
+            self._engine = RemoteServers().engine(plan, plan.engine_urls, plan.engine_key)
             self._engine.servers.restarted = spec.restarted
         return stage
 
     def method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The worker's own method, or else the servers', or else the side's."""
+        """Return the worker's own method, or else the servers', or else the side's."""
         if hasattr(type(self), name):
             return getattr(self, name)
         if hasattr(Servers, name):
@@ -103,7 +104,7 @@ class SideWorker(Worker, Generic[Side]):
 
     @property
     def opened(self) -> Side:
-        """The side, once it is open."""
+        """Return the side, once it is open."""
         assert self.side is not None, "the side is not open yet"
         return self.side
 
@@ -123,11 +124,11 @@ class TrainerWorker(SideWorker[TrainerSide]):
         self._explorer_state: State | None = None
 
     async def meeting_place(self) -> str:
-        """HOST:PORT on this machine that the other ranks can reach."""
+        """Return HOST:PORT on this machine that the other ranks can reach."""
         return free_address(ray.util.get_node_ip_address())
 
     async def open(self, spec: RunSpec) -> None:
-        """Load the model, where the checkpoint left it."""
+        """Load the model, in the state of the checkpoint."""
         stage, plan = await self._open(spec), spec.plan
         if plan.takes_turns and self._engine is not None:
             self._device.colocation = self._engine.colocation = ColocationLock(self._engine)
@@ -150,11 +151,11 @@ class TrainerWorker(SideWorker[TrainerSide]):
         return self.opened.trainer.stop()
 
     async def begin(self, state: State) -> None:
-        """The explorer begins where `state` says."""
+        """Set the explorer's position to `state`."""
         self._explorer_state = state
 
     async def put(self, data: bytes, state: State) -> Status:
-        """Experiences of one explore step, and where the explorer resumes after it."""
+        """Put the experiences of one explore step, and the explorer's position after it."""
         await self.opened.buffer.put(decode(data))
         self._explorer_state = state
         return self._status()
@@ -165,7 +166,7 @@ class TrainerWorker(SideWorker[TrainerSide]):
         return self._status()
 
     async def end_of_puts(self, failure: str | None) -> None:
-        """The buffer's `close`, or its `fail` where the explorer has failed."""
+        """Call the buffer's `close`, or its `fail` if the explorer has failed."""
         buffer = self.opened.buffer
         await (buffer.close() if failure is None else buffer.fail(RuntimeError(failure)))
 
@@ -189,7 +190,7 @@ class Link:
         self._metrics = {"sync/version": version, "sync/skipped": 0.0, "time/sync_wait": 0.0}
         self.finished = False
         self.state: Callable[[], State] = dict
-        """The place where the explorer resumes after what is being put."""
+        """The explorer's position after the current put."""
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """Send the experiences of one explore step to the trainer's buffer."""
@@ -223,8 +224,8 @@ class Link:
 
 
 class EnginesTurn:
-    """The trainer's ColocationLock, as an explorer elsewhere knows it; calls of the same moment ask
-    it once.
+    """The trainer's ColocationLock for an explorer in another process; simultaneous calls are sent
+    once.
     """
 
     def __init__(self, trainer: TrainerWorker) -> None:
@@ -243,7 +244,7 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
     """The explorer's side."""
 
     async def open(self, spec: RunSpec) -> None:
-        """Load tokenizer and tasks, and the newest weights where another command trains."""
+        """Load tokenizer and tasks, and the newest weights if another command trains."""
         stage, plan = await self._open(spec), spec.plan
         self._held.enter_context(stage.exploring())
         engine = self._engine
@@ -260,7 +261,7 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
         self.side = await lone_explorer(stage, engine)
 
     async def try_all(self, rollouts: int | None) -> list[Evaluated]:
-        """Evaluate the model as it is on the tasksets of `trireme eval`."""
+        """Evaluate the current model on the tasksets of `trireme eval`."""
         stage, scheduler = self.opened.stage, self.opened.explorer.scheduler
         scheduler.start()
         limit = stage.plan.config.explorer.max_failures
@@ -274,10 +275,10 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
 
 
 class FollowerWorker(Worker):
-    """One rank in a process of its own. Rank 0 says when it stops."""
+    """One rank in a separate process. Rank 0 ends it."""
 
     async def follow(self, spec: RunSpec, rank: int) -> None:
-        """Be rank `rank`, from loading to the end. Raises what went wrong here."""
+        """Run as rank `rank`, from loading to the end. Raises errors of this rank."""
         load_plugins(spec.plugins)
         assert spec.rank0 is not None
         plan = spec.plan

@@ -1,8 +1,9 @@
-"""Engines on Ray: each in an actor, which is made anew where there is a place when it has died.
+"""Engines on Ray: each runs in an actor, which is replaced wherever there is a place when it has
+died.
 
 `EngineKeeper` decides when and how often, as on one machine. The new actor's server has another
-address, and trainer and explorer are told: the trainer brings it the run's weights with their
-proofs, and the explorer asks it once it has them.
+address, which is sent to trainer and explorer: the trainer pushes and verifies the run's weights,
+and the explorer uses it once it has them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from trireme.aio import GRACE_S, first_failure, running
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.engine_kind import kind_of
-from trireme.engines.servers import Servers
 from trireme.ext.ray.cluster import JOIN_S
 from trireme.ext.ray.remote import Watched, Worker, remote, watch
-from trireme.launch.engine_host import EngineHost
-from trireme.launch.engines import engine_plugins, engine_spec
+from trireme.ext.remote.engine_host import EngineHost, engine_plugins
+from trireme.ext.remote.servers import Servers
+from trireme.launch.engines import engine_spec
 from trireme.workflows.plugins import load_plugins
 
 
@@ -35,7 +36,7 @@ class EngineWorker(Worker):
         self._watch: asyncio.Task[None] | None = None
 
     async def open(self, plan: Plan, model_path: str, index: int) -> str:
-        """Its address, once it serves. Raises what is wrong with it, or TimeoutError."""
+        """Return its address, once it serves. Raises the engine's error, or TimeoutError."""
         if kind_of(plan.engine_kind) is None:
             load_plugins(plan.config.plugins)
         host = EngineHost(
@@ -49,13 +50,13 @@ class EngineWorker(Worker):
             plugins=engine_plugins(plan),
         )
         host.start()
-        self._host = host  # now: a heartbeat may ask at any moment
+        self._host = host  # set now: a heartbeat may arrive at any moment
         url = await host.ready(plan.config.cluster.start_timeout)
         self._watch = asyncio.create_task(host.watch())
         return url
 
     async def health(self) -> None:
-        """Raise RuntimeError where the engine has ended, has failed or is silent."""
+        """Raise RuntimeError if the engine has ended, has failed or is silent."""
         if self._host is not None:
             await self._host.examine()
         if self._watch is not None and self._watch.done():
@@ -66,7 +67,7 @@ class EngineWorker(Worker):
         await self._end(grace=0)
 
     async def stop(self) -> None:
-        """End the engine, by force where it does not end."""
+        """End the engine, by force if necessary."""
         await self._end()
 
     async def _end(self, **grace: float) -> None:
@@ -78,7 +79,7 @@ class EngineWorker(Worker):
 
 
 class EngineActor:
-    """The actor of one engine, and those that take its place."""
+    """The actor of one engine, and its replacements."""
 
     def __init__(self, watched: Watched, index: int, make: Callable[[], Watched]) -> None:
         """`make()` starts an actor for it, at its place in the cluster."""
@@ -91,12 +92,12 @@ class EngineActor:
 
     @property
     def url(self) -> str:
-        """The address of the engine's server, once it serves."""
+        """Return the address of the engine's server, once it serves."""
         assert self._url, f"{self.name} does not serve yet"
         return self._url
 
     async def open(self, plan: Plan, model_path: str) -> str:
-        """Its address, once it serves; a later one serves the same."""
+        """Return its address, once it serves; later calls return the same."""
         self._plan, self._model_path = plan, model_path
         worker = remote(EngineWorker, self.watched.handle)
         self._url = await worker.open(plan, model_path, self._index)
@@ -147,7 +148,7 @@ class ServersOfSides:
     """The `Servers` of all sides of a run, each in its own process, as the keeper knows them."""
 
     def __init__(self, renews: Servers, *others: Servers) -> None:
-        """`renews` brings weights to the engines; the others only ask them."""
+        """`renews` pushes weights to the engines; the others only call them."""
         self._renews = renews
         self._others = others
 
@@ -169,7 +170,7 @@ class ServersOfSides:
             await servers.again(index, new_url)
 
     async def keep_complete(self) -> None:
-        """Bring restarted engines the run's weights, and report to the other sides which engines
+        """Push the run's weights to restarted engines, and report to the other sides which engines
         have them.
         """
 

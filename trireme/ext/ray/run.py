@@ -1,7 +1,7 @@
-"""Run: one plan as actors: engines, trainer and explorer, from start to end.
+"""Run: runs one plan as actors: engines, trainer and explorer, from start to end.
 
-What they do together is said in `launch/modes.py`, as for one process. What dies on the way is said
-in one sentence, and nothing stays behind.
+`launch/modes.py` runs them together, as in one process. A worker's death is reported in one
+sentence, and no process is left.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from trireme.aio import GRACE_S, first_failure, running
 from trireme.config import Plan
 from trireme.config.lookup import plugin_files
 from trireme.engines.device import Device
-from trireme.engines.remote import RemoteEngine
-from trireme.engines.servers import Servers
 from trireme.explorer.metrics import Evaluated
 from trireme.ext.ray.actors import (
     ExplorerWorker,
@@ -45,8 +43,9 @@ from trireme.ext.ray.remote import (
     watch,
     who_died,
 )
-from trireme.launch.engine_host import EngineKeeper, restarts_of
-from trireme.launch.engines import make_remote_engine
+from trireme.ext.remote.engine import RemoteEngine
+from trireme.ext.remote.engine_host import EngineKeeper, RemoteServers, restarts_of
+from trireme.ext.remote.servers import Servers
 from trireme.launch.explorer_side import ExplorerSide
 from trireme.launch.modes import run_mode
 from trireme.launch.results import StageResult
@@ -63,9 +62,9 @@ T = TypeVar("T")
 
 
 async def run_on_ray(stage: Stage, stop: Stop, measure_end: bool) -> StageResult:
-    """Run a stage that is open to its end. Raises the first cause where it fails."""
+    """Run an open stage to its end. Raises the first cause of a failure."""
     with cluster(stage.plan) as started_here:
-        stop.listen()  # Ray takes SIGTERM for itself
+        stop.listen()  # Ray installs its own handler of SIGTERM
         actors = Actors(stage)
         stop.gently, stop.waits_for = actors.stop_training, actors.doing
         try:
@@ -94,7 +93,7 @@ class Actors:
     """All processes of one stage."""
 
     def __init__(self, stage: Stage, *, scratch: str | None = None) -> None:
-        """`scratch`: a folder that other machines keep no longer than their workers."""
+        """`scratch`: a folder that other machines delete with their workers."""
         self._stage, self._scratch = stage, scratch
         self._plan = stage.plan
         self._watched: list[Watched] = []
@@ -105,7 +104,7 @@ class Actors:
         """Handles of the actors."""
         self._engines: list[EngineActor] = []
         self._serving: RemoteEngine | None = None
-        """The engines as the server of agents asks them, which is here."""
+        """The engines as used by the server of agents, which is in this process."""
         self._following: list[asyncio.Future[None]] = []
         self._heard: dict[Any, int] = {}
         """How many events of a worker the run's stream has."""
@@ -113,7 +112,7 @@ class Actors:
         self._asked: asyncio.Future[None] | None = None
 
     async def start(self, *, may_grow: bool) -> None:
-        """Reserve places, start all processes side by side, then open engines and the two sides."""
+        """Reserve places, start all processes concurrently, then open engines and the two sides."""
         plan, stage = self._plan, self._stage
         places = self._places = PlacementGroups(plan)
         await places.ready(may_grow=may_grow, note=lambda text: stage.emit(Noted(text)))
@@ -132,7 +131,9 @@ class Actors:
         await self._guarded(self._open())
 
     async def run(self, measure_end: bool, stop: Stop) -> StageResult:
-        """The mode's work, watched; meanwhile the run's stream carries what theirs do."""
+        """Run the mode's work, watched, while forwarding the workers' events to the run's
+        stream.
+        """
         sides = [handle for handle in (self._trainer, self._explorer) if handle is not None]
         modes = self._guarded(
             self._kept(self._run_mode(measure_end, stop)), kept=self._restarts() > 0
@@ -149,16 +150,16 @@ class Actors:
                 return await work
         finally:
             for handle in sides:
-                with suppress(asyncio.TimeoutError, RayError):  # of a worker that is gone
+                with suppress(asyncio.TimeoutError, RayError):  # the worker is gone
                     await asyncio.wait_for(self._show(handle, 0.0), GRACE_S)
 
     async def evaluate(self, rollouts: int | None) -> list[Evaluated]:
-        """Try the evaluation tasksets, watched."""
+        """Run the evaluation tasksets, watched."""
         return await self._guarded(remote(ExplorerWorker, self._explorer).try_all(rollouts))
 
     def stop_training(self) -> bool:
-        """Ask the trainer to save and end after its train step; one that does not train has nothing
-        to save, and the work is cancelled. False where there is no trainer at work.
+        """Ask the trainer to save and end after its train step; one that is not training has
+        nothing to save, and the work is cancelled. False if no trainer is at work.
         """
         if self._trainer is None or self._work is None or self._work.done():
             return False
@@ -166,17 +167,17 @@ class Actors:
         return True
 
     def doing(self) -> str:
-        """The work that a run which is asked to stop still waits for, as a noun."""
+        """Return the activity that a stopping run still waits for, as a noun."""
         return "the trainer's next step and checkpoint" if self._asked else "processes to end"
 
     async def stop(self) -> None:
-        """End every process, by force where it does not end, and give the places back."""
+        """End every process, by force if necessary, and release the places."""
         asked = [asyncio.ensure_future(remote(Worker, w.handle).stop()) for w in self._watched]
         if asked:
             await asyncio.wait(asked, timeout=STOP_S)
         for call in (*asked, *self._following):
             call.cancel()
-        # what a rank fails of, rank 0 raises too
+        # rank 0 raises a rank's errors too
         await asyncio.gather(*asked, *self._following, return_exceptions=True)
         for watched in self._watched:
             ray.kill(watched.handle, no_restart=True)
@@ -184,7 +185,7 @@ class Actors:
             self._places.release()
 
     async def _run_mode(self, measure_end: bool, stop: Stop) -> StageResult:
-        """The same as in one process, with sides that are elsewhere; a server of agents is here."""
+        """Run the mode as in one process, with remote sides; a server of agents is here."""
         stage = self._stage
         if stage.plan.mode in MODES:
             assert self._serving is not None
@@ -194,13 +195,13 @@ class Actors:
         return await run_mode(stage, trainer, explorer, measure_end=measure_end)
 
     async def _stop_trainer(self, work: asyncio.Future[StageResult]) -> None:
-        with suppress(RayError):  # it is gone: `work` says so
+        with suppress(RayError):  # it is gone: `work` reports that
             if not await remote(TrainerWorker, self._trainer).stop_training():
                 self._asked = None
                 work.cancel()
 
     async def _open(self) -> None:
-        """The engines first: the others are told where they are."""
+        """Open the engines first: the others need their addresses."""
         plan, model_path = self._plan, self._stage.model_path
         if self._engines:
             plan = dataclasses.replace(plan, engine_key=secrets.token_hex(16))
@@ -212,7 +213,7 @@ class Actors:
         rank0 = await trainer.meeting_place() if self._followers else None
         restarted = self._restarts() > 0
         if plan.mode in MODES:
-            self._serving = make_remote_engine(plan, plan.engine_urls, plan.engine_key)
+            self._serving = RemoteServers().engine(plan, plan.engine_urls, plan.engine_key)
             self._serving.servers.restarted = restarted
         spec = RunSpec(plan, model_path, plugins, self._trainer, rank0, restarted)
         for rank, handle in enumerate(self._followers, 1):
@@ -225,10 +226,12 @@ class Actors:
             await self._while_following(asyncio.ensure_future(first_failure(*opens)))
 
     async def _while_following(self, opens: asyncio.Future[Any]) -> None:
-        """Until `opens` is done. A rank that fails before it meets rank 0 cannot tell it."""
+        """Wait until `opens` is done. A rank that fails before it meets rank 0 cannot
+        report to it.
+        """
         async with running(opens) as (opening,):
             await asyncio.wait({opening, *self._following}, return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():  # what rank 0 fails of as well, it says better
+            if not opening.done():  # rank 0 reports a common error better
                 await asyncio.wait({opening}, timeout=GRACE_S)
             if not opening.done():
                 for rank, follower in enumerate(self._following, 1):
@@ -251,7 +254,7 @@ class Actors:
         ).run(work)
 
     def _actor(self, name: str, options: dict[str, Any], worker: type[Worker]) -> Watched:
-        """Start a worker in an actor of its own, replacing an older actor of that name."""
+        """Start a worker in a separate actor, replacing an older actor of that name."""
         trains = worker in (TrainerWorker, FollowerWorker)
         variables = environment_of(self._plan, trains=trains, explores=worker is ExplorerWorker)
         actor = RayActor.options(**options, runtime_env={"env_vars": variables})
@@ -262,8 +265,8 @@ class Actors:
         return watched
 
     async def _guarded(self, work: Awaitable[T], *, kept: bool = False) -> T:
-        """`work`, while all workers live. Raises who has died before what came of that. `kept`:
-        engines that die are started again, and are not looked at here.
+        """Run `work` while all workers live. Raises a worker's death before its consequences.
+        `kept`: engines that die are restarted, and are not watched here.
         """
         timeout = self._plan.config.cluster.heartbeat_timeout
         engines = {engine.name for engine in self._engines} if kept else set()
@@ -308,11 +311,11 @@ _FORWARDED = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "VLLM_", "CUDA_", "HF_",
     "TRINITY_PLUGIN_DIRS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY",
 )  # fmt: skip
-"""How the variables begin that steer a run, also where Ray was started without them."""
+"""Prefixes of the variables that control a run, also if Ray was started without them."""
 _KEPT_BACK = ("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_PORT")
-"""Ray's own, and what differs by machine."""
+"""Ray's own variables, and those that differ by machine."""
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-"""What names of secrets have: Ray shows an actor's environment to all who see its cluster."""
+"""Parts of names of secrets: Ray shows an actor's environment to everyone who sees its cluster."""
 
 
 def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[str, str]:
@@ -334,7 +337,7 @@ def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[
     own = {n: v for n, v in theirs if n != "PYTHONPATH" and not any(s in n for s in _SECRET)}
     if plan.device == "cuda":
         threads = max((os.cpu_count() or 1) // plan.places_per_node, 1)
-        # CUDA lends no memory of that kind to other processes everywhere
+        # CUDA cannot lend memory of that kind to other processes everywhere
         expands = trains and not plan.takes_turns
         if expands and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(variables):
             # micro-batches differ in size; the name that every torch knows

@@ -1,6 +1,6 @@
 """`trireme rollout`: an engine behind HTTP, for trainers and agents in other processes.
 
-An engine with an environment of its own is a child process of that environment.
+An engine with a separate environment runs in a child process of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from trireme.config import ConfigError
 from trireme.config.engine_kind import EngineKind, kind_named, kind_names
 from trireme.engines.make import EngineSpec
-from trireme.launch.engine_host import EngineHost
+from trireme.ext.remote.engine_host import EngineHost
 from trireme.text import say
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -127,7 +127,9 @@ def _examine(options: RolloutOptions) -> None:
 
 
 def _examine_engine(options: RolloutOptions) -> EngineKind:
-    """The kind of the engine, which may be a plug-in's. Raises ValueError for what it lacks."""
+    """Return the kind of the engine, which may be a plug-in's. Raises ValueError for missing
+    requirements.
+    """
     if options.engine not in (known := kind_names()):
         expected = " or ".join(known)
         raise ValueError(f"--engine {options.engine} is not known: expected {expected}")
@@ -146,7 +148,7 @@ def _examine_engine(options: RolloutOptions) -> EngineKind:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The address taken. Raises OSError where that cannot be."""
+    """Bind the address. Raises OSError if that is impossible."""
     from trireme.ext.http.app import listen
 
     try:
@@ -158,7 +160,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(options: RolloutOptions, listener: socket.socket) -> int:
-    """Serve on the address until a signal comes; the exit code."""
+    """Serve on the address until a signal arrives; returns the exit code."""
     from trireme.ext.http.process import engine_server
 
     spec, tokenizer = _spec(options)
@@ -178,13 +180,13 @@ def _announce(options: RolloutOptions, url: str) -> None:
 
 
 def stopped(by: Sequence[int]) -> int:
-    """The exit code after these signals."""
+    """Return the exit code after these signals."""
     say("stopped", file=sys.stderr)
     return 130 if signal.SIGINT in by else 0
 
 
 def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
-    """The engine and its tokenizer. Raises ValueError for an unknown scheduler or model."""
+    """Return the engine and its tokenizer. Raises ValueError for an unknown scheduler or model."""
     from transformers import AutoConfig, AutoTokenizer
 
     from trireme.config.lookup import num_gpus
@@ -238,7 +240,7 @@ def _refuse_env(env: str, name: str) -> None:
 
     scheduler: Any = MULTI_TURNS.get(name)
     if not isinstance(scheduler, type) or getattr(scheduler, "stands_for", ""):
-        return  # making it says why it cannot be
+        return  # making it reports the error
     for one in scheduler.__mro__:
         if (init := vars(one).get("__init__")) is None:
             continue
@@ -246,7 +248,7 @@ def _refuse_env(env: str, name: str) -> None:
         if "env" in parameters:
             return
         if all(item.kind is not item.VAR_KEYWORD for item in parameters.values()):
-            break  # what it does not name goes to no base class
+            break  # keys that it does not name are not passed to a base class
     raise ValueError(
         f"--gym_env {env} has no effect on --multi_turn_scheduler {name}, whose constructor has no "
         "argument env: expected gym_scheduler, or the flag to be left out"
@@ -256,7 +258,9 @@ def _refuse_env(env: str, name: str) -> None:
 async def serve_child(
     options: RolloutOptions, kind: EngineKind, spec: EngineSpec, plugins: Sequence[Path]
 ) -> int:
-    """Serve until a signal comes; the exit code. Raises RuntimeError where the child has ended."""
+    """Serve until a signal arrives; returns the exit code. Raises RuntimeError if the child has
+    ended.
+    """
     try:
         found = kind.interpreter(options.engine_python)
     except ValueError as error:

@@ -9,14 +9,10 @@ from pydantic import BaseModel, Field
 
 from trireme.aio import one_by_one
 from trireme.engines.engine import MOST_SAMPLES
-from trireme.engines.weight_group import BucketEntry
 from trireme.ext.http.bodies import JsonRoute, until_gone
 from trireme.ext.http.rollouts import Rollouts, as_key
-from trireme.ext.http.weights import AnnouncedWeights
 from trireme.ext.multi_turn.scheduler import RolloutInferRequest
-from trireme.ext.rollout_server.trajectories import infer as infer_all
-from trireme.model.chat_tokens import NOT_TEXT
-from trireme.model.openai_wire import (
+from trireme.ext.openai.wire import (
     MOST_MESSAGES,
     MOST_TOOLS,
     Ids,
@@ -24,6 +20,10 @@ from trireme.model.openai_wire import (
     Tools,
     refuse_many,
 )
+from trireme.ext.remote.weight_group import BucketEntry
+from trireme.ext.rollout_server.announced import AnnouncedWeights
+from trireme.ext.rollout_server.trajectories import infer as infer_all
+from trireme.model.chat_tokens import NOT_TEXT
 
 
 class InferBody(BaseModel):
@@ -90,7 +90,7 @@ class PathBody(BaseModel):
     path: str
 
 
-# Of a request configuration, what steers the client's side or has no meaning here.
+# Keys of a request configuration that control the client's side or mean nothing here.
 _ASIDE = {
     *("stream", "num_beams", "return_details", "top_logprobs", "logprobs", "length_penalty", "n"),
     *("presence_penalty", "frequency_penalty"),
@@ -98,7 +98,9 @@ _ASIDE = {
 
 
 def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
-    """Our sampling options of a RequestConfig. Raises ValueError for what is not served."""
+    """Convert a RequestConfig to our sampling options. Raises ValueError for anything that is not
+    served.
+    """
     settings = {name: value for name, value in (config or {}).items() if value is not None}
     if settings.get("n", 1) != 1:
         raise ValueError(
@@ -220,7 +222,7 @@ def _add_weights(router: APIRouter, weights: AnnouncedWeights) -> None:
 
 
 async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dict[str, Any]:
-    """Completions as TRL's client reads them: prompts in order, each n times."""
+    """Return completions in the form of TRL's client: prompts in order, each n times."""
     fields = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
     options = body.model_dump(include=set(fields))
 

@@ -1,10 +1,12 @@
-"""VllmEngine: vLLM's asynchronous engine under our contract. Runs in vLLM's own environment.
+"""VllmEngine: implements the engine's contract with vLLM's asynchronous engine, in vLLM's
+environment.
 
-- Every sample is a request of its own to vLLM, whose prefix cache shares their prompt.
-- Ends and stop strings are looked for here, as the embedded engine does, so that both stop alike.
-- New weights: vLLM is frozen, its workers take them, its caches are cleared (requests under way are
-  prefilled again), and only when all workers have succeeded does it go on. A failure leaves it
-  frozen and failed.
+- Every sample is a separate request to vLLM, whose prefix cache shares their prompt.
+- End tokens and stop strings are detected here, as in the embedded engine, so that both stop at the
+  same token.
+- New weights: vLLM is frozen, its workers load them, its caches are cleared (running requests are
+  prefilled again), and it resumes only when all workers have succeeded. A failure leaves it frozen
+  and failed.
 """
 
 from __future__ import annotations
@@ -30,18 +32,19 @@ from trireme.engines.adapter import ENDS, is_adapter
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.shell import end_tokens_of
-from trireme.engines.weight_group import Meeting, WeightGroup
+from trireme.ext.remote.weight_group import Meeting, WeightGroup
 from trireme.ext.vllm.options import ADAPTER, STREAM, arguments
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is another, see vllm/sampler.py
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token that scoring a full row takes
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token that scoring a full row needs
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
 WHOLE, CACHE = ("weights", "kv_cache"), ("kv_cache",)
-"""What of a sleeping vLLM is not in the device's memory, by its names: all, or the second part."""
+"""vLLM's names for the parts of a sleeping engine that are not in the device's memory: all, or the
+second part."""
 
 
 class VllmEngine:
@@ -65,9 +68,9 @@ class VllmEngine:
         adapts: bool = False,
     ) -> None:
         """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
-        them, and `sockets` go with it. `keep_kv` goes on with old keys and values after an update
-        in flight. `sleeps`: while it is paused its keys and values are gone and its weights in the
-        machine's memory. `adapts`: what is pushed is a LoRA adapter.
+        them, and `sockets` go with it. `keep_kv` continues with old keys and values after an update
+        in flight. `sleeps`: while paused, its keys and values are freed and its weights are in the
+        machine's memory. `adapts`: pushes bring a LoRA adapter.
         """
         self.group_size = group_size
         self._llm: Any = llm
@@ -80,7 +83,7 @@ class VllmEngine:
         self._names = tensor_names(model)
         self._adapts = adapts
         self._adapter: Any = None
-        """What has requests use the LoRA adapter, once there is one."""
+        """The LoRA request that is attached to every generation, once there is one."""
         self._ends = end_tokens_of(model, tokenizer)
         config = AutoConfig.from_pretrained(model)
         self._vocabulary: int = config.get_text_config().vocab_size
@@ -92,7 +95,7 @@ class VllmEngine:
         self._asleep: tuple[str, ...] = ()
         self._failure: BaseException | None = None
         self._own: WeightGroup | None = None
-        """With our workers, for weights that come by HTTP."""
+        """A group with our workers, for weights that arrive by HTTP."""
         self._updating = asyncio.Lock()
         self._scoring = asyncio.Lock()
         self._score_temperature = 1.0
@@ -108,8 +111,8 @@ class VllmEngine:
         seed: int = 42,
         options: Mapping[str, Any] | None = None,
     ) -> VllmEngine:
-        """vLLM on a model's folder. Raises TypeError for arguments that it does not know."""
-        # its sockets, of which vLLM leaves some behind
+        """Start vLLM on a model's folder. Raises TypeError for arguments that it does not know."""
+        # its sockets, some of which vLLM leaves behind
         sockets = tempfile.TemporaryDirectory(prefix="trireme-vllm-")
         for name, value in (ENVIRONMENT | {"VLLM_RPC_BASE_PATH": sockets.name}).items():
             os.environ.setdefault(name, value)
@@ -121,7 +124,7 @@ class VllmEngine:
         sleeps = bool(options.get("enable_sleep_mode"))
         keep_kv = bool(options.pop("keep_kv", False))
         if "max_lora_rank" in options:
-            # with an adapter at the head vLLM cannot score prompts: it takes them for one row each
+            # with an adapter on the head vLLM cannot score prompts: it treats them as one row each
             shapes = model_shapes(Path(model)).items()
             layers = {name.split(".")[-2] for name, shape in shapes if len(shape) == 2}
             options["lora_target_modules"] = sorted(layers - ENDS)
@@ -180,7 +183,7 @@ class VllmEngine:
             return list(await asyncio.gather(*rows))
         finally:
             for row in rows:
-                row.cancel()  # where the call was cancelled, or a sibling has failed
+                row.cancel()  # if the call was cancelled, or a sibling has failed
                 del self._rows[row]
 
     async def logprobs(
@@ -215,17 +218,17 @@ class VllmEngine:
         await self._renew(version, lambda: self._hand_out(source))
 
     async def join_group(self, meeting: Meeting) -> None:
-        """Join a trainer's weight group; each worker has a rank of its own. See
+        """Join a trainer's weight group; each worker has its own rank. See
         server/group_routes.py.
         """
         self._check()
         await self._join("trainer", asdict(meeting))
 
     async def receive_weights(self) -> None:
-        """Freeze, and take what the trainer broadcasts. `commit_weights` resumes.
+        """Freeze, and receive the weights that the trainer broadcasts. `commit_weights` resumes.
 
-        Asleep beside a trainer it wakes for its weights alone: their numbers come now, and there is
-        no room yet for keys and values.
+        Asleep next to a trainer, it wakes with its weights only: their values arrive now, and there
+        is no room yet for keys and values.
         """
         self._check()
         async with self._updating:
@@ -235,7 +238,7 @@ class VllmEngine:
             await self._freeze_and(lambda: self._take_in(leader="trainer"))
 
     async def commit_weights(self, version: int) -> None:
-        """Use what was received, and go on."""
+        """Use the received weights, and resume."""
         self._check()
         async with self._updating:
             await self._go_on(version)
@@ -252,7 +255,7 @@ class VllmEngine:
         self._check()
         async with self._updating:
             self._paused = True
-            if self._sleeps:  # where vLLM cannot, on a CPU, this is a pause
+            if self._sleeps:  # if vLLM cannot sleep, on a CPU, this is a pause
                 await self._llm.sleep(level=1, mode="keep")
                 self._asleep = WHOLE
             else:
@@ -263,7 +266,7 @@ class VllmEngine:
         self._check()
         async with self._updating:
             self._paused = False
-            if self._sleeps:  # what is awake cannot be woken again
+            if self._sleeps:  # an engine that is awake cannot be woken again
                 await self._llm.wake_up(tags=list(self._asleep) or None)
                 self._asleep = ()
             else:
@@ -301,7 +304,7 @@ class VllmEngine:
         self._closed = True
         await asyncio.gather(*self._rows, return_exceptions=True)
         self._llm.shutdown()
-        # or the interpreter's end would shut it down again, with half of vLLM gone
+        # otherwise the interpreter's end would shut it down again, with half of vLLM gone
         self._llm = None
         self._sockets.cleanup()
 
@@ -333,7 +336,7 @@ class VllmEngine:
         return request.completion(self._tokenizer)
 
     def _take(self, request: Request, part: Any, on_token: OnToken | None) -> bool:
-        """Add what is new; whether the request has ended by it."""
+        """Add new tokens; returns whether they end the request."""
         rows = part.logprobs
         for index, token in enumerate(part.token_ids):
             begin, end = rows.start_indices[index], rows.end_indices[index]
@@ -368,19 +371,19 @@ class VllmEngine:
         raise RuntimeError("vLLM has scored no token of a row")
 
     async def _renew(self, version: int, take: Callable[[], Any]) -> None:
-        """Freeze, let the workers take their weights, go on. A failure leaves it frozen."""
+        """Freeze, let the workers load their weights, resume. A failure leaves it frozen."""
         async with self._updating:
             await self._freeze_and(take)
             await self._go_on(version)
 
     async def _join(self, leader: str, meeting: dict[str, Any]) -> None:
-        """Have each worker come to a group with a rank of its own."""
+        """Make each worker join a group with its own rank."""
         base: Any = import_module("vllm.distributed.weight_transfer.base")
         joining = {"meeting": meeting, "leader": leader}
         await self._llm.init_weight_transfer_engine(base.WeightTransferInitRequest(joining))
 
     async def _take_in(self, **update: str) -> None:
-        """Have the workers take new weights, or an adapter. `update`: see Arriving."""
+        """Make the workers load new weights, or an adapter. `update`: see Arriving."""
         if self._adapts:
             await self._rpc("trireme_adapt", update)
             return
@@ -392,7 +395,7 @@ class VllmEngine:
 
     async def _hand_out(self, tensors: Mapping[str, Tensor]) -> None:
         """Broadcast them to our workers, a bucket at a time: neither a file nor a shared memory
-        folder, of which a container has 64 MB, holds them all.
+        folder, of which a container has 64 MB, has to contain them all.
         """
         if self._own is None:
             own = WeightGroup(Meeting("127.0.0.1", 0, 1 + self.group_size, 0))
@@ -444,7 +447,7 @@ class VllmEngine:
         return await self._llm.collective_rpc(method, args=args)
 
     def _failed(self, error: Exception) -> Exception:
-        """vLLM's own refusal of a request as it is; the end of its process as ours."""
+        """Return vLLM's own refusal of a request as it is; the end of its process as our error."""
         if not self._llm.errored:
             return error
         self._failure = self._failure or error
@@ -473,7 +476,9 @@ def _parts_of(held: str | list[list[str]]) -> Sequence[str]:
 
 
 def _params(request: Request) -> Any:
-    """vLLM's parameters. Ends are given as ids, so that a minimum length holds for all of them."""
+    """Convert to vLLM's parameters. End tokens are passed as ids, so that a minimum length holds
+    for all of them.
+    """
     vllm: Any = import_module("vllm")
     kinds: Any = import_module("vllm.sampling_params").RequestOutputKind
     s = request.sampling

@@ -1,9 +1,9 @@
-"""Transfer: vLLM's own weight transfer, with our weight group as what carries the bytes.
+"""Transfer: implements vLLM's weight transfer with our weight group as transport.
 
 Each worker makes one by the name that `weight_transfer_config` gives, and vLLM's calls drive it:
 init, start, update, finish. vLLM's own transports need a GPU: its NCCL engine is written on CUDA's
-communicators, and its IPC engine takes pickled handles. Ours takes gloo, NCCL and lent memory
-alike, and files. It is written for vLLM 0.32 (vllm/distributed/weight_transfer/base.py).
+communicators, and its IPC engine takes pickled handles. Ours supports gloo, NCCL, lent memory and
+files. It is written for vLLM 0.32 (vllm/distributed/weight_transfer/base.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from trireme.config.lookup import names_in, weight_files
 from trireme.engines.adapter import is_adapter
-from trireme.engines.weight_group import Meeting, WeightGroup, fingerprint
+from trireme.engines.weights import fingerprint
+from trireme.ext.remote.weight_group import Meeting, WeightGroup
 from trireme.ext.vllm.options import TRANSFER
 
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
@@ -31,12 +32,12 @@ _reload: Any = import_module("vllm.model_executor.model_loader.reload")
 
 @dataclass
 class Joining(_base.WeightTransferInitInfo):
-    """A weight group to come to."""
+    """A weight group to join."""
 
     meeting: dict[str, Any]
-    """Of the engine's first worker; each has a rank of its own."""
+    """The meeting of the engine's first worker; each worker has its own rank."""
     leader: str
-    """Whose group it is."""
+    """The leader of the group."""
 
 
 @dataclass
@@ -58,12 +59,12 @@ class GroupTransfer(_base.WeightTransferEngine):
         self.names: set[str] = set()
         """Those of the files that vLLM loaded: it knows its layers by them."""
         self.marks: dict[str, float] = {}
-        """Fingerprints of the weights that came last, see engines/weight_group.py."""
+        """Fingerprints of the last received weights, see engines/weights.py."""
         self._groups: dict[str, WeightGroup] = {}
         self._missing: set[str] = set()
 
     def init_transfer_engine(self, init_info: Joining) -> None:
-        """Come to a weight group."""
+        """Join a weight group."""
         parallel, meeting = self.parallel_config, init_info.meeting
         # data_parallel_rank is 0 in every replica of a dense model; the index tells them apart
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
@@ -73,12 +74,16 @@ class GroupTransfer(_base.WeightTransferEngine):
         self._groups[init_info.leader] = group
 
     def start_weight_update(self) -> None:
-        """Layers take their new weights as these come in, each in the memory of its old ones."""
+        """Let layers load their new weights as they arrive, each into the memory of its old
+        ones.
+        """
         self.marks, self._missing = {}, set(self.names)
         _reload.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """All that comes from one place. vLLM's own has no CPU in mind: it waits for a GPU."""
+        """Receive all weights from one source. vLLM's own method does not support a CPU: it waits
+        for a GPU.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -88,7 +93,7 @@ class GroupTransfer(_base.WeightTransferEngine):
         self.model.load_weights(self._noted(self.arriving(update_info, adapter=False)))
 
     def finish_weight_update(self) -> None:
-        """Raises RuntimeError where weights have not come."""
+        """Raises RuntimeError if weights are missing."""
         _reload.finalize_layerwise_reload(self.model, self.model_config)
         if self._missing:
             first = min(self._missing)
@@ -99,8 +104,8 @@ class GroupTransfer(_base.WeightTransferEngine):
         self._groups.clear()
 
     def arriving(self, update_info: Arriving, *, adapter: bool) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that come. Raises RuntimeError where they are an adapter and should not be,
-        or the other way round.
+        """Yield the received tensors. Raises RuntimeError if they are an adapter and should not be,
+        or the reverse.
         """
         if update_info.path is not None:
             tensors = read(Path(update_info.path))
@@ -116,7 +121,9 @@ class GroupTransfer(_base.WeightTransferEngine):
         return itertools.chain([first] if first else [], tensors)
 
     def _noted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same under the names of the files, with their fingerprints under their own."""
+        """Yield the same tensors under their file names, and record fingerprints under
+        their own.
+        """
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         for name, tensor in tensors:
             self.marks |= fingerprint({name: tensor}, dtype)
@@ -126,7 +133,9 @@ class GroupTransfer(_base.WeightTransferEngine):
 
 
 def _in_files(name: str, tensor: Tensor, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """A weight as files of these names have it: that of all experts expert by expert."""
+    """Yield a weight in the form of these file names: one for all experts becomes one per
+    expert.
+    """
     held = names_in(names, name)
     if isinstance(held, str):
         yield held, tensor
@@ -136,7 +145,7 @@ def _in_files(name: str, tensor: Tensor, names: set[str]) -> Iterator[tuple[str,
 
 
 def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder's safetensors files, or of one file."""
+    """Yield the tensors of a folder's safetensors files, or of one file."""
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as held:
             for name in held.keys():  # noqa: SIM118 - it is no mapping

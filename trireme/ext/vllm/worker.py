@@ -1,16 +1,16 @@
-"""Worker: what each of vLLM's worker processes does for us, called by collective_rpc.
+"""Worker: our methods in each of vLLM's worker processes, called by collective_rpc.
 
-New weights come in Hugging Face's form and by vLLM's own calls, see transfer.py; an adapter comes
-by ours. On a CPU vLLM keeps weights packed by their products; where the head is tied to the
-embedding its reload packs only one of the two anew, and the head goes on with the old one; experts
-are packed only at the start, and new ones are assumed to be packed. Both are packed again here.
+New weights arrive in Hugging Face's form and by vLLM's own calls, see transfer.py; an adapter
+arrives by ours. On a CPU vLLM packs weights for its products; if the head is tied to the embedding,
+a reload repacks only one of the two, and the head continues with the old one; experts are packed
+only at the start, and new ones are assumed to be packed. Both are repacked here.
 
-vLLM's sampler reports one number a token, raw or of the distribution drawn from; the Engine's
+vLLM's sampler reports one number per token, raw or of the sampled distribution; the Engine's
 contract has both, the raw one at the temperature, and the weights' version. So our sampler's row of
 log-probabilities is [sampled token, (-1 - version, the sampler's), likeliest, second likeliest,
-...]. No token has a negative id. It draws as the embedded engine does, with one hashed number a
-token: vLLM has a random generator for each request, and a GPU takes these row by row. It is written
-for the Sampler of vLLM 0.32 (vllm/v1/sample/sampler.py).
+...]. No token has a negative id. It samples as the embedded engine does, with one hashed number per
+token: vLLM has a random generator for each request, which a GPU uses row by row. It is written for
+the Sampler of vLLM 0.32 (vllm/v1/sample/sampler.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trireme.engines.adapter import A, B, write_adapter
+from trireme.engines.adapter import A, B
 from trireme.engines.sampling import inverse_cdf, uniforms
-from trireme.engines.weight_group import fingerprint
+from trireme.engines.weights import fingerprint
+from trireme.ext.vllm.adapter_files import write_adapter
 from trireme.ext.vllm.options import ADAPTER, STREAM
 from trireme.ext.vllm.transfer import Arriving, GroupTransfer, read
 
@@ -41,10 +42,10 @@ GREEDY_BELOW = 1e-5
 
 
 class ContractSampler(Sampler):
-    """Takes the place of a model runner's sampler."""
+    """Replaces a model runner's sampler."""
 
     def __init__(self, runner: Any) -> None:
-        """`runner` knows each row's request, and how many tokens of it there are."""
+        """`runner` knows each row's request, and the number of its tokens."""
         super().__init__("processed_logprobs")
         self._runner = runner
         self._streams: tuple[list[str], Tensor] = ([], torch.zeros(0, dtype=torch.long))
@@ -60,7 +61,7 @@ class ContractSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: str | None = None,
     ) -> Any:
-        """Sampled ids [B, 1] and rows of log-probabilities, see the module."""
+        """Return sampled ids [B, 1] and rows of log-probabilities, see the module."""
         wanted = sampling_metadata.max_num_logprobs
         greedy = None
         heat = sampling_metadata.temperature  # None: all are greedy
@@ -68,7 +69,7 @@ class ContractSampler(Sampler):
         if heat is not None:
             greedy = heat < GREEDY_BELOW
             full = full / torch.where(greedy, 1.0, heat)[:, None]
-        full = full.log_softmax(-1)  # before what follows changes the logits in place
+        full = full.log_softmax(-1)  # before the logits are changed in place
         bent = self.apply_logits_processors(
             logits.to(torch.float32), sampling_metadata, predict_bonus_token
         )
@@ -96,9 +97,10 @@ class ContractSampler(Sampler):
         sampling_metadata: Any,
         logprobs_mode_override: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sampled ids [B], and log p [B, V] of the distributions drawn from; `logits` are used up.
+        """Return sampled ids [B], and log p [B, V] of the sampled distributions; `logits` are
+        overwritten.
 
-        min-p comes last, as in the embedded engine: vLLM has it before top-p.
+        min-p is applied last, as in the embedded engine: vLLM applies it before top-p.
         """
         if sampling_metadata.all_greedy:
             return self.greedy_sample(logits), logits.log_softmax(-1)
@@ -115,28 +117,31 @@ class ContractSampler(Sampler):
         return sampled, drawn
 
     def _uniforms(self, rows: int) -> Tensor:
-        """The random number of each row's next token, however often its request was interrupted."""
+        """Return the random number of each row's next token, however often its request was
+        interrupted.
+        """
         batch = self._runner.input_batch
         if batch.num_reqs != rows:
             raise RuntimeError(f"{rows} rows are sampled for {batch.num_reqs} requests of vLLM's")
         if self._streams[0] != batch.req_ids:
             params = [self._runner.requests[name].sampling_params for name in batch.req_ids]
-            # rows that are scored have none, and what is drawn for them is left alone
+            # scored rows have none, and their samples are ignored
             streams = [(one.extra_args or {}).get(STREAM, 0) for one in params]
             self._streams = list(batch.req_ids), torch.tensor(streams)
         positions = batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]
         return uniforms(self._streams[1], torch.from_numpy(positions).long())
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
-        """The logits of prompts as they are: `gather_logprobs` makes of them what is asked for.
-        Greedy rows come here too; their draws are not read.
+        """Return the logits of prompts unchanged: `gather_logprobs` computes the requested values.
+        Greedy rows are passed here too; their results are not read.
         """
         return logits
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        """log-softmax(logits / temperature) of the prompt's own tokens [T] alone, without ranks.
+        """Return log-softmax(logits / temperature) of only the prompt's own tokens [T], without
+        ranks.
 
-        A few rows at a time: of a long prompt over a large vocabulary float32 copies of all
+        A few rows at a time: for a long prompt over a large vocabulary, float32 copies of all
         logits would be gigabytes, which vLLM has not left free.
         """
         at = token_ids[:, None]
@@ -159,7 +164,7 @@ class TriremeWorker:
     weight_transfer_engine: GroupTransfer
 
     def trireme_prepare(self, names: Sequence[str], dtype: str) -> None:
-        """Put our sampler in place. `names`: the tensors that new weights must hold."""
+        """Install our sampler. `names`: the tensors that new weights must contain."""
         held = getattr(self.model_runner, "sampler", None)
         if type(held) is not Sampler:
             raise RuntimeError(
@@ -173,23 +178,21 @@ class TriremeWorker:
         self._trireme_base: dict[str, float] | None = None
 
     def trireme_set_version(self, version: int) -> None:
-        """Tokens sampled from now on carry it."""
+        """Set the version of tokens sampled from now on."""
         self.model_runner.sampler.version = version
 
     def trireme_score_at(self, temperature: float) -> None:
-        """Prompts are scored at it from now on."""
+        """Set the temperature at which prompts are scored from now on."""
         self.model_runner.sampler.score_temperature = temperature
 
     def trireme_settle(self) -> None:
-        """All new weights have come by `weight_transfer_engine`."""
+        """Note that all new weights have arrived by `weight_transfer_engine`."""
         self.trireme_mend()
         marks = self.weight_transfer_engine.marks
         self._trireme_marks = marks | self._trireme_used_marks(marks)
 
     def trireme_adapt(self, update: Mapping[str, str]) -> None:
-        """Take an adapter in place of the last one, by the way that vLLM loads them. `update`: see
-        Arriving.
-        """
+        """Load an adapter in place of the last one, in vLLM's way. `update`: see Arriving."""
         self._trireme_marks = None
         adapter = dict(self.weight_transfer_engine.arriving(Arriving(**update), adapter=True))
         requests: Any = import_module("vllm.lora.request")
@@ -247,16 +250,17 @@ class TriremeWorker:
 
 @torch.no_grad()
 def _used(model: Any) -> dict[str, Tensor]:
-    """The weights as the layers use them, by Hugging Face names, as far as they can be told.
+    """Return the weights that the layers use, by Hugging Face names, as far as they can be
+    determined.
 
-    What a layer uses is what it does to the unit vectors, packed or not: exact, since all other
-    products are 0. Layers that fuse several of Hugging Face's are cut into their parts.
+    A layer's weight is its product with the unit vectors, packed or not: exact, since all other
+    products are 0. Layers that fuse several of Hugging Face's are split into their parts.
     """
     out: dict[str, Tensor] = {}
     fused = getattr(model, "packed_modules_mapping", {})
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     for inner, module in model.named_modules():
-        path = inner.removesuffix(".base_layer")  # of one that can hold an adapter
+        path = inner.removesuffix(".base_layer")  # of a layer that can have an adapter
         owner, _, leaf = path.rpartition(".")
         kind = type(module).__name__
         if kind in ("ParallelLMHead", "VocabParallelEmbedding"):
@@ -275,7 +279,7 @@ def _used(model: Any) -> dict[str, Tensor]:
 
 
 def _used_adapter(model: Any, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapter's tensors as the layers hold them; what no layer holds is missing."""
+    """Return the adapter's tensors in the layers; those in no layer are missing."""
     out: dict[str, Tensor] = {}
     fused = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules():
@@ -295,7 +299,7 @@ def _used_adapter(model: Any, adapter: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _effective(module: Any) -> Tensor:
-    """[out, in]: the weight that the layer multiplies by."""
+    """Return [out, in]: the weight that the layer multiplies by."""
     if not hasattr(module, "cpu_linear"):
         return module.weight
     width = getattr(module, "input_size", None) or module.embedding_dim

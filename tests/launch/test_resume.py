@@ -1,0 +1,95 @@
+"""A resume is refused where the checkpoint means nothing for the run that the YAML describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from tests.e2e.job import small_config
+from tests.tiny import make_model
+from trireme.algorithms.recipes import get_recipe
+from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import read_manifest
+from trireme.cli.run import run as command
+from trireme.config import ConfigError, load_config
+from trireme.launch.check import make_plans
+from trireme.launch.resume import made_with, refuse_meaningless
+
+
+def started(
+    folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str, expected: int = 0
+) -> str:
+    """Return the errors that `trireme run` prints; in this process, where torch is loaded."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(small_config(folder)))
+    capsys.readouterr()
+    code = command(path, overrides, ())
+    errors = capsys.readouterr().err
+    assert code == expected, errors
+    return errors
+
+
+@pytest.mark.extension("sql")
+def test_a_checkpoint_is_resumed_only_with_what_it_was_made_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path, capsys, "buffer.total_steps=1")
+    job = JobFolder(tmp_path / "checkpoints/tests/job")
+    held = read_manifest(job.step_dir(1), 1)["state"]["made_with"]
+    assert (held["store"], held["optimizer"], held["LoRA adapter"]) == ("queue", "adamw", "none")
+    before = {path: path.read_bytes() for path in job.root.rglob("*.json*")}
+    make_model(tmp_path / "wide", hidden=64, max_len=256)
+    for override, told in (
+        (f"model.model_path={tmp_path}/wide", "whose hidden_size is 64, and the checkpoint"),
+        ("algorithm.algorithm_type=ppo", "is ppo, which learns a value model, and the checkpoint"),
+        ("buffer.trainer_input.experience_buffer.storage_type=sql", "store queue, and now has sql"),
+        ("algorithm.optimizer.optimizer_type=sgd", "had optimizer adamw, and now has sgd"),
+        ("model.lora_configs=[{lora_rank: 4}]", "had LoRA adapter none, and now has of rank 4"),
+    ):
+        errors = started(tmp_path, capsys, "buffer.total_steps=2", override, expected=2)
+        assert told in errors.splitlines()[0]
+        assert "expected as it was, or another name" in errors
+    assert {path: path.read_bytes() for path in before} == before
+    started(tmp_path, capsys, "buffer.total_steps=2")  # as it was
+
+
+def test_a_resume_is_refused_where_the_adapter_it_began_from_was_overwritten(
+    tmp_path: Path,
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    weights = adapter / "adapter_model.safetensors"
+    save_file({"a": torch.zeros(2)}, weights)
+    config = small_config(tmp_path)
+    config["model"]["lora_configs"] = [{"path": str(adapter)}]
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(config))
+    [plan] = make_plans(load_config(path))
+    recipe, folder = get_recipe(plan.config.algorithm), JobFolder(plan.job_dir)
+    old = made_with(plan, plan.model_path, recipe)
+    refuse_meaningless(folder, 1, old, old)
+    save_file({"a": torch.ones(2)}, weights)
+    new = made_with(plan, plan.model_path, recipe)
+    with pytest.raises(ConfigError, match=r"had SHA-256 of the adapter begun from \w{64}, and now"):
+        refuse_meaningless(folder, 1, old, new)
+    refuse_meaningless(folder, 1, {}, new)  # as earlier releases wrote it
+
+
+def test_a_resume_is_refused_where_the_weights_below_an_adapter_are_others(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config["model"]["lora_configs"] = [{"lora_rank": 4}]
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(config))
+    [plan] = make_plans(load_config(path))
+    recipe, folder = get_recipe(plan.config.algorithm), JobFolder(plan.job_dir)
+    make_model(tmp_path / "other", seed=1, max_len=256)
+    old = made_with(plan, plan.model_path, recipe)
+    new = made_with(plan, str(tmp_path / "other"), recipe)
+    with pytest.raises(ConfigError, match="has a LoRA adapter of other weights than those that"):
+        refuse_meaningless(folder, 1, old, new)

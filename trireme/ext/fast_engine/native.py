@@ -1,0 +1,201 @@
+"""Native: a decode step's operations other than matrix products, compiled if there is a C compiler.
+
+native.c is compiled when an engine is made on a CPU, in about a second, and stored in the user's
+cache folder (or, without a home, in a private temporary one), under a name made from the source,
+the compiler and the processor. Without a compiler, or with TRIREME_NATIVE=0, torch's own operators
+do the same (`PlainOps` of lean.py). Results differ in the last bits, so that byte-equal runs need
+the same choice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trireme.engines.torch.rows import RowStore
+from trireme.ext.fast_engine.where import Where
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
+"""Sums may be reordered when compiled; the order is then the same in every run."""
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "add_norm": [_POINTER] * 4 + [_INT] * 2 + [_FLOAT],
+    "rotate": [_POINTER] * 5 + [_INT] * 3 + [_FLOAT],
+    "silu_times": [_POINTER] * 3 + [_INT],
+    "attend": [_POINTER] * 5,
+    "inverse_cdf": [_POINTER] * 3 + [_INT] * 2,
+}
+_OF_FLOAT32 = {"decode_step": [_POINTER], "panel_width": []}
+
+
+class Work(ctypes.Structure):
+    """`Work` of native.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("keys", "values", "prompt_keys", "prompt_values")),
+        *((name, _POINTER) for name in ("lengths", "slots", "shared")),
+        *((name, _INT) for name in ("room", "prompt_room", "B", "H", "K", "D", "threads")),
+        ("scale", _FLOAT),
+    )
+
+
+class NativeOps:
+    """PlainOps compiled from native.c. `x` of `add_norm` and of `rotate` is overwritten."""
+
+    name = "compiled"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Raises OSError if it cannot be compiled or loaded."""
+        self._library = _load("-DBF16" if dtype == torch.bfloat16 else "-DFLOAT32")
+        self.panel_width: int = self._library.panel_width() if dtype == torch.float32 else 0
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add `delta` to `x` in place, and return its RMS norm times `weight`."""
+        out = torch.empty_like(x, dtype=weight.dtype)
+        more = None if delta is None else delta.data_ptr()
+        rows, width = x.shape
+        self.invoke(
+            "add_norm", x.data_ptr(), more, weight.data_ptr(), out.data_ptr(), rows, width, eps
+        )
+        return out
+
+    def rotate(
+        self, x: Tensor, weight: Tensor | None, tables: list[Tensor], positions: Tensor, eps: float
+    ) -> Tensor:
+        """Rotate queries or keys in place by their positions, after a norm where there is a
+        `weight`.
+        """
+        cosines, sines = tables[:2]
+        scale = None if weight is None else weight.data_ptr()
+        self.invoke(
+            "rotate", x.data_ptr(), scale, cosines.data_ptr(), sines.data_ptr(),
+            positions.data_ptr(), *x.shape, eps,
+        )  # fmt: skip
+        return x
+
+    def silu_times(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+        out = torch.empty_like(gate)
+        self.invoke("silu_times", gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
+        return out
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, where: Where, scale: float,
+        store: RowStore, prompts: RowStore,
+    ) -> Tensor:  # fmt: skip
+        """Store the new keys and values, and return the attention over each row."""
+        keys, values = store.layer(layer, k[:, :, None])
+        first_keys, first_values = prompts.layer(layer, k[:, :, None])
+        out = torch.empty_like(q)
+        work = Work(
+            keys.data_ptr(), values.data_ptr(), first_keys.data_ptr(), first_values.data_ptr(),
+            where.lengths.data_ptr(), where.slots.data_ptr(), where.shared.data_ptr(),
+            keys.shape[2], first_keys.shape[2], *q.shape[:2], *k.shape[1:],
+            torch.get_num_threads(), scale,
+        )  # fmt: skip
+        self.invoke(
+            "attend", ctypes.addressof(work), q.data_ptr(), k.data_ptr(), v.data_ptr(),
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def inverse_cdf(self, logprobs: Tensor, uniform: Tensor) -> Tensor:
+        """Draw a token of each row, as `inverse_cdf` of sampling.py does."""
+        logprobs = logprobs.contiguous()
+        tokens = torch.empty(len(logprobs), dtype=torch.long)
+        self.invoke(
+            "inverse_cdf", logprobs.data_ptr(), uniform.data_ptr(), tokens.data_ptr(),
+            *logprobs.shape,
+        )  # fmt: skip
+        return tokens
+
+    def invoke(self, name: str, *arguments: int | float | None) -> None:
+        """Call a function of native.c, without the interpreter's lock."""
+        if getattr(self._library, name)(*arguments):
+            raise MemoryError(f"no memory is left for the engine's {name}")
+
+
+@cache
+def _load(define: str) -> ctypes.CDLL:
+    """Load the library, compiled first if the cache folder does not have it. Raises OSError."""
+    if os.environ.get("TRIREME_NATIVE") == "0":
+        raise OSError("TRIREME_NATIVE is 0")
+    compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    if compiler is None:
+        raise OSError("there is no C compiler (gcc, clang or cc)")
+    errors = []
+    # GOMP_parallel is torch's own, so that both share one pool of threads; otherwise there is one
+    # thread
+    for threads in (["-fopenmp"], []):
+        try:
+            library = ctypes.CDLL(str(_compiled(compiler, [*FLAGS, define, *threads])))
+        except OSError as error:
+            errors.append(str(error))
+            continue
+        more = {} if define == "-DBF16" else _OF_FLOAT32
+        for name, types in (_SIGNATURES | more).items():
+            getattr(library, name).argtypes = types
+        return library
+    raise OSError(errors[-1])
+
+
+def _compiled(compiler: str, flags: list[str]) -> Path:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    text = "\n".join([SOURCE.read_text(), version, " ".join(flags), _processor()])
+    folder = _folder()
+    target = folder / f"native-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        object_file, library = Path(name, "native.o"), Path(name, "native.so")
+        for command in (
+            [compiler, *flags, "-c", str(SOURCE), "-o", str(object_file)],
+            [compiler, "-shared", str(object_file), "-lm", "-o", str(library)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise OSError(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-200:]}")
+        library.replace(target)
+    return target
+
+
+def _folder() -> Path:
+    """Return the folder of compiled libraries. Raises OSError if others may write to the only one
+    left.
+    """
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trireme"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    except RuntimeError:  # there is no home folder
+        folder = Path(tempfile.gettempdir(), f"trireme-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not private or status.st_uid != os.getuid():
+        raise OSError(f"{folder} is not a private folder of this user")
+    return folder
+
+
+def _processor() -> str:
+    """Return the processor's features, on which -march=native depends: several machines may share a
+    home folder.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((x for x in lines if x.startswith(("flags", "Features"))), platform.machine())

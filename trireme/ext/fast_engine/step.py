@@ -1,0 +1,151 @@
+"""Step: a whole decode step of a small float32 model as one compiled call.
+
+A step of a small model by torch's operators spends more time on calls than on arithmetic. One call
+of `decode_step` in native.c does all of it without the interpreter's lock, some rows per thread,
+with its own matrix products: each number has the same bits whatever other rows are in the batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trireme.engines.torch.rows import RowStore
+from trireme.ext.fast_engine.native import NativeOps, Work
+from trireme.ext.fast_engine.where import Where
+
+if TYPE_CHECKING:
+    from trireme.ext.fast_engine.lean import Layer
+
+MOST_WEIGHTS = 1 << 24
+"""Numbers in a model's matrices, which are copied (64 MiB); above it oneDNN's products are
+as quick."""
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_Product = tuple[Tensor, Tensor | None]
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of native.c."""
+
+    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT))
+
+
+_NORMS = ("norm", "q_norm", "k_norm", "mlp_norm")
+_PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class _Block(ctypes.Structure):
+    """`Block` of native.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in _NORMS),
+        *((name, _Matrix) for name in _PRODUCTS),
+        *((name, _POINTER) for name in ("keys", "values", "prompt_keys", "prompt_values")),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`Step` of native.c."""
+
+    _fields_ = (
+        ("work", Work),
+        *((name, _POINTER) for name in ("blocks", "norm", "cosines", "sines")),
+        *((name, _POINTER) for name in ("positions", "x", "logits")),
+        ("head", _Matrix),
+        ("num_blocks", _INT),
+        ("width", _INT),
+        ("eps", _FLOAT),
+    )
+
+
+class CompiledStep:
+    """Decode steps of one model, with packed copies of its matrices."""
+
+    def __init__(
+        self,
+        ops: NativeOps,
+        layers: Sequence[Layer],
+        *,
+        norm: Tensor,
+        head: _Product,
+        head_width: int,
+        eps: float,
+        scale: float,
+    ) -> None:
+        self._ops = ops
+        self._layers = layers
+        self._norm, self._head = norm, head
+        self._matrices = _matrices(layers, head)
+        self._versions: list[int] = []
+        num_heads, num_keys = (len(p[0]) // head_width for p in (layers[0].q, layers[0].k))
+        self._like = norm.new_empty(1, num_keys, 1, head_width)
+        self._blocks = (_Block * len(layers))()
+        self._step = _Step(
+            Work(H=num_heads, K=num_keys, D=head_width, scale=scale),
+            blocks=ctypes.addressof(self._blocks),
+            norm=norm.data_ptr(),
+            num_blocks=len(layers),
+            width=len(norm),
+            eps=eps,
+        )
+
+    @staticmethod
+    def suits(layers: Sequence[Layer], head: _Product) -> bool:
+        """Return whether the model is small enough, and float32 throughout."""
+        matrices = _matrices(layers, head)
+        plain = all(weight.dtype == torch.float32 for weight in matrices)
+        return plain and sum(weight.numel() for weight in matrices) <= MOST_WEIGHTS
+
+    def __call__(
+        self, x: Tensor, where: Where, store: RowStore, prompts: RowStore, tables: list[Tensor]
+    ) -> Tensor:
+        """Return logits [B, V] of the tokens whose embeddings are x [B, W], which is
+        overwritten.
+        """
+        versions = [weight._version for weight in self._matrices]
+        if versions != self._versions:  # changed in place by anyone
+            self._copy()
+            self._versions = versions
+        step, rows = self._step, len(x)
+        for number, block in enumerate(self._blocks):
+            own, shared = store.layer(number, self._like), prompts.layer(number, self._like)
+            block.keys, block.values = (tensor.data_ptr() for tensor in own)
+            block.prompt_keys, block.prompt_values = (tensor.data_ptr() for tensor in shared)
+            step.work.room, step.work.prompt_room = own[0].shape[2], shared[0].shape[2]
+        step.work.lengths, step.work.slots = where.lengths.data_ptr(), where.slots.data_ptr()
+        step.work.shared, step.work.B = where.shared.data_ptr(), rows
+        step.work.threads = torch.get_num_threads()
+        step.cosines, step.sines = (table.data_ptr() for table in tables[:2])
+        step.x, step.positions = x.data_ptr(), where.positions.data_ptr()
+        logits = self._norm.new_empty(rows, len(self._head[0]))
+        step.logits = logits.data_ptr()
+        self._ops.invoke("decode_step", ctypes.addressof(step))
+        return logits
+
+    def _copy(self) -> None:
+        self._copies: list[Tensor] = []
+        for layer, block in zip(self._layers, self._blocks, strict=True):
+            for name in _NORMS:
+                weight: Tensor | None = getattr(layer, name)
+                setattr(block, name, None if weight is None else weight.data_ptr())
+            for name in _PRODUCTS:
+                setattr(block, name, self._packed(getattr(layer, name)))
+        self._step.head = self._packed(self._head)
+
+    def _packed(self, product: _Product) -> _Matrix:
+        """Pack panels of a few columns each of the transposed matrix, with zeros after the last."""
+        weight, bias = product
+        panel = self._ops.panel_width
+        panels = F.pad(weight, (0, 0, 0, -len(weight) % panel)).unflatten(0, (-1, panel))
+        self._copies.append(panels.transpose(1, 2).contiguous())
+        pointer = None if bias is None else bias.data_ptr()
+        return _Matrix(self._copies[-1].data_ptr(), pointer, weight.shape[1], weight.shape[0])
+
+
+def _matrices(layers: Sequence[Layer], head: _Product) -> list[Tensor]:
+    return [head[0], *(getattr(layer, name)[0] for layer in layers for name in _PRODUCTS)]

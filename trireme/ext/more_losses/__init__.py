@@ -1,0 +1,1 @@
+"""Losses, advantages and algorithms beyond the dozen that most runs train with."""

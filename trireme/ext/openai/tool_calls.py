@@ -1,0 +1,52 @@
+"""Tool calls: records a reply's calls apart from its text, as clients of the API send them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from trireme.model.tool_calls import ToolFormat, message_of
+
+if TYPE_CHECKING:
+    from trireme.model.recorder import Call
+
+
+def record_tool_calls(
+    call: Call,
+    form: ToolFormat,
+    decode: Callable[[Sequence[int]], str],
+    begun: str = "",
+    *,
+    wanted: bool = True,
+) -> None:
+    """Store a reply's message as the client will send it back, with its calls separate.
+
+    `begun` is the start of the reply that the model was given. The reply stays text, including that
+    start, if any call cannot be read, or if calls are not `wanted`.
+    """
+    if call.reply is None:
+        return
+    if call.reply["content"] != begun + call.completion.text:
+        begun = ""  # an API writes the whole reply; the start was only a request
+    whole = begun + sampled_text(call, form, decode)
+    content, calls = form.read(whole, call.tools or ())
+    if any(c.error or not isinstance(c.arguments, dict) or not wanted for c in calls):
+        call.shown = begun + call.completion.text if begun else None
+        return
+    if calls or (form.always and content != whole):
+        call.shown = content
+        before = call.reply["content"].removesuffix(call.completion.text).removesuffix(begun)
+        made = {"tool_calls": [message_of(c) for c in calls]} if calls else {}
+        call.reply = {**call.reply, "content": before + content, **made}
+
+
+def sampled_text(call: Call, form: ToolFormat, decode: Callable[[Sequence[int]], str]) -> str:
+    """Return the sampled text without its end token, with special tokens if those are marks."""
+    c, ids = call.completion, call.completion.ids
+    if any(opening in c.text for opening in form.openings):
+        return c.text
+    if c.stop_reason == "stop" and not isinstance(c.stop, str):
+        ids = ids[:-1]
+    text = decode(ids)
+    cut = text.rfind(c.stop) if isinstance(c.stop, str) else -1
+    return text if cut < 0 else text[:cut]

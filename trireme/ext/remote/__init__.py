@@ -1,0 +1,1 @@
+"""Engines in other processes, and how weights reach them."""

@@ -1,0 +1,285 @@
+"""Announced weights: receives the weights that a trainer of ms-swift or TRL sends over a process
+group.
+
+The trainer announces a broadcast by HTTP and then sends it, so that the answer precedes the tensor.
+`ready` applies all received weights at once: before the next rollout, or when the client ends its
+update. It also raises the error of a failed broadcast. LoRA weights are merged into their full
+weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trireme.aio import in_thread
+from trireme.config.lookup import weight_files
+from trireme.engines.engine import Engine
+from trireme.engines.weights import dtype_named
+from trireme.ext.remote.group_engine import refuse_no_weights
+from trireme.ext.remote.weight_group import TIMEOUT_S, BucketEntry, Meeting, WeightGroup, unpack
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."
+
+
+def merge_adapter(
+    base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return W + scale B A for every adapted weight, the others unchanged (LoRA, arXiv:2106.09685).
+
+    Names and `config` (`r`, `lora_alpha`, `use_rslora`, `fan_in_fan_out`) are peft's. scale is
+    alpha / r, or alpha / sqrt(r). Raises ValueError for an adapter of another model or kind.
+    """
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        if rank < 1:
+            raise ValueError("r is no rank")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the adapter's configuration needs 'r' and 'lora_alpha', numbers above 0: {error}"
+        ) from error
+    scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+    if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
+        raise ValueError("the adapter uses DoRA or ranks of its own for some layers: not supported")
+    merged = dict(base)
+    odd = [name for name in adapter if not name.endswith((_A, _B))]
+    if odd:
+        raise ValueError(f"the adapter has '{odd[0]}': expected names that end in {_A} or {_B}")
+    for name, a in adapter.items():
+        if not name.endswith(_A):
+            continue
+        stem = name.removesuffix(_A)
+        target = f"{stem.removeprefix(_PREFIX)}.weight"
+        if target not in base or stem + _B not in adapter:
+            raise ValueError(f"the adapter's '{name}' has no {_B[1:]} beside it, or no {target}")
+        b = adapter[stem + _B]
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise ValueError(
+                f"the adapter's '{stem}' has A {list(a.shape)} and B {list(b.shape)}: expected "
+                "[r, in] and [out, r]"
+            )
+        change = scale * (b.double() @ a.double())
+        if config.get("fan_in_fan_out"):
+            change = change.T
+        whole = base[target]
+        if change.shape != whole.shape:
+            raise ValueError(
+                f"the adapter's '{stem}' is {list(change.shape)}: expected {list(whole.shape)}"
+            )
+        merged[target] = (whole.double() + change).to(whole.dtype)
+    return merged
+
+
+def base_weights(model_path: str) -> dict[str, Tensor]:
+    """Return the full weights of a model's folder."""
+    files = weight_files(Path(model_path))
+    if not files:
+        raise ValueError(f"{model_path} holds no safetensors file that an adapter could belong to")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+class AnnouncedWeights:
+    """The server's side of the group: rank 0 of two, the trainer is the last."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_path: str = "",
+        timeout: float | None = None,
+        max_bytes: int = 2**36,
+    ) -> None:
+        """`model_path`: the base of adapters until full weights arrive; `max_bytes`: of tensors
+        that are not in use yet.
+        """
+        self._max_bytes = max_bytes
+        self._engine = engine
+        self._model_path = model_path
+        self._base: dict[str, Tensor] | None = None
+        self._adapter: Mapping[str, Any] | None = None
+        self._timeout = timeout or TIMEOUT_S
+        self._group: WeightGroup | None = None
+        self._joining: asyncio.Future[None] | None = None
+        self._last: asyncio.Future[None] | None = None
+        """The broadcast that was announced last."""
+        self._tensors: dict[str, Tensor] = {}
+        self._one_by_one = asyncio.Lock()
+
+    async def join(self, host: str, port: int, *, reached: str = "127.0.0.1") -> None:
+        """Open the meeting point and wait for the trainer there, in the background.
+
+        `reached`: our address as the client sees it, which replaces `0.0.0.0`. Raises ValueError
+        for another address if the client is on this machine: others could reach it.
+        """
+        address = await _address(host)
+        if address.is_unspecified:
+            host = reached
+        elif (await _address(reached)).is_loopback and not address.is_loopback:
+            raise ValueError(
+                f"host is {host}: expected {reached}, where this client has asked; the weight "
+                "group's port has no key"
+            )
+        async with self._one_by_one:
+            await self._apply()
+            self._joining = asyncio.ensure_future(
+                in_thread(lambda: self._connect(host, port), name="weights")
+            )
+
+    async def receive_tensor(self, name: str, dtype: str, shape: Sequence[int]) -> None:
+        """Wait for one tensor, in the background."""
+        empty = self._empty(name, dtype, shape)
+
+        def receive() -> None:
+            self._broadcast(empty)
+            self._tensors[name] = empty
+
+        async with self._one_by_one:
+            await self._after_last()
+            self._background(receive)
+
+    async def receive_bucket(
+        self, parts: Sequence[BucketEntry], adapter: Mapping[str, Any] | None = None
+    ) -> None:
+        """Wait for a bucket of bytes, in the background. `adapter`: they are LoRA weights of this
+        configuration.
+        """
+        empty = {p.name: self._empty(p.name, p.dtype, p.shape) for p in parts}
+        for p in parts:
+            expected = empty[p.name].nbytes
+            if p.start_idx < 0 or p.end_idx - p.start_idx != expected:
+                raise ValueError(
+                    f"bucket: {p.name} has bytes {p.start_idx} to {p.end_idx}: expected {expected} "
+                    f"bytes for {p.dtype} {list(p.shape)}"
+                )
+
+        size = max((p.end_idx for p in parts), default=0)
+        self._look_at_size(size, "the bucket")
+        bucket = torch.empty(size, dtype=torch.uint8)
+
+        def receive() -> None:
+            self._broadcast(bucket)
+            self._tensors |= dict(unpack(parts, bucket))
+
+        async with self._one_by_one:
+            await (self._after_last() if adapter is None else self._apply())
+            self._adapter = adapter
+            self._background(receive)
+
+    async def load(self, path: str) -> None:
+        """Load the weights of a folder."""
+        await asyncio.to_thread(refuse_no_weights, path)
+        await self._engine.update_weights(path, self._engine.health().version + 1)
+        self._model_path, self._base = path, None
+
+    async def ready(self) -> int:
+        """Apply the received weights and return the version. Raises a broadcast's error."""
+        async with self._one_by_one:
+            await self._apply()
+        return self._engine.health().version
+
+    async def settled(self) -> None:
+        """Call `ready` before a rollout, if weights were announced. Raises RuntimeError if they
+        cannot be used, which is not the fault of a rollout's client.
+        """
+        if self._last is None and not self._tensors:
+            return
+        try:
+            await self.ready()
+        except ValueError as error:
+            raise RuntimeError(f"the weights that a trainer sent are of no use: {error}") from error
+
+    async def close(self) -> None:
+        """Leave the group, after applying the received weights."""
+        async with self._one_by_one:
+            try:
+                await self._apply()
+            finally:
+                self._group = None
+
+    def _empty(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        kind, size = dtype_named(dtype), math.prod(shape)
+        if any(not 0 <= length < 2**40 for length in shape):
+            raise ValueError(f"shape of {name} is {list(shape)!s:.80}: expected sizes of a tensor")
+        self._look_at_size(size * kind.itemsize, name)
+        return torch.empty(tuple(shape), dtype=kind)
+
+    def _look_at_size(self, size: int, what: str) -> None:
+        held = sum(tensor.nbytes for tensor in self._tensors.values())
+        if held + size > self._max_bytes:
+            raise ValueError(
+                f"{what} has {size} bytes, behind {held} that are not in use yet: expected at most "
+                f"{self._max_bytes} for this model"
+            )
+
+    async def _apply(self) -> None:
+        await self._after_last()
+        if self._tensors:
+            tensors, self._tensors = self._tensors, {}
+            if self._adapter is not None:
+                config, self._adapter = self._adapter, None
+                base, adapter = self._base, tensors
+
+                def merged() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+                    whole = base or base_weights(self._model_path)
+                    return whole, merge_adapter(whole, adapter, config)
+
+                self._base, tensors = await in_thread(merged, name="adapter")
+            else:
+                self._base = tensors
+            await self._engine.update_weights(tensors, self._engine.health().version + 1)
+
+    def _connect(self, host: str, port: int) -> None:
+        try:
+            group = WeightGroup(Meeting(host, port, 2, 0, timeout=self._timeout))
+            group.open()
+        except OSError as error:
+            raise RuntimeError(
+                f"the group's port {host}:{port} cannot be opened: {error}"
+            ) from error
+        except RuntimeError as error:
+            first = str(error).strip().partition("\n")[0]
+            raise RuntimeError(
+                f"no trainer came to the group at {host}:{port} in {self._timeout:g} s: {first}"
+            ) from error
+        self._group = group
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self._group is None:
+            raise ValueError(
+                "there is no group to receive weights in: call init_communicator first"
+            )
+        try:
+            self._group.broadcast(tensor, 1, failure="the weights that were announced did not come")
+        except RuntimeError:
+            self._group, self._tensors = None, {}
+            raise
+
+    def _background(self, function: Callable[[], None]) -> None:
+        """Run in a daemon thread, which does not keep the process alive."""
+        self._last = asyncio.ensure_future(in_thread(function, name="weights"))
+
+    async def _after_last(self) -> None:
+        """Wait for the running work. Raises its exception, once."""
+        for name in ("_joining", "_last"):
+            task: asyncio.Future[None] | None = getattr(self, name)
+            if task is not None:
+                await asyncio.wait({task})  # a client that disconnects does not end it
+                setattr(self, name, None)
+                task.result()
+
+
+async def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, None)
+        return ipaddress.ip_address(addresses[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"host is {host!r:.80}: expected an address of this machine") from error

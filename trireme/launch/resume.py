@@ -1,0 +1,124 @@
+"""Resume: refuses to continue from a checkpoint that means nothing for the run of the YAML.
+
+Each checkpoint records what it was made with: the store, the columns of an experience, the
+optimizer, the LoRA adapter. A resume compares this, the shape of the model, and whether there is a
+value model. Everything else may change between two starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trireme.algorithms.recipes import Recipe
+from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import Loaded
+from trireme.config import ConfigError, Plan, Problem
+from trireme.config.lookup import adapter_files, located, model_config, weight_files
+from trireme.config.schema import LoraConfig
+from trireme.files import fingerprint, read_json
+
+if TYPE_CHECKING:
+    from trireme.launch.stage import Stage
+
+_SHAPE = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+"""The keys of a model's config.json that must match for weights to fit."""
+ADAPTER_BASE = "SHA-256 of the weights below the LoRA adapter"
+"""The fact of `made_with` that only a run with an adapter has."""
+
+
+def made_with(plan: Plan, model_path: str, recipe: Recipe) -> dict[str, str | None]:
+    """Describe what a run's checkpoints mean something for; `model_path` is the model it begins
+    with. A hash is None where its files are not on this machine.
+    """
+    buffer = plan.config.buffer.trainer_input.experience_buffer
+    replay = buffer.replay_buffer.enable and plan.buffer_type != "file"
+    optimizer = plan.config.algorithm.optimizer.optimizer_type
+    loras = plan.config.model.lora_configs or []
+    facts = {
+        "store": f"{plan.buffer_type}{' with replay' if replay else ''}",
+        "schema": recipe.schema,
+        "optimizer": "sgd" if optimizer == "sgd" else "adamw",
+        "LoRA adapter": "; ".join(map(_scale, loras)) or "none",
+        "SHA-256 of the adapter begun from": _begun_from(loras),
+    }
+    if loras:
+        folder = located(model_path, "models")
+        facts[ADAPTER_BASE] = fingerprint(weight_files(folder)) if folder else None
+    return facts
+
+
+def _scale(lora: LoraConfig) -> str:
+    """Describe the settings that change what an adapter's tensors add to the weights."""
+    if lora.path is not None:
+        return f"begun from {lora.path}"
+    marks = [name for name in ("use_rslora", "use_dora") if getattr(lora, name)]
+    return ", ".join((f"of rank {lora.lora_rank}", f"alpha {lora.lora_alpha}", *marks))
+
+
+def _begun_from(loras: Iterable[LoraConfig]) -> str | None:
+    """Fingerprint the adapters' files: a resume uses them as its reference model again."""
+    files = [file for lora in loras if lora.path for file in adapter_files(lora.path)]
+    return fingerprint(files) if files else None
+
+
+def refuse_other_run(stage: Stage, resumed: Loaded) -> None:
+    """Raise ConfigError if the checkpoint is of another run than the stage's plan describes."""
+    folder, step, model_path = stage.folder, resumed.step, stage.model_path
+    other = _other_shape(folder.hf_dir(step) / "config.json", model_path)
+    if other is not None:
+        key, was, now = other
+        raise _refused(
+            f"model.model_path is {model_path}, whose {key} is {now}, and the checkpoint "
+            f"{folder.step_dir(step)} has {was}"
+        )
+    if stage.recipe.needs_critic and not folder.critic_dir(step).is_dir():
+        learner = stage.plan.config.algorithm.algorithm_type
+        raise _refused(
+            f"algorithm.algorithm_type is {learner}, which learns a value model, and the "
+            f"checkpoint {folder.step_dir(step)} has none"
+        )
+    # a checkpoint of an earlier release does not say what it was made with
+    refuse_meaningless(folder, step, resumed.run_state.get("made_with", {}), stage.made_with)
+
+
+def refuse_meaningless(
+    folder: JobFolder, step: int, old: dict[str, str | None], new: dict[str, str | None]
+) -> None:
+    """Raise ConfigError for the first fact of `old` that is another one in `new`.
+
+    `old` is what the checkpoint of `step` was made with, `new` what the run is made with now.
+    """
+    for key, was in old.items():
+        now = new.get(key)
+        if was != now and key == ADAPTER_BASE:
+            raise _refused(
+                f"the checkpoint {folder.step_dir(step)} has a LoRA adapter of other weights than "
+                "those that model.model_path has now"
+            )
+        if was != now:
+            raise _refused(
+                f"the run in {folder.root} had {key} {was}, and now has {now}, for which its "
+                f"checkpoint of step {step} means nothing"
+            )
+
+
+def _refused(text: str) -> ConfigError:
+    """Make the error of an impossible resume, which says what makes it possible."""
+    expected = "expected as it was, or another name (or continue_from_checkpoint: false)"
+    return ConfigError([Problem("", f"{text}; {expected}")])
+
+
+def _other_shape(saved: Path, model_path: str) -> tuple[str, Any, Any] | None:
+    """Return the first key in which a model's configuration differs from the checkpoint's."""
+    now = model_config(model_path)
+    if not now or not saved.is_file():
+        return None
+    was = read_json(saved)
+    differ = (key for key in _SHAPE if was.get(key) != now.get(key))
+    key = next(differ, None)
+    return None if key is None else (key, was.get(key), now.get(key))
