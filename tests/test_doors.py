@@ -1,5 +1,5 @@
-"""Doors: a package of others brings a store, a source of rows and a reader of checkpoints, as ours
-enter: by names in a manifest.
+"""Doors: a package of others brings a store and a source of rows, as ours enter: by names
+in a manifest.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.config.made import config_of, values
 from tests.packages import install, manifests_read_anew
-from trireme.checkpoint.convert import Checkpoint, Options, convert_checkpoint
 from trireme.checkpoint.layout import JobFolder
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.rows import NoRows, load_rows
@@ -33,14 +31,10 @@ about = "What a made-up package brings."
 shelf = "things:Shelf"
 [source]
 count = "things:Count"
-[reader]
-plain = "things:Plain"
 """
 
 THINGS = '''
-import torch
 from trireme.buffer.buffer import InMemory
-from trireme.checkpoint.export import Spec
 from trireme.config import Problem
 from trireme.data.rows import NoRows, Rows
 
@@ -92,27 +86,6 @@ class Count:
             raise NoRows(data.path, "counts down: expected a number from 0")
         rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(last)]
         return Rows(f"dataset '{data.path}'", rows, ("prompt", "answer"))
-
-
-class Plain:
-    form = "weights.plain"
-    mark = None
-    beside_own = False
-
-    def find(self, folder):
-        return list(folder.glob(self.form))
-
-    def open(self, files, config, expected):
-        return PlainWeights(torch.load(files[0], weights_only=True))
-
-
-class PlainWeights:
-    def __init__(self, tensors):
-        self.tensors = tensors
-        self.specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-    def fill(self, name, out):
-        out.copy_(self.tensors[name])
 '''
 
 
@@ -190,21 +163,3 @@ def test_a_source_gives_the_rows_of_the_paths_that_it_takes(package: None) -> No
         load_rows("count:-1")
     with pytest.raises(NoRows, match="'count:0' has no rows in split 'train'"):
         load_rows("count:0")
-
-
-def test_a_reader_gives_the_weights_of_the_folders_that_have_its_files(
-    package: None, tmp_path: Path, tiny_dir: Path
-) -> None:
-    step = tmp_path / "global_step_3"
-    actor = step / "actor"
-    actor.mkdir(parents=True)
-    before = convert_checkpoint(Checkpoint(step, actor))
-    assert before.status == "failed" and before.text.startswith("there is no model.safetensors")
-    assert before.text.endswith(f" and no weights.plain in {actor}")
-    tensors = load_file(tiny_dir / "model.safetensors")
-    torch.save(tensors, actor / "weights.plain")
-    done = convert_checkpoint(Checkpoint(step, actor), Options(tiny_dir, dtype="float32"))
-    assert done.status == "exported", done.text
-    exported = load_file(actor / "huggingface" / "model.safetensors")
-    assert exported.keys() == tensors.keys()
-    assert all(torch.equal(exported[name], tensor.float()) for name, tensor in tensors.items())

@@ -367,7 +367,7 @@ SOURCES = Registry("source of rows", kind="source")
 STORES = Registry("store", kind="store")
 """Stores that carry experiences from the explorer to the trainer: see buffer/store.py."""
 READERS = Registry("reader of checkpoints", kind="reader")
-"""Readers of the weights in other trainers' checkpoints: see checkpoint/reader.py."""
+"""Readers of the weights in other trainers' checkpoints: read by `trireme convert`."""
 
 LISTENERS = Registry("listener", kind="listener")
 """Followers of a run: see launch/listeners.py."""

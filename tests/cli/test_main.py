@@ -19,7 +19,7 @@ from trireme.cli.main import app
 from trireme.registry import COMMANDS
 
 PLAIN = {"compare": False}
-STUBBED = ("run", "check", "convert", "algorithms", "workflows", "log")
+STUBBED = ("run", "check", "algorithms", "workflows", "log")
 
 
 @pytest.fixture
@@ -72,13 +72,9 @@ def test_run_alone_is_the_demo(called: dict[str, Any]) -> None:
     assert called["run"] == (None, [], [], {"compare": True})
 
 
-def test_check_and_convert_take_their_short_options(called: dict[str, Any]) -> None:
+def test_check_takes_its_short_options(called: dict[str, Any]) -> None:
     assert invoke("check", "-c", "x.yaml", "a=1") == 3
     assert called["check"] == (Path("x.yaml"), ["a=1"])
-    assert invoke("convert", "--checkpoint-dir", "job", "--base-model-dir", "base") == 3
-    assert called["convert"] == ([Path("job")], Path("base"), None, 5.0)
-    assert invoke("convert", "-c", "job", "-c", "other", "--dtype", "auto") == 3
-    assert called["convert"] == ([Path("job"), Path("other")], None, "auto", 5.0)
 
 
 def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None:

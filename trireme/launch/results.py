@@ -77,8 +77,10 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
         summary.warnings += [{"stage": result.name, **one} for one in result.warnings]
     if summary.model_dir:
         stored = any(job.glob("buffer/*")) or any(job.glob("*/buffer/*"))
-        command = "view" if stored and "view" in COMMANDS else "convert --checkpoint-dir"
-        summary.next_command = f"trireme {command} {job}"
+        if stored and "view" in COMMANDS:
+            summary.next_command = f"trireme view {job}"
+        elif "convert" in COMMANDS:
+            summary.next_command = f"trireme convert --checkpoint-dir {job}"
     return summary
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.models import random_model
-from trireme.cli.convert import convert
 from trireme.ext.converters.dcp import DistributedCheckpoint
+from trireme.ext.converters.report import convert
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from tests.ext.converters.write_fsdp import write_fsdp
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import load_checkpoint, read_manifest, write_manifest
 from trireme.checkpoint.save import copy_model_files, write_weights
-from trireme.cli.convert import convert
 from trireme.ext.converters.fsdp import FsdpShards, find_shards
+from trireme.ext.converters.report import convert
 
 VOCAB = 101  # no two ranks hold as many rows
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.models import random_model
-from trireme.cli.convert import convert
+from trireme.ext.converters.report import convert
 
 Case = tuple[str, bool, str]
 

@@ -1,1 +1,1 @@
-"""Converters: FSDP shards and Megatron's distributed checkpoints."""
+"""Converters: `trireme convert`, with FSDP shards and Megatron's distributed checkpoints."""

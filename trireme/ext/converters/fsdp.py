@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard  # also lets weights_only read them
 
-from trireme.checkpoint.export import Shape, Spec
+from trireme.checkpoint.export import Spec
+from trireme.config.lookup import Shape
 
 SHARD = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
 MAPPED_BYTES = 2**28

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trireme.checkpoint.export import Shape, Spec
+from trireme.checkpoint.export import Spec
+from trireme.config.lookup import Shape
 from trireme.ext.converters.dcp import METADATA, DistributedCheckpoint
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")

@@ -18,20 +18,13 @@ from typing import Any, Literal
 
 import torch
 
-from trireme.checkpoint.export import (
-    DEFAULT_SHARD_BYTES,
-    OwnFile,
-    Progress,
-    Shape,
-    Source,
-    sizes_of,
-    write_model,
-)
+from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, OwnFile
 from trireme.checkpoint.layout import STEP_NAME, WEIGHTS
 from trireme.checkpoint.manifest import Damaged, list_anew, listed, prove
-from trireme.checkpoint.reader import Weights, readers, weights_in
 from trireme.checkpoint.save import copy_model_files
-from trireme.config.lookup import INDEX, model_shapes, read_shapes, weight_files
+from trireme.config.lookup import INDEX, Shape, model_shapes, read_shapes, weight_files
+from trireme.ext.converters.reader import Weights, readers, weights_in
+from trireme.ext.converters.write import Progress, Source, sizes_of, write_model
 from trireme.files import naming, read_json, whole_file
 from trireme.text import as_json
 

@@ -24,8 +24,8 @@ CONFIG = LlamaConfig(
 MEASURE = """
 import sys
 from pathlib import Path
-from trireme.checkpoint.convert import expected_shapes
-from trireme.cli.convert import convert
+from trireme.ext.converters.convert import expected_shapes
+from trireme.ext.converters.report import convert
 
 def peak():  # not getrusage, which counts the process that this one was forked from
     [line] = [x for x in open("/proc/self/status") if x.startswith("VmHWM")]
@@ -62,7 +62,7 @@ def test_converting_a_model_of_1_gb_takes_half_of_its_size_at_most(
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    from trireme.checkpoint.convert import _shapes_of
+    from trireme.ext.converters.convert import _shapes_of
 
     found = _shapes_of(json.dumps(CONFIG.to_dict() | {"model_type": "llama"}))
     assert found is not None

@@ -36,6 +36,6 @@ def convert(
 
     It reads this trainer's checkpoints, FSDP shards, and Megatron's.
     """
-    from trireme.cli.convert import convert as command
+    from trireme.ext.converters.report import convert as command
 
     raise typer.Exit(command(checkpoint_dir, base_model_dir, dtype, max_shard_gb))

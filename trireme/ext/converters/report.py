@@ -19,7 +19,7 @@ from rich.table import Table
 from trireme.monitor.terminal import Terminal
 
 if TYPE_CHECKING:
-    from trireme.checkpoint.convert import Checkpoint, Converted, Options
+    from trireme.ext.converters.convert import Checkpoint, Converted, Options
 
 
 def convert(
@@ -29,7 +29,7 @@ def convert(
     max_shard_gb: float = 5.0,
 ) -> int:
     """Convert, print one line per checkpoint and the totals; 0 if all of them are complete now."""
-    from trireme.checkpoint.convert import OUTPUT_DTYPES, Options, find_checkpoints
+    from trireme.ext.converters.convert import OUTPUT_DTYPES, Options, find_checkpoints
 
     try:
         if dtype is not None and dtype not in OUTPUT_DTYPES:
@@ -50,7 +50,7 @@ def convert(
 
 def _convert_all(checkpoints: list[Checkpoint], options: Options) -> list[Converted]:
     """Convert them one by one, each with a progress bar on a terminal."""
-    from trireme.checkpoint.convert import convert_checkpoint
+    from trireme.ext.converters.convert import convert_checkpoint
 
     columns = (
         TextColumn("{task.description}", markup=False),

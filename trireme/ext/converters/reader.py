@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trireme.checkpoint.export import Shape, Source
+from trireme.config.lookup import Shape
+from trireme.ext.converters.write import Source
 from trireme.registry import READERS
 
 

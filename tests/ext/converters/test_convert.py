@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.checkpoint.models import save_checkpoint, save_whole
 from tests.tiny import make_model
 from trireme.checkpoint.layout import JobFolder
-from trireme.cli.convert import convert as convert_all
+from trireme.ext.converters.report import convert as convert_all
 
 
 def save(job: Path, step: int, model: Path, *, hf: bool = False) -> Path:
