@@ -20,6 +20,7 @@ from trireme.config.engine_kind import kind_named, kind_names
 from trireme.config.options import kind_text, range_text, without_none
 from trireme.config.schema import Config
 from trireme.config.section import Mapped, Moved, NoEffect, Refused, Section, fate_of, section_in
+from trireme.extensions import extensions
 from trireme.registry import ENGINES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -41,8 +42,9 @@ new `path` inherits neither storage type, format, split nor replay, and a new `a
 
 The keys that most runs set are [a page of their own](first_keys.md). Keys that are read for other
 systems' files, and are refused, mapped or without effect here, are on
-[another](compatibility_keys.md). The last column names single values that are refused, and what a
-key needs (Ray, vLLM) to have an effect.
+[another](compatibility_keys.md). The last column names single values that are refused, what a key
+needs (Ray, vLLM) to have an effect, and the [extension](extensions.md) that reads it, if only one
+does.
 
 This page is generated from the schema by `python scripts/configuration_page.py`.
 """
@@ -165,9 +167,18 @@ def _cells(section: type[Section], name: str, item: FieldInfo) -> tuple[str, ...
         f"`{name}`",
         f"{value} {range_text(item.metadata)}".strip(),
         shown,
-        sentences(section)[name],
-        _here(name, item),
+        sentences(section.joined.get(name, section))[name],
+        "; ".join(filter(None, (_here(name, item), _owner(section, name)))),
     )
+
+
+def _owner(section: type[Section], name: str) -> str:
+    """The extension that adds a key; empty for the kernel's keys."""
+    declared = section.joined.get(name)
+    if declared is None:
+        return ""
+    owners = {e.name for e in extensions().values() if declared.__module__.startswith(e.package)}
+    return f"extension `{owners.pop()}`"
 
 
 _WITHOUT = {

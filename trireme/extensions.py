@@ -2,20 +2,20 @@
 
 An extension is a folder with an `ext.toml`:
 
-    about = "A shop to search and buy in (arXiv:2207.01206)."
+    about = "A shop to search and buy in."
     needs = ["rapidfuzz"]        # packages to be installed
     uses = ["environments"]      # other extensions
     files = ["tests/ext/shop"]  # what else is its own, from the repository's root
 
     [formerly]                   # modules by an older name, which still works: their name here
-    "trireme.workflows.webshop" = "workflow"
+    "trireme.workflows.shop" = "workflow"
     "trireme.data.rows:Shelf" = "rows:Shelf"  # a name that left a module which is still there
 
     [refused]                    # names of other systems: what to name instead
     "workflow:image_workflow" = "shows images, which are not supported: expected simple_workflow"
 
     [workflow]                   # a kind of name: names, each with its `module:attribute`
-    webshop_workflow = "workflow:WebShopWorkflow"
+    shop_workflow = "workflow:ShopWorkflow"
 
 Ours are in `trireme/ext/<name>/`. Another package declares its extensions as entry points of the
 group `trireme.ext` (`shop = "my_package"`: the folder of that package). The kernel's names are in
@@ -91,6 +91,7 @@ KINDS = (
     "program",
     "dialect",
     "key",
+    "field",
     "flags",
 )
 """The kinds of names: the tables of a manifest."""

@@ -423,6 +423,9 @@ DIALECTS = Registry("dialect", kind="dialect")
 """Translators of other systems' keys, options and classes: see config/dialect.py."""
 DIALECT_KEYS = Registry("key of a dialect", kind="key")
 """Keys of files that only one dialect reads, each with that dialect."""
+FIELDS = Registry("field", kind="field")
+"""Keys that extensions add to the schema, each with the Section that declares it: see
+config/section.py."""
 FLAGS = Registry("dialect of flags", kind="flags")
 """What other systems' flags mean: see cli/arguments.py."""
 

@@ -1,8 +1,9 @@
 """Dialect: translates the keys, options and classes of another system.
 
 Every dialect is asked, in the order of their names in DIALECTS; asking one imports nothing heavy.
-The table `key` of a manifest lists keys that its dialect reads: if the extension is missing, a file
-with one of them gets an error that names the extension.
+The table `key` of a manifest lists keys that its dialect reads, and `field` those that it adds to
+the schema: if the extension is missing, a file with one of them gets an error that names the
+extension.
 """
 
 from __future__ import annotations
@@ -76,4 +77,5 @@ def options_in(key: str, values: Any) -> list[tuple[str, Any, Fate]]:
 
 def unread(key: str) -> str:
     """Return the rest of a sentence on a key that only a missing extension reads; else ''."""
-    return missing("key", _STAGE.sub("", key))
+    name = _STAGE.sub("", key)
+    return missing("key", name) or missing("field", name)

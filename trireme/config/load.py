@@ -294,7 +294,9 @@ def _sentence(misfit: _Misfit, value: Any) -> str:
     """Describe what is wrong with a value, after its key; empty if its default is meant."""
     kind = misfit.kind
     if kind is None:
-        return unread(misfit.key) or f"is not a known key; {_meant(misfit)}"
+        of_section = f"{misfit.section.place}.{misfit.path[-1]}"  # in an item of a list too
+        needs = unread(misfit.key) or unread(of_section)
+        return needs or f"is not a known key; {_meant(misfit)}"
     if value is None and (section_in(kind) or get_origin(without_none(kind)) in (list, dict)):
         return ""
     if misfit.reason in ("greater_than", "greater_than_equal", "less_than_equal"):

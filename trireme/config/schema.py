@@ -55,7 +55,7 @@ class CriticConfig(Section):
     """First train steps, in which only the value model is trained."""
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, place="algorithm"):
     """The algorithm, by name, and the parts of it that the user replaces."""
 
     algorithm_type: str = "ppo"
@@ -157,7 +157,7 @@ class ExternalModelConfig(Section):
     """The variable that holds its key."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, place="model"):
     """The model that is trained, and what it may read and write."""
 
     model_path: str = ""
@@ -217,7 +217,7 @@ class ModelConfig(Section):
     """A model behind someone else's API, which `mode: bench` measures."""
 
 
-class ClusterConfig(Section):
+class ClusterConfig(Section, place="cluster"):
     """Placement. Engines take `engine_num * tensor_parallel_size * pipeline_parallel_size *
     data_parallel_size` places, auxiliary models on GPUs one, the trainer the rest."""
 
@@ -244,7 +244,7 @@ class ClusterConfig(Section):
     """Seconds in which placement groups, actors and engines of a Ray run must be ready."""
 
 
-class SynchronizerConfig(Section):
+class SynchronizerConfig(Section, place="synchronizer"):
     """How explorer and trainer keep one beat."""
 
     sync_method: Literal["nccl", "online", "checkpoint", "offline", "memory"] = "nccl"
@@ -282,7 +282,7 @@ class ProfileConfig(Section):
     a GPU a snapshot of its memory."""
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Section, place="trainer"):
     """The train loop and its backend."""
 
     name: str = "trainer"
@@ -388,7 +388,7 @@ class TrainerConfig(Section):
     """A file of verl's options."""
 
 
-class MonitorConfig(Section):
+class MonitorConfig(Section, place="monitor"):
     """The places that metrics are sent to."""
 
     monitor_type: str | list[str] = "tensorboard"
@@ -401,7 +401,7 @@ class MonitorConfig(Section):
     """Write Ray's timeline."""
 
 
-class LogConfig(Section):
+class LogConfig(Section, place="log"):
     """The contents of the log files."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
@@ -421,7 +421,7 @@ class DataJuicerConfig(Section):
     """Port of the service to start."""
 
 
-class ServiceConfig(Section):
+class ServiceConfig(Section, place="service"):
     """External services of the run."""
 
     data_juicer: Annotated[
@@ -454,7 +454,7 @@ class StageConfig(Section):
     """Merged onto the global section."""
 
 
-class Config(Section):
+class Config(Section, place=""):
     """The whole file. What is computed from it is in `Plan`; nothing changes it after loading."""
 
     project: str = "Trinity-RFT"

@@ -146,7 +146,7 @@ def small(name: Any) -> Any:
     return name.lower() if isinstance(name, str) and not is_path(name) else name
 
 
-class RolloutModelConfig(Section):
+class RolloutModelConfig(Section, place="explorer.rollout_model"):
     """The engine that generates."""
 
     name: Annotated[str | None, NoEffect()] = None
@@ -298,7 +298,7 @@ class DynamicTimeoutConfig(Section):
     """Steps before this limit applies."""
 
 
-class ExplorerConfig(Section):
+class ExplorerConfig(Section, place="explorer"):
     """The explorer: the engines that try tasks, how many tasks at once, and how long."""
 
     name: str = "explorer"
@@ -437,7 +437,7 @@ class TrainerInputConfig(Section):
     """Further stores by name, for algorithms that mix data."""
 
 
-class BufferConfig(Section):
+class BufferConfig(Section, place="buffer"):
     """Batch sizes, duration, and data."""
 
     batch_size: Count = 1
@@ -519,7 +519,7 @@ class TaskPipelineConfig(Section):
     """Weights of scores that sort the rows."""
 
 
-class DataProcessorConfig(Section):
+class DataProcessorConfig(Section, place="data_processor"):
     """Processing of tasks before, and of experiences during the run."""
 
     experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()

@@ -2,20 +2,35 @@
 
 A key is declared once: its type, its range (`Ge`, `Gt`, `Le`), how this version treats it if it
 does not simply work (`Refused`, `Mapped`, `Moved`, `NoEffect`), its default, and below it its
-sentence.
+sentence. An extension declares the keys that only it reads in a Section of its own, and lists them
+in the table `field` of its manifest: they join the section of the schema that their names begin
+with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from trireme.config.options import without_none
+from trireme.registry import FIELDS
+
+logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Ge(1)]
 
@@ -24,6 +39,66 @@ class Section(BaseModel):
     """A group of keys. Values have their types already: the loader converts text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    place: ClassVar[str | None] = None
+    """The section's name in a file, `explorer.rollout_model`; None: no extension's keys join it."""
+    joined: ClassVar[Mapping[str, type[Section]]] = {}
+    """Maps the keys that extensions added to the sections that declare them."""
+
+    def __init_subclass__(cls, place: str | None = None, **options: Any) -> None:
+        """Add the keys of extensions, before pydantic reads the annotations."""
+        super().__init_subclass__(**options)
+        if place is None:
+            return
+        own, joined = dict(cls.__annotations__), dict[str, type[Section]]()
+        for name, declared in _joining(place, own):
+            kind = get_type_hints(declared, include_extras=True)[name]
+            after = next((m.key for m in get_args(kind) if isinstance(m, After)), None)
+            names = [*own]
+            names.insert(names.index(after) + 1 if after in own else len(names), name)
+            own = {one: kind if one == name else own[one] for one in names}
+            setattr(cls, name, declared.model_fields[name].default)
+            joined[name] = declared
+        cls.__annotations__ = own
+        cls.place, cls.joined = place, joined
+
+
+def _joining(place: str, own: Mapping[str, Any]) -> Iterator[tuple[str, type[Section]]]:
+    """Yield the keys that join a section, each with the section that declares it. One that cannot
+    join is left out with a warning.
+    """
+    for key in FIELDS.built_in():
+        section, _, name = key.rpartition(".")
+        if section != place:
+            continue
+        try:
+            declared = FIELDS[key]
+            if name in own:
+                raise ValueError("Trireme has that key itself")
+            if name not in declared.model_fields or declared.model_fields[name].is_required():
+                raise ValueError(f"{declared.__qualname__} declares no {name} with a default")
+        except Exception as error:
+            logger.warning("field '%s' is left out: %s", key, error)
+            continue
+        yield name, declared
+
+
+_S = TypeVar("_S", bound=Section)
+
+
+def of(section: Section, declared: type[_S]) -> _S:
+    """Return the keys that an extension added to a section, as the type that declares them."""
+    return declared.model_construct(
+        section.model_fields_set & declared.model_fields.keys(),
+        **{name: getattr(section, name) for name in declared.model_fields},
+    )
+
+
+@dataclass(frozen=True)
+class After:
+    """The place of an extension's key in a section: after this key, not at the end."""
+
+    key: str
 
 
 @dataclass(frozen=True, eq=False)
