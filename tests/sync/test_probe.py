@@ -154,3 +154,43 @@ def test_in_float32_there_is_nothing_to_measure() -> None:
     given = list(probe.ids)
     asyncio.run(probe.calibrate(cast(Any, engine), by_trainer))
     assert engine.asked == 0 and probe.ids == given
+
+
+class Serves:
+    """An engine that serves the trainer's tensors, or says nothing of them, and scores `last`."""
+
+    def __init__(self, last: float, *, says: bool = True) -> None:
+        self.last, self.says = last, says
+
+    async def fingerprint(self) -> dict[str, float] | None:
+        return {"head": 1.0} if self.says else None
+
+    async def logprobs(self, ids: Any) -> list[list[float]]:
+        return [[0.0, -3.0, self.last]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_training_made_absurdly_large_are_no_fault_of_a_push(
+    dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prove(probe: Probe, engine: float, trainer: float, says: bool = True) -> dict[str, float]:
+        served = cast(Any, Serves(engine, says=says))
+        return asyncio.run(probe.prove(served, {"head": 1.0}, [0.0, -3.0, trainer], version=2))
+
+    probe = Probe(9, dtype)
+    prove(probe, -9.0, -9.0)
+    with caplog.at_level("WARNING"):
+        # as measured at a learning rate of 10 (float32, other kernels)
+        assert prove(probe, -17704.6, -17700.0)["sync/probe_diff"] == pytest.approx(4.6, rel=1e-3)
+        far = prove(probe, -17000.0, -17700.0)["sync/probe_diff"]
+    assert far == 700.0 and caplog.text.count("so large that rounding decides") == 1
+    assert "the log-probability -1.77e+04 (a learning rate" in caplog.text
+    for engine, trainer, says in (
+        (-90.0, -99.0, True),  # as models may be that write text
+        (-17000.0, -17700.0, False),  # nobody says which tensors the engine has
+        (float("nan"), -17700.0, True),
+    ):
+        with pytest.raises(WrongWeights, match="log-probabilities differ"):
+            prove(probe, engine, trainer, says)
+    with pytest.raises(WrongWeights, match="log-probabilities differ"):
+        prove(Probe(9, dtype), -9000.0, -17700.0)  # it has never been seen to use any correctly

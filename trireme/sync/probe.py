@@ -4,7 +4,8 @@ The fingerprints of its tensors must equal the trainer's exactly: that decides. 
 of token ids, scored by both, must give the same scores: correct tensors may still be used wrongly.
 In float32 the two agree to a fixed bound. In bfloat16 they never do, and their gap depends on the
 model: so it is measured while both have the same weights, and a later gap may be a few times as
-large.
+large. Weights that a training has made absurdly large amplify rounding without a bound: where the
+fingerprints are equal and an earlier push was proved, such a gap is a warning.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ factor below 2."""
 LEAST = {"bfloat16": (0.02, 0.1), "float16": (0.0025, 0.0125)}
 """The smallest mean and 95th percentile that count as measured: a row whose tokens were almost
 certain has hardly a gap, until training makes them less certain."""
+LARGE = 100.0
+"""A log-probability, nats without its sign, that no model which writes text gives a token of the
+row: its weights have grown beyond all sense, and attention that is all but tied between two tokens
+turns the last bit of a sum into whole nats."""
 AT_START = 0.5
 """A mean gap, nats, that cannot be rounding: one wrong layer exceeds it."""
 
@@ -119,6 +124,7 @@ class Probe:
         self.ids = spread_ids(vocabulary)
         self._dtype = dtype
         self._measured: Gap | None = None
+        self._agreed = self._warned = False
 
     def expected(self, trainer: WeightSource) -> list[float]:
         """Return the row's log-probabilities by the trainer's weights. Raises BrokenWeights if any
@@ -159,9 +165,18 @@ class Probe:
         """Return metrics; raises WrongWeights unless the engine's tensors have the trainer's
         fingerprints `marks`, and it scores the row (or `ids`) as expected.
         """
-        compare_weights(await engine.fingerprint(), marks, version=version)
+        served = await engine.fingerprint()
+        compare_weights(served, marks, version=version)
         [scored] = await engine.logprobs([self.ids if ids is None else ids])
-        return self.judge(Gap.of(scored, expected), version=version)
+        gap = Gap.of(scored, expected)
+        try:
+            return self.judge(gap, version=version)
+        except WrongWeights:
+            grown = self._agreed and gap.depth > LARGE and math.isfinite(gap.largest)
+            if served is None or not grown:
+                raise
+            self._warn(gap, version)
+            return gap.metrics()
 
     def judge(self, gap: Gap, *, version: int) -> dict[str, float]:
         """Return the gap after a push as metrics; raises WrongWeights if it is too large for
@@ -178,7 +193,20 @@ class Probe:
             self._measure(gap, when)
         else:
             self._compare(gap, self._measured, when)
+        self._agreed = True
         return gap.metrics()
+
+    def _warn(self, gap: Gap, version: int) -> None:
+        if not self._warned:
+            logger.warning(
+                "version %d: the trained weights are so large that rounding decides: engine and "
+                "trainer have the same ones and differ by %.3g nats on a row of which they give a "
+                "token the log-probability %.4g (a learning rate that is too large)",
+                version,
+                gap.largest,
+                -gap.depth,
+            )
+        self._warned = True
 
     def _measure(self, gap: Gap, when: str) -> None:
         limit = AT_START * max(1.0, gap.depth / _ORDINARY / 10)
@@ -189,6 +217,7 @@ class Probe:
                 f"allowed in {self._dtype}, where both have the same weights)",
             )
         self._measured = gap
+        self._agreed = True
         logger.info(
             "probe: engine and trainer differ by %.3g nats in the mean, 95%% of tokens by at most "
             "%.3g, %s",

@@ -108,15 +108,13 @@ def test_a_learning_rate_of_10_is_named(tmp_path: Path) -> None:
     done = run(
         tmp_path, config, f"{REWARD}=mine:letters", f"{rate}=10", "buffer.total_steps=12", *LONG
     )
+    assert done.returncode == 0, done.stderr
     # which of them a model shows first depends on the last bits
     causes = {"entropy_collapse", "equal_rewards", "rewards_gone"}
     lines = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     found = [line for line in lines if any(f": {cause}: " in line for cause in causes)]
     assert found and all("a smaller" in line and "lr" in line for line in found)
     assert all(done.stderr.count(f": {cause}: ") <= 1 for cause in causes)
-    if done.returncode != 0:  # by other kernels weights this large differ by more than rounding
-        assert "after the push" in done.stderr and "log-probabilities differ" in done.stderr
-        return
     warnings = summary(tmp_path / "checkpoints/tests/job")["warnings"]
     assert len([w for w in warnings if w["cause"] in causes]) == len(found)
 
