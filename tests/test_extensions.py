@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
@@ -310,13 +311,20 @@ def test_what_a_manifest_names_is_there(name: str) -> None:
             assert pkgutil.resolve_name(place) is not None, (kind, one)
 
 
-def imported(file: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imported(file: Path) -> list[tuple[int, str]]:
     """Every module that a file imports, also late and for types alone."""
+    modules: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            modules += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            modules += ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    return modules
+
+
+distributions = cache(packages_distributions)
+"""The distributions that bring each top-level module of this environment."""
 
 
 def test_the_kernel_imports_no_extension() -> None:
@@ -357,7 +365,7 @@ def test_a_manifest_names_the_packages_that_the_kernel_does_not_import(name: str
     extension = extensions.extensions()[name]
     used = [extensions.extensions()[one] for one in extension.uses]
     needs = {need.lower() for one in (extension, *used) for need in one.needs}
-    installed = packages_distributions()
+    installed = distributions()
     for module in own:
         names = {one.lower() for one in installed.get(module, [f"py-{module}".replace("_", "-")])}
         assert names & needs, f"{name} imports {module}: `needs` lists {sorted(needs)}"
