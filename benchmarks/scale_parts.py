@@ -1,4 +1,4 @@
-"""Scale parts: what one process of ours can carry, for the plan in docs/scale.md.
+"""Scale parts: what one process of ours can carry, for the plan in docs/gpus.md.
 
     OMP_NUM_THREADS=1 python benchmarks/scale_parts.py [--length 2048] [--rollouts 64] [--quick]
 

@@ -1,7 +1,7 @@
 """Configuration pages: every key, the ones to know first, and those for compatibility alone.
 
 `python scripts/configuration_page.py` writes docs/configuration.md, docs/first_keys.md and
-docs/compatibility_keys.md from the schema; a test holds that they were written.
+docs/migrate/compatibility_keys.md from the schema; a test holds that they were written.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from trireme.registry import ENGINES
 DOCS = Path(__file__).parents[1] / "docs"
 _HEAD = """# Configuration
 
-A run is one YAML file. `trireme check --config X.yaml` prints what it comes to and every problem in
-it, and starts nothing; `trireme run --config X.yaml trainer.grad_clip=0.5` changes a key on the
-command line (list items too: `buffer.explorer_input.eval_tasksets[0].split=test`).
+A run is one YAML file. `trireme check --config X.yaml` prints the derived values and every problem,
+and starts nothing; `trireme run --config X.yaml trainer.grad_clip=0.5` changes a key on the command
+line (list items too: `buffer.explorer_input.eval_tasksets[0].split=test`).
 `${oc.env:NAME,default}` takes an environment variable.
 
-**Paths.** Plug-ins, data and models that the YAML names by a relative path are looked for beside
-the YAML, then in the folder that you are in; those that you set on the command line the other way
-round. `my_file:name` is a function in `my_file.py`, in either folder. What a run writes goes into
-`checkpoint_root_dir`, relative to the folder that you are in.
+**Paths.** A relative path of a plug-in, a data set or a model is resolved against the YAML's folder
+first, then against the working directory; on the command line, in the opposite order.
+`my_file:name` is a function in `my_file.py`, in either folder. Output goes to
+`checkpoint_root_dir`, relative to the working directory.
 
-Stages (`stages`) run one after the other. Each is laid over the global file key by key; data with a
-new `path` inherits neither storage type, format, split nor replay, and a new `algorithm_type` no
-`*_fn` and no `*_args`. A stage starts from the model that the stage before it leaves.
+**Stages** (`stages`) run one after the other. Each is merged over the global keys, key by key. Data
+with a new `path` inherits neither storage type, format, split nor replay; a new
+`algorithm_type` inherits no `*_fn` and no `*_args`. A stage starts from the model that the previous
+stage produced.
 
-The keys that most runs set are [a page of their own](first_keys.md). Keys that are read for other
-systems' files, and are refused, mapped or without effect here, are on
-[another](compatibility_keys.md). The last column names single values that are refused, what a key
-needs (Ray, vLLM) to have an effect, and the [extension](extensions.md) that reads it, if only one
-does.
+[The keys to know first](first_keys.md) are the forty that most runs set.
+[Compatibility keys](migrate/compatibility_keys.md), from other systems' files, are refused, mapped
+or without effect. The column `note` names single values that are refused, what a key needs (Ray,
+vLLM) to have an effect, and the [extension](extensions.md) that reads it, if only one does.
 
 This page is generated from the schema by `python scripts/configuration_page.py`.
 """
 _COMPATIBILITY = """# Compatibility keys
 
-Keys that configuration files for Trinity-RFT and verl have, and that do nothing of their own here:
+Keys of Trinity-RFT's and verl's configuration files that have no function of their own here:
 
-- *refused*: a value other than the default stops the run before it starts, with a sentence;
-- *read as*: the value is that of the other key, where the file does not give that one;
-- *mapped*: the run does the same with what this machine has, and `trireme check` says how;
+- *refused*: any value other than the default stops the run before it starts, with a sentence;
+- *read as*: the value is used for the other key, unless the file sets that one;
+- *mapped*: the run does the same with the means of this machine, and `trireme check` says how;
 - *no effect*: `trireme check` lists the key.
 
-Every other key is in [configuration](configuration.md). This page is generated from the schema by
-`python scripts/configuration_page.py`.
+Every other key is in [configuration](../configuration.md). This page is generated from the schema
+by `python scripts/configuration_page.py`.
 
 | key | value | default | meaning | here |
 |-|-|-|-|-|
@@ -99,7 +99,8 @@ def documents() -> dict[Path, str]:
     return {
         DOCS / "configuration.md": "\n".join([_HEAD, *_section(Config, "", set())]),
         DOCS / "first_keys.md": _FIRST + "".join(map(_first_row, FIRST_KEYS)),
-        DOCS / "compatibility_keys.md": _COMPATIBILITY + "".join(_foreign(Config, "", set())),
+        DOCS / "migrate" / "compatibility_keys.md": _COMPATIBILITY
+        + "".join(_foreign(Config, "", set())),
     }
 
 

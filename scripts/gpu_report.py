@@ -5,7 +5,7 @@ as it has come. Runs with whatever interpreter has torch and transformers, witho
 or Ray. A line that cannot run says why, and the others go on: on a GPU each line has a process of
 its own, so that what breaks CUDA there, crashes or hangs ends that line alone, and is told with the
 place in the code. `--device cpu` does the same with small sizes, where only marks that do not
-depend on speed are judged. The marks and what they settle: docs/scale.md.
+depend on speed are judged. The marks and what they settle: docs/gpus.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory page: the tables in docs/scale.md of what a trainer's rank needs of a GPU, alone or with
+"""Memory page: the tables in docs/gpus.md of what a trainer's rank needs of a GPU, alone or with
 an engine.
 
 `python scripts/memory_page.py` writes them between the page's marks; a test holds that it was done.
@@ -13,7 +13,7 @@ from trireme.config.memory import GIB
 from trireme.config.shape import ModelShape
 from trireme.ext.memory.estimate import Use, engine_share, memory_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[1] / "docs" / "gpus.md"
 BEGIN, END = "<!-- table: scripts/memory_page.py -->", "<!-- end of the table -->"
 COLOCATED = "<!-- table of mode colocate: scripts/memory_page.py -->"
 TOKENS, RANKS = 16384, (1, 4, 8, 16)

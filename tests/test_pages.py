@@ -87,10 +87,6 @@ def test_rewards(page: Page) -> None:
     assert REWARDS.get("brief")(Task({}), "abc", most=2) == {"brief": 0.0}
 
 
-def test_serve(page: Page) -> None:
-    page("serve.md")  # the clients are made; tests/ext/http sends what they send
-
-
 @pytest.mark.extension("http")
 def test_agents(page: Page, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from trireme.ext.http.gateway import Gateway

@@ -23,10 +23,10 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 FENCED = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
 CHINESE = {
     "README.zh.md": "README.md",
-    "docs/zh/migrate/ms_swift.md": "docs/ms_swift.md",
     **{
         f"docs/zh/{name}.md": f"docs/{name}.md"
         for name in (
+            "migrate/ms_swift",
             "migrate/trinity",
             "tutorials/101_first_run",
             "tutorials/201_own_reward",

@@ -421,7 +421,7 @@ ELSEWHERE: dict[str, str] = {
     "trinity.common.workflows.envs.email_searcher.react_agent": _OF_AGENT,
     "trinity.common.workflows.simple_mm_workflow": _OF_IMAGES,
     "trinity.explorer": _OF_RUN,
-    "trinity.explorer.proxy": "is mode serve and its HTTP API: see docs/serve.md",
+    "trinity.explorer.proxy": "is mode serve and its HTTP API: see docs/agents.md",
     "trinity.manager": _OF_RUN,
     "trinity.perf": "is the command trireme bench: see docs/performance.md",
     "trinity.plugins": _OF_PLUGINS,

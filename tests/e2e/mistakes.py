@@ -440,7 +440,7 @@ MISTAKES = [
         "N32 all rewards are equal", (*_reward("mistaken_same"), *_EIGHT),
         "equal_rewards: in 100% of the groups of the first step all rollouts have the same reward "
         "(the mean is 0.5), which gives no gradient",
-        "What to do: a reward that tells replies apart", code=0, extension="diagnosis",
+        "What to do: a reward that distinguishes replies", code=0, extension="diagnosis",
     ),
     Mistake(
         "N35 a resume with another learning rate", code=0, extension="provenance",

@@ -67,7 +67,7 @@ def gsm8k_of_swift(folder: Path) -> Path:
         ("migrate/verl", gsm8k_of_verl),
         ("migrate/prime_rl", gsm8k),
         ("migrate/trinity", gsm8k),
-        ("ms_swift", gsm8k_of_swift),
+        ("migrate/ms_swift", gsm8k_of_swift),
     ],
 )
 def test_the_run_of_a_migration_page_runs_as_pasted(page: str, data: Any, tmp_path: Path) -> None:

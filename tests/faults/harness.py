@@ -2,7 +2,7 @@
 
 `python -m tests.faults.harness [--quick] [--only WORD] [--json FILE] [--docs]`: a table (fault,
 tried, survived, lost, doubled, hung); exit code 1 where anything was lost, doubled or hung.
-`--docs` writes it into docs/errors.md where all was tried. Survived means: the same command, given
+`--docs` writes it into docs/resume.md where all was tried. Survived means: the same command, given
 again, ends with exit code 0, has learned from each experience once, as an uninterrupted run has,
 and, where a run is byte-exact, ends with equal weights. After `--minutes` no more trials are begun;
 the first of each fault come first.
@@ -440,8 +440,8 @@ def names() -> list[str]:
 
 
 def write_docs(rows: list[Row]) -> None:
-    """The table of docs/errors.md."""
-    page = ROOT / "docs/errors.md"
+    """The table of docs/resume.md."""
+    page = ROOT / "docs/resume.md"
     before, mark, rest = page.read_text().partition("<!-- faults: `make faults` -->\n")
     _, end, after = rest.partition("<!-- end of faults -->")
     page.write_text(f"{before}{mark}{table(rows)}\n{end}{after}", encoding="utf-8")

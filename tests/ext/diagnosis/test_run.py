@@ -71,7 +71,7 @@ MISTAKES: dict[str, tuple[list[str], str, list[str]]] = {
     "a template that drops tools": (
         [f"{WORKFLOW}=mine:with_tools"],
         "tools_dropped",
-        ["the chat template writes nothing of the tools", "model.chat_template_path"],
+        ["the chat template renders none of the tools", "model.chat_template_path"],
     ),
 }
 

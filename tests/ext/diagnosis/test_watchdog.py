@@ -19,7 +19,7 @@ from trireme.monitor.figures import FEW, metric_of
 
 Row = dict[str, float]
 MORE_LOSSES = pytest.mark.extension("more_losses")
-PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
+PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 
 
 def explored(step: int, **changed: float) -> Row:
@@ -69,7 +69,7 @@ SEEN: dict[str, tuple[str, int, dict[str, float], str]] = {
         "explorer",
         1,
         ZERO | {"rollout__judge_success__mean": 0.0, "experience_pipeline__idle_groups": 1.0},
-        "the judge's reply could not be read in any call of the last 3 steps",
+        "no reply of the judge in the last 3 steps could be read",
     ),
     "zero_rewards": ("explorer", 1, ZERO, "every reward of the last 3 steps is 0"),
     "equal_rewards": (
@@ -105,7 +105,7 @@ SEEN: dict[str, tuple[str, int, dict[str, float], str]] = {
         "explorer",
         1,
         {"rollout__conversation__tools_dropped__mean": 1.0},
-        "writes nothing of the tools",
+        "renders none of the tools",
     ),
     "history_rewritten": (
         "explorer",
@@ -297,7 +297,7 @@ def test_beside_a_teacher_equal_rewards_stop_the_rewards_gradient_alone(tmp_path
         rows = list(course("explorer", 1, given, 9))
         [one] = said(Watchdog(Facts.of(plan, recipe)), rows)
         [plain] = said(Watchdog(), rows)
-        assert "only the teacher is learned from" in one.text
+        assert "the model learns from the teacher only" in one.text
         assert "teacher" not in plain.text
 
 

@@ -24,7 +24,7 @@ buffer:
     eval_tasksets: [{path: a.jsonl}, {path: b.jsonl}]
 """
 DOCS = Path(__file__).parents[3] / "docs"
-PAGES = (DOCS / "ms_swift.md", DOCS / "zh" / "migrate" / "ms_swift.md")
+PAGES = (DOCS / "migrate" / "ms_swift.md", DOCS / "zh" / "migrate" / "ms_swift.md")
 DOCUMENTED = [
     "num_generations",
     "num_generations_eval",

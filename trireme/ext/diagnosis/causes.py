@@ -66,7 +66,7 @@ class Cause:
 
 
 CAUSES: list[Cause] = []
-"""All causes with their limits; docs/errors.md has the same table."""
+"""All causes with their limits; docs/troubleshooting.md has the same table."""
 Seen = Callable[[Course, float, Facts], str | None]
 
 
@@ -90,15 +90,15 @@ _DEVIATION = "experience_pipeline/group_reward_std"
     "explorer",
     0.0,
     "no reply of the judge could be read (`judge_success` 0)",
-    "each is a reward of 0, or none, that says nothing of the policy",
-    "look at what the judge replies: a stronger model, a larger `max_tokens`, or a `prompt` that "
-    "says in which form it has to end (docs/rewards.md)",
+    "each gives a reward of 0, or none, that says nothing about the policy",
+    "read the judge's replies: use a stronger model, a larger `max_tokens`, or a `prompt` that "
+    "specifies the form of the verdict (docs/rewards.md)",
 )
 def _judge_unread(course: Course, limit: float, facts: Facts) -> str | None:
     read = values(course.now, "rollout/judge_success/mean")
     if not facts.rewards_teach or not read or fmean(read) > limit:
         return None
-    return f"the judge's reply could not be read in any call of {span(course.now)}"
+    return f"no reply of the judge in {span(course.now)} could be read"
 
 
 @_cause(
@@ -107,8 +107,8 @@ def _judge_unread(course: Course, limit: float, facts: Facts) -> str | None:
     0.0,
     "every reward is 0",
     "one success in 32 rollouts is enough to learn from",
-    "compare the reward with what the reply ends in: another format, another type, a wrong "
-    "`format.response_key`; else the task is too hard: warm up with `sft`, or easier tasks",
+    "compare the end of a reply with what the reward expects: another format, another type, a "
+    "wrong `format.response_key`; else the task is too hard: warm up with `sft`, or easier tasks",
     shows=True,
 )
 def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
@@ -120,7 +120,7 @@ def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     if course.best > limit:
         return None  # rewards that were there and went away are another cause
-    beside = ": only the teacher is learned from" if facts.teacher_beside else ""
+    beside = ": the model learns from the teacher only" if facts.teacher_beside else ""
     return f"every reward of {span(rows)} is 0{beside}"
 
 
@@ -129,10 +129,10 @@ def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
     "explorer",
     0.9,
     "in {limit:.0%} of the groups no rollout has an advantage, and the rewards do not differ",
-    "towards the end of a good run half of the groups may be solved by all",
-    "a reward that tells replies apart; tasks that are neither always nor never solved "
+    "towards the end of a good run all rollouts may succeed in half of the groups",
+    "a reward that distinguishes replies; tasks that are neither always nor never solved "
     "(`difficulty_based`, or `reward_std_filter`); more `repeat_times`; a `temperature` of 1; "
-    "where rewards differed at first, all replies may have become one: a smaller "
+    "if rewards differed at first, the policy may have collapsed to one reply: a smaller "
     "`algorithm.optimizer.lr`",
     shows=True,
 )
@@ -149,7 +149,7 @@ def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
     if equal and fmean(equal) < limit and mean(rows, _DEVIATION) > 1e-6:
         return None  # rewards differ: the advantages are 0, or left out, for another reason
     reward = mean(rows, "rollout/reward/mean")
-    beside = " from the rewards: there only the teacher is learned from"
+    beside = " from the rewards: the model learns from the teacher only"
     return (
         f"in {fmean(idle):.0%} of the groups of {span(rows)} all rollouts have the same reward "
         f"(the mean is {reward:.3g}), which gives no gradient"
@@ -162,7 +162,7 @@ def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
     "explorer",
     0.1,
     "the mean reward is at most {limit:.0%} of what it was",
-    "noise halves a reward, it does not take nine tenths",
+    "noise may halve a reward, but not cut it by nine tenths",
     "the policy has collapsed: go back to a checkpoint with a smaller "
     "`algorithm.optimizer.lr`, `trainer.grad_clip: 1.0`, or a `kl_loss_fn`",
     shows=True,
@@ -187,7 +187,7 @@ def _cut(rows: Sequence[Figures]) -> float:
     "explorer",
     0.5,
     "{limit:.0%} of the rollouts have a reply that was cut",
-    "a cut reply seldom has its answer; where half are, length is learnt and not the task",
+    "a cut reply seldom contains its answer; if half are cut, length is learned, not the task",
     "raise `model.max_response_tokens` (and `max_model_len`), or ask for shorter replies; a "
     "model that never ends a turn lacks its chat template or end token",
     shows=True,
@@ -208,9 +208,9 @@ def _replies_cut(course: Course, limit: float, facts: Facts) -> str | None:
     "explorer",
     0.05,
     "{limit:.0%} of the rollouts have a prompt that is too long",
-    "each is a reward of 0 that says nothing of the model",
+    "each gives a reward of 0 that says nothing about the model",
     "raise `model.max_prompt_tokens` and `max_model_len`, or leave such rows out; "
-    "`trireme check` says how long they are",
+    "`trireme check` prints their lengths",
 )
 def _prompts_too_long(course: Course, limit: float, facts: Facts) -> str | None:
     share = mean(course.now, "rollout/prompt_truncated/mean")
@@ -218,7 +218,7 @@ def _prompts_too_long(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     return (
         f"{share:.0%} of the rollouts of {span(course.now)} had a prompt that is too long: "
-        "nothing was asked, and their reward is 0"
+        "the model was not called, and their reward is 0"
     )
 
 
@@ -227,9 +227,9 @@ def _prompts_too_long(course: Course, limit: float, facts: Facts) -> str | None:
     "explorer",
     1.5,
     "replies are {limit:g} times as long as at first, and a quarter of them is cut",
-    "replies may grow where that pays; into the limit they grow where nothing holds them",
+    "replies may grow if that pays; up to the limit they grow only if nothing penalizes it",
     "a `length_penalty` operator or `math_dapo_reward` with its penalty; `loss_agg_mode: "
-    "token-mean`; a larger limit where replies are still right",
+    "token-mean`; a larger limit if replies are still right",
 )
 def _lengths_drift(course: Course, limit: float, facts: Facts) -> str | None:
     name = "rollout/response_length/mean"
@@ -250,13 +250,13 @@ def _lengths_drift(course: Course, limit: float, facts: Facts) -> str | None:
     "the entropy is at most {limit:.0%} of what it was, and below 0.05 nats",
     "at that point the rollouts of a group are the same text, and nothing is left to compare",
     "`clip_range_high: 0.28`, an entropy bonus (`entropy_loss_fn_args: {entropy_coef: "
-    "0.001}`), a smaller `lr`, a `kl_loss_fn`; a reward that is already solved needs no more",
+    "0.001}`), a smaller `lr`, a `kl_loss_fn`; a task that is already solved needs nothing",
 )
 def _entropy_gone(course: Course, limit: float, facts: Facts) -> str | None:
     then, now = (mean(rows, "actor/entropy") for rows in (course.began, course.now))
     if not values(course.now, "actor/entropy") or then <= 0.02 or now > limit * then or now > 0.05:
         return None
-    return f"the entropy fell from {then:.3g} to {now:.3g} nats a token: replies are all alike"
+    return f"the entropy fell from {then:.3g} to {now:.3g} nats a token: all replies are alike"
 
 
 @_cause(
@@ -264,8 +264,8 @@ def _entropy_gone(course: Course, limit: float, facts: Facts) -> str | None:
     "trainer",
     0.0,
     "the gradient is 0 in every step, and the policy loss is not",
-    "a loss that is not 0 moves the weights unless it does not depend on them",
-    "see that your own `policy_loss_fn` computes with `logprobs`, and neither detaches them nor "
+    "a loss other than 0 moves the weights, unless it does not depend on them",
+    "check that your own `policy_loss_fn` uses `logprobs`, and neither detaches them nor "
     "multiplies them by 0",
 )
 def _no_gradient(course: Course, limit: float, facts: Facts) -> str | None:
@@ -282,9 +282,9 @@ def _no_gradient(course: Course, limit: float, facts: Facts) -> str | None:
     "trainer",
     0.02,
     "engine and trainer differ by {limit:g} nats a token on the same weights",
-    "float32 gives 1e-5; at 0.02 ratios leave the clip range though nothing was trained",
+    "float32 gives 1e-5; at 0.02 ratios leave the clip range before anything is trained",
     "`algorithm.rollout_correction` (truncated importance sampling), the same `dtype` in "
-    "engine and trainer; with a model of its own code compare the two on one prompt",
+    "engine and trainer; for a model with custom code compare the two on one prompt",
 )
 def _gap(course: Course, limit: float, facts: Facts) -> str | None:
     difference = mean(course.now, "rollout/logprob_diff_mean")
@@ -300,8 +300,8 @@ def _gap(course: Course, limit: float, facts: Facts) -> str | None:
     "staleness",
     "trainer",
     4.0,
-    "tokens are {limit:g} pushes older than the synchronizer's plan makes them",
-    "up to about four, clipping and correction hold",
+    "tokens are {limit:g} pushes older than the synchronizer plans",
+    "clipping and correction work up to about four",
     "`sample_strategy: staleness_control`, a smaller `capacity` of the buffer, more trainers "
     "for each explorer, or an algorithm for stale experiences (`opmd`, `topr`)",
 )
@@ -316,9 +316,9 @@ def _stale(course: Course, limit: float, facts: Facts) -> str | None:
     "tools_dropped",
     "explorer",
     0.0,
-    "calls have tools, the chat template writes none of them, and no tool call succeeds",
+    "calls have tools, the chat template renders none of them, and no tool call succeeds",
     "the model cannot call what it is not shown",
-    "`model.chat_template_path` with a template that writes `tools`, or describe them in the "
+    "`model.chat_template_path` with a template that renders `tools`, or describe them in the "
     "system prompt",
 )
 def _tools_dropped(course: Course, limit: float, facts: Facts) -> str | None:
@@ -326,7 +326,7 @@ def _tools_dropped(course: Course, limit: float, facts: Facts) -> str | None:
     made, failed = (mean(course.now, f"rollout/tool_{n}/mean") for n in ("calls", "errors"))
     if share <= limit or made > failed:  # a model that was taught its tools calls them unseen
         return None
-    return "the chat template writes nothing of the tools that the calls have"
+    return "the chat template renders none of the tools of the calls"
 
 
 @_cause(
@@ -335,14 +335,14 @@ def _tools_dropped(course: Course, limit: float, facts: Facts) -> str | None:
     0.5,
     "conversations are split {limit:g} times on average",
     "each part repeats its history: the same tokens cost several times as much",
-    "right where thinking is to be dropped; else a template that keeps history as it was",
+    "intended if thinking is to be dropped; else use a template that leaves history unchanged",
 )
 def _rewritten(course: Course, limit: float, facts: Facts) -> str | None:
     splits = mean(course.now, "rollout/conversation/splits/mean")
     if splits < limit:
         return None
     return (
-        f"the chat template rewrites what was said before: a conversation is split {splits:.1f} "
+        f"the chat template rewrites earlier turns: a conversation is split {splits:.1f} "
         "times, and each part is trained by itself"
     )
 
@@ -352,9 +352,9 @@ def _rewritten(course: Course, limit: float, facts: Facts) -> str | None:
     "explorer",
     0.05,
     "{limit:.0%} of the rollouts have no token that is trained",
-    "a workflow that returns such experiences mostly builds its mask wrong",
-    "look at `trireme view --url`: the trained tokens are coloured; check `action_mask`, "
-    "`loss_scale` and how the workflow makes its experiences",
+    "a workflow that returns such experiences usually builds a wrong mask",
+    "`trireme view --url` colours the trained tokens; check `action_mask`, `loss_scale` and how "
+    "the workflow creates its experiences",
 )
 def _nothing_masked(course: Course, limit: float, facts: Facts) -> str | None:
     share = mean(course.now, "rollout/untrained/mean")
@@ -368,7 +368,7 @@ def _nothing_masked(course: Course, limit: float, facts: Facts) -> str | None:
     "explorer",
     0.9,
     "operators leave nothing of {limit:.0%} of the groups",
-    "a filter is to take the useless part, and not the data set",
+    "a filter should remove the useless part, not the data set",
     "a lower `threshold`, another order of the operators, or tasks of another difficulty",
 )
 def _left_out(course: Course, limit: float, facts: Facts) -> str | None:
@@ -382,10 +382,10 @@ def _left_out(course: Course, limit: float, facts: Facts) -> str | None:
     "reward_not_finite",
     "explorer",
     0.0,
-    "a reward is no finite number, or too large for 32 bits",
-    "it takes its whole group with it",
-    "mend the workflow's or the reward's division or logarithm; `invalid_reward_filter` drops "
-    "such experiences before they spoil their group. "
+    "a reward is not finite, or too large for 32 bits",
+    "it invalidates its whole group",
+    "fix a division or logarithm in the workflow or the reward; `invalid_reward_filter` drops "
+    "such experiences before they invalidate their group. "
     "`log/explorer_experience_pipeline.log` names them",
 )
 def _not_finite(course: Course, limit: float, facts: Facts) -> str | None:
@@ -408,9 +408,9 @@ def _not_finite(course: Course, limit: float, facts: Facts) -> str | None:
     "explorer",
     0.1,
     "{limit:.0%} of the rollouts fail",
-    "a few time-outs are normal where environments are",
-    "their tracebacks are in `log/explorer_runner_*.log`; `explorer.max_failures` says when a "
-    "run is to stop",
+    "a few time-outs are normal in environments",
+    "their tracebacks are in `log/explorer_runner_*.log`; `explorer.max_failures` stops a run "
+    "after so many",
 )
 def _failed(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
@@ -429,8 +429,8 @@ def _failed(course: Course, limit: float, facts: Facts) -> str | None:
     "trainer",
     0.1,
     "{limit:.0%} of a data set's rows are cut or left out",
-    "what is cut is the end of a reply, with its end token",
-    "raise `model.max_model_len`, or shorten the rows; `trireme check` says how long they are",
+    "the end of a reply is cut, with its end token",
+    "raise `model.max_model_len`, or shorten the rows; `trireme check` prints their lengths",
 )
 def _rows_cut(course: Course, limit: float, facts: Facts) -> str | None:
     names = ("data/rows", "data/cut", "data/dropped")
@@ -439,5 +439,5 @@ def _rows_cut(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     return (
         f"of {read:.0f} rows {cut:.0f} were cut at model.max_model_len and {dropped:.0f} left out, "
-        "since nothing of them that is trained fits"
+        "since none of their trained tokens fit"
     )

@@ -46,7 +46,7 @@ class SwiftFlags:
     about = (
         "ms-swift's flags work too: --multi_turn_scheduler, --max_turns, --loss_scale, "
         "--reward_funcs A B, --external_plugins FILE, --vllm_server_base_url URL and others: "
-        "docs/ms_swift.md"
+        "docs/migrate/ms_swift.md"
     )
     names = (*KEYS, *TASKSETS, *TRANSLATED)
     idle = IDLE
