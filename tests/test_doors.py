@@ -107,8 +107,8 @@ KEY = "buffer.trainer_input.experience_buffer"
 def test_a_store_is_named_by_storage_type_checked_and_made(package: None, tmp_path: Path) -> None:
     config = config_of(tmp_path, values(tmp_path, 32), f"{KEY}.storage_type=shelf")
     (plan,) = make_plans(config)
-    assert plan.buffer_type == "shelf"
-    assert plan.buffer_path == str(plan.job_dir / "buffer" / "experience_buffer.shelf")
+    assert plan.store.kind == "shelf"
+    assert plan.store.path == str(plan.job_dir / "buffer" / "experience_buffer.shelf")
     text: Any = SimpleNamespace(tokenizer=None, template=None)
     buffer = make_buffer(plan, JobFolder(plan.job_dir), text)
 
@@ -152,7 +152,7 @@ def test_a_store_of_one_process_is_none_for_commands_of_their_own(
     if "sql" not in STORES:
         return  # nothing carries experiences between processes
     (plan,) = make_plans(config)
-    assert plan.buffer_type == "sql"
+    assert plan.store.kind == "sql"
     assert any(f"{KEY}.storage_type (shelf): explorer and trainer are two" in n for n in plan.notes)
 
 

@@ -18,8 +18,8 @@ ENGINE = "explorer.rollout_model"
 
 def test_colocate_is_one_device_whose_engine_reads_the_trainers_weights(tmp_path: Path) -> None:
     found = plan_of(tmp_path, "mode=colocate", "synchronizer.sync_method=checkpoint")
-    assert (found.mode, found.engine_hosts, found.sync_method) == ("both", 0, "memory")
-    assert found.share_tensors and not found.takes_turns
+    assert (found.mode, found.engine.hosts, found.sync.method) == ("both", 0, "memory")
+    assert found.sync.share_tensors and not found.sync.takes_turns
     assert any(
         "sync_method (checkpoint): in mode colocate" in note and "in memory" in note
         for note in found.notes
@@ -33,16 +33,20 @@ PAIRS = ("mode=colocate", "cluster.launcher=ray", "cluster.gpu_per_node=2")
 
 def test_colocate_on_several_places_is_a_rank_and_an_engine_on_each(tmp_path: Path) -> None:
     found = plan_of(tmp_path, *PAIRS)
-    assert (found.launcher, found.trainer_ranks, found.num_engines) == ("ray", 2, 2)
-    assert found.takes_turns and found.lock_step and not found.share_tensors
-    assert not found.deterministic and found.sync_method == "memory"
+    assert (found.places.launcher, found.places.trainer_ranks, found.places.num_engines) == (
+        "ray",
+        2,
+        2,
+    )
+    assert found.sync.takes_turns and found.sync.lock_step and not found.sync.share_tensors
+    assert not found.deterministic and found.sync.method == "memory"
     assert not any("sync_method" in note for note in found.notes)
     for method, noted in (("checkpoint", True), ("memory", False)):
         notes = plan_of(tmp_path, *PAIRS, f"synchronizer.sync_method={method}").notes
         assert any("sync_method (" in note for note in notes) == noted
     one = plan_of(tmp_path, "mode=colocate")
-    assert found.runners == 2 * one.runners
-    assert plan_of(tmp_path, *PAIRS, f"{ENGINE}.engine_num=2").num_engines == 2
+    assert found.engine.runners == 2 * one.engine.runners
+    assert plan_of(tmp_path, *PAIRS, f"{ENGINE}.engine_num=2").places.num_engines == 2
     assert "enable_sleep_mode" not in engine_spec(found, "model").options
 
 
@@ -81,7 +85,11 @@ def test_one_process_has_one_gpu_in_colocate(tmp_path: Path, machine: Any) -> No
     (said,) = problems_of(tmp_path, "mode=colocate")
     assert "in one process with 4 GPUs: expected cluster.gpu_per_node 4" in said
     found = plan_of(tmp_path, "mode=colocate", "cluster.gpu_per_node=4")
-    assert (found.launcher, found.trainer_ranks, found.num_engines) == ("ray", 4, 4)
+    assert (found.places.launcher, found.places.trainer_ranks, found.places.num_engines) == (
+        "ray",
+        4,
+        4,
+    )
 
 
 def test_an_optimizer_that_nobody_needs_parked_is_told(tmp_path: Path) -> None:

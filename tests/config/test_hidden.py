@@ -166,5 +166,5 @@ def test_a_resolved_stage_is_read_again_and_means_the_same_folder(tmp_path: Path
     second = plan_of(config)[1]
     (again,) = plan_of(resolved(second, second.model_path))
     assert again.job_dir == second.job_dir
-    assert again.batch_size == 2
-    assert again.train_steps == second.train_steps
+    assert again.steps.batch_size == 2
+    assert again.steps.train == second.steps.train

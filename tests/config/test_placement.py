@@ -31,34 +31,35 @@ def test_the_alfworld_seed_splits_eight_gpus_into_halves(machine):
     machine(8)
     (plan,), problems, _ = draft(load_config(SEEDS / "alfworld.yaml"))
     assert not [p for p in problems if p.key.startswith("cluster")]
-    assert (plan.launcher, plan.num_engines, plan.engine_size, plan.trainer_ranks) == (
-        "ray", 2, 2, 4,
-    )  # fmt: skip
-    assert plan.gpus == {"explorer": 4, "trainer": 4}
+    places = plan.places
+    assert (places.launcher, places.num_engines, places.engine_size) == ("ray", 2, 2)
+    assert places.trainer_ranks == 4
+    assert places.gpus == {"explorer": 4, "trainer": 4}
 
 
 def test_without_gpus_the_seed_is_local_and_its_split_is_told():
     (plan,), _, _ = draft(load_config(SEEDS / "alfworld.yaml"))
-    assert (plan.launcher, plan.trainer_ranks) == ("local", 1)
+    assert (plan.places.launcher, plan.places.trainer_ranks) == ("local", 1)
     assert any("4 for engines (2 x 2), 4 for the trainer" in note for note in plan.notes)
 
 
 def test_ray_without_gpus_takes_cpu_processes(tmp_path):
     asked = ("cluster.launcher=ray", "cluster.node_num=2", "cluster.gpu_per_node=2")
     plan = plan_of(tmp_path, *asked, f"{ENGINES}=2")
-    assert (plan.launcher, plan.num_engines, plan.trainer_ranks) == ("ray", 2, 2)
-    assert plan.gpus == {"explorer": 0, "trainer": 0}
-    assert not plan.share_tensors and not plan.deterministic
+    places = plan.places
+    assert (places.launcher, places.num_engines, places.trainer_ranks) == ("ray", 2, 2)
+    assert places.gpus == {"explorer": 0, "trainer": 0}
+    assert not plan.sync.share_tensors and not plan.deterministic
 
 
 def test_an_algorithm_with_a_critic_takes_several_ranks_too(tmp_path):
     asked = ("cluster.launcher=ray", "cluster.gpu_per_node=3", "algorithm.algorithm_type=ppo")
-    assert plan_of(tmp_path, *asked).trainer_ranks == 2
+    assert plan_of(tmp_path, *asked).places.trainer_ranks == 2
 
 
 def test_ray_without_numbers_takes_what_engines_and_one_rank_need(tmp_path):
     plan = plan_of(tmp_path, "cluster.launcher=ray", f"{ENGINES}=2")
-    assert (plan.places_per_node, plan.trainer_ranks) == (3, 1)
+    assert (plan.places.per_node, plan.places.trainer_ranks) == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_more_gpus_than_the_machine_has_are_refused(tmp_path, machine):
     with pytest.raises(ConfigError, match="is 4 and this machine has 2"):
         plan_of(tmp_path, "cluster.gpu_per_node=4")
     plan = plan_of(tmp_path, "cluster.gpu_per_node=4", "cluster.launcher=local")
-    assert plan.launcher == "local"
+    assert plan.places.launcher == "local"
 
 
 def test_shards_are_a_divisor_of_the_trainers_places(tmp_path):
@@ -116,7 +117,7 @@ def test_an_engine_takes_its_tensor_pipeline_and_data_parallel_places(tmp_path, 
     machine(8)
     sizes = (f"{MODEL}.pipeline_parallel_size=2", f"{MODEL}.data_parallel_size=2")
     plan = plan_of(tmp_path, "cluster.gpu_per_node=8", f"{MODEL}.engine_type=remote", *URLS)
-    assert (plan.num_engines, plan.trainer_ranks) == (0, 8)
+    assert (plan.places.num_engines, plan.places.trainer_ranks) == (0, 8)
     with pytest.raises(ConfigError, match=r"data_parallel_size \(2\) takes 8 of the cluster's 8"):
         plan_of(tmp_path, "cluster.gpu_per_node=8", f"{ENGINES}=2", *sizes)
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 16: an engine has to fit"):
@@ -145,14 +146,14 @@ def test_auxiliary_models_on_gpus_have_a_place_of_their_own(tmp_path, machine):
     machine(4)
     judge = f"explorer.auxiliary_models=[{{model_path: {values(tmp_path)['model']['model_path']}}}]"
     plan = plan_of(tmp_path, "cluster.gpu_per_node=4", f"{MODEL}.engine_type=torch", judge)
-    assert (plan.num_engines, plan.auxiliary_places, plan.trainer_ranks) == (1, 1, 2)
-    assert plan.gpus == {"explorer": 2, "trainer": 2}
+    assert (plan.places.num_engines, plan.places.auxiliary, plan.places.trainer_ranks) == (1, 1, 2)
+    assert plan.places.gpus == {"explorer": 2, "trainer": 2}
     serves = plan_of(
         tmp_path, "mode=serve", "cluster.gpu_per_node=4", judge, "cluster.launcher=ray"
     )
-    assert serves.auxiliary_places == 0  # an explorer's process would hold them
+    assert serves.places.auxiliary == 0  # an explorer's process would hold them
     machine(0)
-    assert plan_of(tmp_path, "cluster.launcher=ray", judge).auxiliary_places == 0
+    assert plan_of(tmp_path, "cluster.launcher=ray", judge).places.auxiliary == 0
 
 
 @pytest.mark.extension("remote")
@@ -160,10 +161,10 @@ def test_torch_engines_are_no_more_than_there_are_gpus_beside_the_trainers(tmp_p
     machine(1)
     asked = ("cluster.launcher=local", f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
     plan = plan_of(tmp_path, *asked)
-    assert plan.engine_hosts == 0
+    assert plan.engine.hosts == 0
     assert any("takes a GPU beside the trainer's, and this machine has 1" in n for n in plan.notes)
     machine(3)
-    assert plan_of(tmp_path, *asked).engine_hosts == 2
+    assert plan_of(tmp_path, *asked).engine.hosts == 2
 
 
 def test_engines_in_processes_without_their_server_are_a_problem(tmp_path, monkeypatch):
@@ -178,16 +179,17 @@ def test_engines_in_processes_without_their_server_are_a_problem(tmp_path, monke
 def test_several_torch_engines_are_processes(tmp_path):
     torch = f"{MODEL}.engine_type=torch"
     found = plan_of(tmp_path, torch, f"{ENGINES}=2")
-    assert (found.engine_kind, found.engine_hosts, found.sync_method) == ("torch", 2, "nccl")
-    assert plan_of(tmp_path, f"{ENGINES}=2").engine_hosts == 0
+    assert (found.engine.kind, found.engine.hosts, found.sync.method) == ("torch", 2, "nccl")
+    assert plan_of(tmp_path, f"{ENGINES}=2").engine.hosts == 0
 
 
 def test_without_a_memory_planner_activations_are_computed_again_where_it_is_asked_for(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("trireme.config.memory.MEMORY_PLANNERS", {})
-    assert plan_of(tmp_path).memory == {} and not plan_of(tmp_path).gradient_checkpointing
-    assert plan_of(tmp_path, "trainer.enable_gradient_checkpointing=true").gradient_checkpointing
+    assert plan_of(tmp_path).memory == MemoryPlan({}, False)
+    asked = plan_of(tmp_path, "trainer.enable_gradient_checkpointing=true")
+    assert asked.memory.gradient_checkpointing
 
 
 def test_of_two_memory_planners_the_first_counts_and_a_note_names_the_other(tmp_path, monkeypatch):
@@ -197,6 +199,6 @@ def test_of_two_memory_planners_the_first_counts_and_a_note_names_the_other(tmp_
     planners = {"estimate": estimate, "mine": estimate}
     monkeypatch.setattr("trireme.config.memory.MEMORY_PLANNERS", planners)
     plan = plan_of(tmp_path)
-    assert plan.memory == {"weights": 5}
+    assert plan.memory.needs == {"weights": 5}
     [note] = [note for note in plan.notes if "memory planner" in note]
     assert note.startswith("memory planner 'estimate': it alone counts, and 'mine' is not asked")

@@ -20,14 +20,15 @@ def plan_of(tmp_path, *overrides, rows=32):
 
 def test_the_alfworld_seeds_numbers():
     (plan,), _, _ = draft(load_config(SEEDS / "alfworld.yaml"))
-    assert (plan.max_model_len, plan.max_prompt_tokens) == (20480, 4096)
-    assert plan.max_response_tokens == 16384
-    assert (plan.batch_size, plan.repeat_times, plan.train_batch_size) == (16, 16, 7680)
-    assert plan.runners == 32
-    assert plan.max_token_len == 16384
-    assert (plan.sync_style, plan.sync_interval) == ("explorer_driven", 2)
-    assert plan.eval_interval == 100
-    assert not plan.share_tensors
+    assert (plan.lengths.max_model_len, plan.lengths.max_prompt_tokens) == (20480, 4096)
+    assert plan.lengths.max_response_tokens == 16384
+    assert (plan.steps.batch_size, plan.steps.repeat_times) == (16, 16)
+    assert plan.steps.train_batch_size == 7680
+    assert plan.engine.runners == 32
+    assert plan.lengths.max_token_len == 16384
+    assert (plan.sync.style, plan.sync.interval) == ("explorer_driven", 2)
+    assert plan.sync.eval_interval == 100
+    assert not plan.sync.share_tensors
     assert not plan.deterministic
 
 
@@ -63,13 +64,13 @@ def test_the_gsm8k_seed_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.setenv("TRINITY_TASKSET_PATH", str(_hub_layout(tmp_path / "gsm8k", 300)))
     monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path / "root"))
     (plan,) = make_plans(load_config(SEEDS / "gsm8k.yaml"))
-    assert plan.explore_steps == plan.train_steps == plan.steps_per_epoch == 2
-    assert plan.train_batch_size == 1024
-    assert plan.share_tensors
+    assert plan.steps.explore == plan.steps.train == plan.steps.per_epoch == 2
+    assert plan.steps.train_batch_size == 1024
+    assert plan.sync.share_tensors
     assert plan.deterministic
-    assert plan.buffer_type == "queue"
-    assert plan.buffer_path == f"sqlite:///{plan.job_dir}/buffer/gsm8k.db"
-    assert plan.gpus == {"explorer": 0, "trainer": 0}
+    assert plan.store.kind == "queue"
+    assert plan.store.path == f"sqlite:///{plan.job_dir}/buffer/gsm8k.db"
+    assert plan.places.gpus == {"explorer": 0, "trainer": 0}
     about_gpus = [note for note in plan.notes if "GPU" in note]
     assert about_gpus == [
         "cluster asks for 2 GPUs (1 node x 2: 1 for engines (1 x 1), 1 for the trainer) and this "
@@ -96,21 +97,21 @@ def _hub_layout(folder: Path, rows: int) -> Path:
     ],
 )
 def test_lengths_follow_from_what_is_given(tmp_path, overrides, expected):
-    plan = plan_of(tmp_path, *overrides)
-    found = (plan.max_model_len, plan.max_prompt_tokens, plan.max_response_tokens)
+    found = plan_of(tmp_path, *overrides).lengths
+    found = (found.max_model_len, found.max_prompt_tokens, found.max_response_tokens)
     assert found == expected
 
 
 def test_the_shortest_response_is_shorter_than_the_longest(tmp_path):
-    assert plan_of(tmp_path, "model.min_response_tokens=9").min_response_tokens == 9
-    assert plan_of(tmp_path, "model.min_response_tokens=64").min_response_tokens == 63
+    assert plan_of(tmp_path, "model.min_response_tokens=9").lengths.min_response_tokens == 9
+    assert plan_of(tmp_path, "model.min_response_tokens=64").lengths.min_response_tokens == 63
 
 
 def test_steps_follow_from_rows_and_epochs(tmp_path):
     plan = plan_of(tmp_path, "buffer.total_epochs=3", rows=20)
-    assert plan.steps_per_epoch == 2
-    assert plan.explore_steps == 7  # 60 rows in batches of 8
-    assert plan_of(tmp_path, "buffer.total_steps=9", rows=20).explore_steps == 9
+    assert plan.steps.per_epoch == 2
+    assert plan.steps.explore == 7  # 60 rows in batches of 8
+    assert plan_of(tmp_path, "buffer.total_steps=9", rows=20).steps.explore == 9
 
 
 def test_train_steps_past_the_last_task_are_noted(tmp_path):
@@ -126,9 +127,9 @@ def test_train_steps_past_the_last_task_are_noted(tmp_path):
 
 def test_smaller_train_batches_make_more_train_steps(tmp_path):
     plan = plan_of(tmp_path, "buffer.train_batch_size=20", rows=16)
-    assert plan.explore_steps == 2
-    assert plan.train_steps == 4  # 64 experiences, the last batch smaller
-    assert not plan.share_tensors
+    assert plan.steps.explore == 2
+    assert plan.steps.train == 4  # 64 experiences, the last batch smaller
+    assert not plan.sync.share_tensors
 
 
 def test_a_users_workflow_leaves_the_train_steps_open(tmp_path):
@@ -139,8 +140,8 @@ def test_a_users_workflow_leaves_the_train_steps_open(tmp_path):
         "plugins=[my_plan.py]",
         "buffer.explorer_input.taskset.default_workflow_type=of_a_plan",
     )
-    assert plan.train_steps is None
-    assert plan.schedule_steps == 4
+    assert plan.steps.train is None
+    assert plan.steps.schedule == 4
 
 
 STORE = "buffer.trainer_input.experience_buffer"
@@ -167,7 +168,7 @@ STORE = "buffer.trainer_input.experience_buffer"
 )
 def test_tensors_are_shared_only_in_lock_step(tmp_path, override, shared, deterministic):
     plan = plan_of(tmp_path, override)
-    assert (plan.share_tensors, plan.deterministic) == (shared, deterministic)
+    assert (plan.sync.share_tensors, plan.deterministic) == (shared, deterministic)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_tensors_are_shared_only_in_lock_step(tmp_path, override, shared, determ
     ],
 )
 def test_styles_have_two_names(tmp_path, given, style):
-    assert plan_of(tmp_path, f"synchronizer.sync_style={given}").sync_style == style
+    assert plan_of(tmp_path, f"synchronizer.sync_style={given}").sync.style == style
 
 
 @pytest.mark.extension("sql")
@@ -198,7 +199,7 @@ def test_styles_have_two_names(tmp_path, given, style):
 def test_how_weights_travel_depends_on_the_mode(tmp_path, mode, given, method):
     overrides = [f"mode={mode}", f"synchronizer.sync_method={given}", "buffer.train_batch_size=32"]
     plan = plan_of(tmp_path, *overrides)
-    assert plan.sync_method == method
+    assert plan.sync.method == method
     noted = [note for note in plan.notes if "sync_method" in note]
     assert bool(noted) == (given in ("online", "memory"))  # nccl is the default: nobody's wish
 
@@ -221,25 +222,25 @@ def test_a_note_on_weights_says_how_they_travel_to_servers(tmp_path):
 @pytest.mark.extension("sql")
 def test_two_processes_meet_in_sqlite(tmp_path):
     plan = plan_of(tmp_path, "mode=explore")
-    assert plan.buffer_type == "sql"
-    assert plan.buffer_path == f"sqlite:///{plan.job_dir}/buffer/experience_buffer.db"
+    assert plan.store.kind == "sql"
+    assert plan.store.path == f"sqlite:///{plan.job_dir}/buffer/experience_buffer.db"
 
 
 @pytest.mark.extension("sql")
 def test_other_places_of_the_store_are_kept(tmp_path):
     key = "buffer.trainer_input.experience_buffer"
     there = plan_of(tmp_path, f"{key}.storage_type=sql", f"{key}.path=postgresql://host/db")
-    assert there.buffer_path == "postgresql://host/db"
+    assert there.store.path == "postgresql://host/db"
     absolute = plan_of(tmp_path, f"{key}.path=sqlite:////data/x.db")
-    assert absolute.buffer_path == "sqlite:////data/x.db"
+    assert absolute.store.path == "sqlite:////data/x.db"
     copy = plan_of(tmp_path, f"{key}.storage_type=file", f"{key}.path=copy.jsonl")
-    assert (copy.buffer_type, copy.buffer_path) == ("queue", f"{copy.job_dir}/buffer/copy.jsonl")
+    assert (copy.store.kind, copy.store.path) == ("queue", f"{copy.job_dir}/buffer/copy.jsonl")
 
 
 def test_evaluation_falls_on_a_synchronised_step(tmp_path):
     def interval(evaluation, sync):
         keys = (f"explorer.eval_interval={evaluation}", f"synchronizer.sync_interval={sync}")
-        return plan_of(tmp_path, *keys).eval_interval
+        return plan_of(tmp_path, *keys).sync.eval_interval
 
     assert [interval(50, 1), interval(50, 7), interval(3, 7)] == [50, 49, 7]
 
@@ -258,8 +259,8 @@ def test_a_job_begun_anew_gets_the_time_in_its_name(tmp_path):
 
 
 def test_micro_batches_hold_two_sequences_by_default(tmp_path):
-    assert plan_of(tmp_path).max_token_len == 512
-    assert plan_of(tmp_path, "trainer.max_token_len_per_gpu=300").max_token_len == 300
+    assert plan_of(tmp_path).lengths.max_token_len == 512
+    assert plan_of(tmp_path, "trainer.max_token_len_per_gpu=300").lengths.max_token_len == 300
 
 
 @pytest.mark.extension("vllm")
@@ -277,7 +278,7 @@ def test_keys_of_other_engines_are_listed_and_others_mapped(tmp_path):
     assert "without effect here: explorer.rollout_model.enforce_eager=True" in notes
     assert "enable_auto_tool_choice (True): a reply's tool calls are read wherever" in notes
     assert "trainer.trainer_strategy (fsdp2): one process trains" in notes
-    assert plan.runners == 16
+    assert plan.engine.runners == 16
 
 
 def test_the_configuration_is_not_changed_by_planning(tmp_path):
@@ -291,7 +292,7 @@ def test_one_gpu_is_shared(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 1)
     plan = plan_of(tmp_path)
     assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
-    assert plan.gpus == {"explorer": 1, "trainer": 1}
+    assert plan.places.gpus == {"explorer": 1, "trainer": 1}
 
 
 @pytest.mark.extension("http")
@@ -310,7 +311,7 @@ def test_a_server_without_a_key_is_on_loopback(tmp_path, overrides, address, say
     assert plan.listen_address == address
     noted = [note for note in plan.notes if note.startswith("explorer.listen_address")]
     assert all(says in note for note in noted) and len(noted) == bool(says)
-    assert (plan.buffer_type, plan.sync_method) == ("sql", "checkpoint")
+    assert (plan.store.kind, plan.sync.method) == ("sql", "checkpoint")
 
 
 @pytest.mark.extension("http")
@@ -347,7 +348,7 @@ def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
 )
 def test_an_adapter_is_pushed_alone_where_the_engine_can_hold_it(tmp_path, lora, others, rank):
     plan = plan_of(tmp_path, f"model.lora_configs=[{lora}]", *others)
-    assert plan.adapter_rank == rank and plan.has_adapter
+    assert plan.sync.adapter_rank == rank and plan.has_adapter
 
 
 OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"

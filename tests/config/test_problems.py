@@ -135,7 +135,7 @@ def test_a_dataset_on_the_hub_is_a_note(tmp_path, monkeypatch):
     tree["buffer"]["explorer_input"]["taskset"]["path"] = "openai/gsm8k"
     (plan,) = make_plans(config_of(tmp_path, tree))
     assert f"{TASKSET}.path (openai/gsm8k): not on this machine, will be downloaded" in plan.notes
-    assert plan.explore_steps is None
+    assert plan.steps.explore is None
 
 
 def test_a_dataset_without_the_prompt_column_has_its_columns_named(tmp_path):
@@ -531,7 +531,7 @@ def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):
     array = tmp_path / "tasks.json"
     array.write_text(json.dumps([{"question": "q", "answer": "a"}] * 16))
     (plan,) = make_plans(config_of(tmp_path, values(tmp_path), f"{TASKSET}.path={array}"))
-    assert plan.explore_steps == 2
+    assert plan.steps.explore == 2
 
 
 @pytest.mark.extension("http")

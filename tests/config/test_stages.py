@@ -24,11 +24,11 @@ def warmup(tmp_path):
 def test_the_seeds_warmup_trains_first_and_explores_then(tmp_path):
     sft, rft = make_plans(staged(tmp_path, warmup(tmp_path)))
     assert (sft.mode, sft.config.algorithm.algorithm_type) == ("train", "sft")
-    assert (sft.buffer_type, sft.buffer_path) == ("file", str(tmp_path / "sft.jsonl"))
-    assert (sft.train_steps, sft.explore_steps, sft.train_batch_size) == (10, None, 128)
-    assert sft.sync_method == "checkpoint"
+    assert (sft.store.kind, sft.store.path) == ("file", str(tmp_path / "sft.jsonl"))
+    assert (sft.steps.train, sft.steps.explore, sft.steps.train_batch_size) == (10, None, 128)
+    assert sft.sync.method == "checkpoint"
     assert (rft.mode, rft.config.algorithm.algorithm_type) == ("both", "grpo")
-    assert (rft.explore_steps, rft.train_batch_size) == (4, 32)
+    assert (rft.steps.explore, rft.steps.train_batch_size) == (4, 32)
 
 
 def test_stages_lie_in_the_jobs_folder_and_hand_on_their_model(tmp_path):
@@ -57,7 +57,7 @@ def test_stages_merge_onto_the_global_file_and_not_onto_each_other(tmp_path):
     ]
     a, b = make_plans(staged(tmp_path, stages, trainer={"grad_clip": 0.5}))
     assert (a.config.trainer.grad_clip, b.config.trainer.grad_clip) == (0.1, 0.5)
-    assert (a.batch_size, b.batch_size) == (4, 8)
+    assert (a.steps.batch_size, b.steps.batch_size) == (4, 8)
     assert a.config.buffer.explorer_input == b.config.buffer.explorer_input
 
 

@@ -128,10 +128,10 @@ def test_the_group_size_of_an_own_algorithm_holds_where_the_file_says_nothing(
     tree = values(tmp_path)
     del tree["algorithm"]["repeat_times"]
     [plan], problems, _ = draft(config_of(tmp_path, tree, f"plugins=[{plugin}]", own))
-    assert not problems and (plan.repeat_times, plan.train_batch_size) == (8, 64)
+    assert not problems and (plan.steps.repeat_times, plan.steps.train_batch_size) == (8, 64)
     tree["stages"] = [{"stage_name": "a"}, {"stage_name": "b", "algorithm": {"repeat_times": 2}}]
     plans = draft(config_of(tmp_path, tree, f"plugins=[{plugin}]", own)).plans
-    assert [plan.repeat_times for plan in plans] == [8, 2]
+    assert [plan.steps.repeat_times for plan in plans] == [8, 2]
 
 
 @pytest.mark.extension("more_losses")

@@ -61,7 +61,8 @@ def test_the_probe_is_calibrated_while_trainer_and_engine_have_the_same_weights(
             return asked
 
     urls = ("http://a",) if why == "servers of the user's" else ()
-    plan = SimpleNamespace(has_adapter=why == "an adapter", engine_urls=urls)
+    engine = SimpleNamespace(urls=urls)
+    plan = SimpleNamespace(has_adapter=why == "an adapter", engine=engine)
     resumed = object() if why == "a resume" else None
     result = StageResult(None, "both", "")
     stage: Any = SimpleNamespace(result=lambda: result, plan=plan, resumed=resumed)

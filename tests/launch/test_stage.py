@@ -54,7 +54,7 @@ def test_the_summary_of_a_resumed_run_begins_where_its_first_start_did(tmp_path:
 
 def test_a_run_at_its_end_says_what_makes_it_go_on(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
-    last = plan.train_steps
+    last = plan.steps.train
     assert last is not None
     said = nothing_left(plan, last)
     assert said.startswith(f"nothing was left to do: step {last} was this run's last. To train on")
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> Non
 
 def test_a_lone_explorer_that_ends_early_says_who_wanted_no_more() -> None:
     def said(name: str | None, planned: int | None, steps: int) -> str:
-        plan: Any = SimpleNamespace(explorer_name=name, explore_steps=planned)
+        plan: Any = SimpleNamespace(explorer_name=name, steps=SimpleNamespace(explore=planned))
         return explored(plan, steps)
 
     wanted_no_more = ", and the trainer wants no more"

@@ -100,9 +100,9 @@ def test_a_gpus_memory_grows_in_place_except_in_colocate_or_where_the_user_has_a
         plan: Any = SimpleNamespace(
             config=None,
             device="cuda",
-            launcher="local",
             deterministic=False,
-            takes_turns=takes_turns,
+            places=SimpleNamespace(spread=False),
+            sync=SimpleNamespace(takes_turns=takes_turns),
         )
         with patch.object(models, "_settings"):
             models.make_models(plan, "", recipe, make=MagicMock())

@@ -71,14 +71,14 @@ class FileStore:
         form = FORMATS[parts.schema](
             rows,
             parts.tokenizer,
-            max_model_len=plan.max_model_len,
+            max_model_len=plan.lengths.max_model_len,
             format_args=config.format.model_dump(),
             end_ids=parts.end_ids,
             chat_template=parts.chat_template,
             enable_thinking=plan.config.model.enable_thinking,
             on_error=config.on_error,
         )
-        epochs = None if plan.train_steps or parts.endless else plan.config.buffer.total_epochs
+        epochs = None if plan.steps.train or parts.endless else plan.config.buffer.total_epochs
         return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
 
 

@@ -15,6 +15,9 @@ from trireme.log import hide_passwords
 from trireme.monitor.terminal import Terminal
 
 if TYPE_CHECKING:
+    from trireme.config.placement import Places
+    from trireme.config.sizes import Steps
+    from trireme.config.sync import SyncPlan
     from trireme.launch.parts import Parts
 
 _WIDTH = 14
@@ -97,31 +100,31 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     trains = plan.mode in ("both", "train")
     rows = [("model", _model(plan)), ("lengths", _lengths(plan))]
     if explores:
-        rows.append(("explore step", _explore_step(plan)))
+        rows.append(("explore step", _explore_step(plan.steps)))
     if trains:
-        rows.append(("train step", _train_step(plan)))
-    if plan.memory:
-        again = "; activations are computed again" * plan.gradient_checkpointing
+        rows.append(("train step", _train_step(plan.steps, plan.lengths.max_token_len)))
+    if plan.memory.needs:
+        again = "; activations are computed again" * plan.memory.gradient_checkpointing
         where = "in each trainer process" if plan.device == "cpu" else "on each trainer GPU"
-        share = plan.engine_share
+        share = plan.memory.engine_share
         turns = "" if share is None else f"; in its turn the engine has {share:g} of it"
-        rows.append(("memory", f"{in_gib(plan.memory)} {where}{again}{turns}"))
-    rows.append(("steps", _steps(plan, explores, trains)))
+        rows.append(("memory", f"{in_gib(plan.memory.needs)} {where}{again}{turns}"))
+    rows.append(("steps", _steps(plan.steps, explores, trains)))
     if plan.mode != "train":
-        engine = ", ".join(plan.engine_urls) or _engines(plan)
+        engine = ", ".join(plan.engine.urls) or _engines(plan)
         engine = f"the API at {plan.api.base_url}" if plan.api else engine
-        at_once = min(plan.runners, plan.batch_size) * plan.repeat_times
-        each = -(-at_once // max(plan.num_engines, len(plan.engine_urls)))
+        at_once = min(plan.engine.runners, plan.steps.batch_size) * plan.steps.repeat_times
+        each = -(-at_once // max(plan.places.num_engines, len(plan.engine.urls)))
         requests = f"at most {each} requests at once{' an engine' * (each < at_once)}"
-        rows.append(("runners", f"{plan.runners} on {engine}: {requests}"))
-        rows.append(("evaluation", f"every {plan.eval_interval} explore steps"))
+        rows.append(("runners", f"{plan.engine.runners} on {engine}: {requests}"))
+        rows.append(("evaluation", f"every {plan.sync.eval_interval} explore steps"))
     if plan.mode in ("both", "explore"):
-        rows.append(("sync", _sync(plan)))
+        rows.append(("sync", _sync(plan.sync)))
     if trains or explores:
-        rows.append(("buffer", f"{plan.buffer_type}, {plan.buffer_path}"))
-    gpus = ", ".join(f"{role} {count}" for role, count in plan.gpus.items())
-    if plan.spread:
-        rows.append(("places", _places(plan)))
+        rows.append(("buffer", f"{plan.store.kind}, {plan.store.path}"))
+    gpus = ", ".join(f"{role} {count}" for role, count in plan.places.gpus.items())
+    if plan.places.spread:
+        rows.append(("places", _places(plan.places, plan.sync.takes_turns)))
     rows += [
         ("GPUs", f"{gpus} ({plan.device}, {plan.dtype})"),
         ("seed", f"{plan.seed}{_exactness(plan)}"),
@@ -136,8 +139,8 @@ def _held(plan: Plan) -> str:
     step = max((step for step in folder.steps() if folder.is_full(step)), default=None)
     if step is None:
         return ""
-    past = plan.train_steps is not None and step >= plan.train_steps
-    left = f", and {plan.train_steps} were asked for: nothing is left to do" if past else ""
+    past = plan.steps.train is not None and step >= plan.steps.train
+    left = f", and {plan.steps.train} were asked for: nothing is left to do" if past else ""
     return f" holds a run at step {step}, which this one goes on from{left}"
 
 
@@ -149,7 +152,7 @@ def _exactness(plan: Plan) -> str:
         return ""
     if plan.device != "cpu":
         return ", sums in a fixed order"
-    near = "; engine and trainer within 1e-4 nats a token" if plan.share_tensors else ""
+    near = "; engine and trainer within 1e-4 nats a token" if plan.sync.share_tensors else ""
     return f", byte-equal runs{near}"
 
 
@@ -162,59 +165,60 @@ def _model(plan: Plan) -> str:
 
 
 def _lengths(plan: Plan) -> str:
-    model = plan.config.model
+    model, lengths = plan.config.model, plan.lengths
     if model.max_model_len is None and None in (model.max_prompt_tokens, model.max_response_tokens):
         return "not given"
-    least = f", response at least {plan.min_response_tokens}" if plan.min_response_tokens else ""
+    shortest = lengths.min_response_tokens
+    least = f", response at least {shortest}" if shortest else ""
     return (
-        f"{plan.max_model_len} tokens: prompt up to {plan.max_prompt_tokens}, response up to "
-        f"{plan.max_response_tokens}{least}"
+        f"{lengths.max_model_len} tokens: prompt up to {lengths.max_prompt_tokens}, response up to "
+        f"{lengths.max_response_tokens}{least}"
     )
 
 
 def _engines(plan: Plan) -> str:
-    if plan.spread or plan.engine_hosts:
-        return f"{plan.num_engines} {plan.engine_kind} engine{'s' * (plan.num_engines > 1)}"
-    return f"the embedded {plan.engine_kind} engine"
+    kind, count = plan.engine.kind, plan.places.num_engines
+    if plan.places.spread or plan.engine.hosts:
+        return f"{count} {kind} engine{'s' * (count > 1)}"
+    return f"the embedded {kind} engine"
 
 
-def _places(plan: Plan) -> str:
-    taken = plan.num_engines * plan.engine_size
-    engines = f"{taken} for engines ({plan.num_engines} x {plan.engine_size})"
-    trainer = f"{plan.trainer_ranks} for the trainer"
-    other = f"{plan.auxiliary_places} for auxiliary models"
-    processes = [engines] * bool(taken) + [other] * bool(plan.auxiliary_places)
-    processes += [trainer] * bool(plan.trainer_ranks)
-    nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)}"
-    total = plan.nodes * plan.places_per_node
-    if plan.takes_turns:
+def _places(places: Places, takes_turns: bool) -> str:
+    taken = places.num_engines * places.engine_size
+    engines = f"{taken} for engines ({places.num_engines} x {places.engine_size})"
+    trainer = f"{places.trainer_ranks} for the trainer"
+    other = f"{places.auxiliary} for auxiliary models"
+    processes = [engines] * bool(taken) + [other] * bool(places.auxiliary)
+    processes += [trainer] * bool(places.trainer_ranks)
+    nodes = f"{places.nodes} node{'s' * (places.nodes > 1)}"
+    if takes_turns:
         processes = ["on each a rank of the trainer and an engine, which take turns"]
-    return f"{total} on {nodes}: {', '.join(processes)}"
+    return f"{places.total} on {nodes}: {', '.join(processes)}"
 
 
-def _explore_step(plan: Plan) -> str:
-    rollouts = plan.batch_size * plan.repeat_times
-    return f"{plan.batch_size} tasks x {plan.repeat_times} rollouts = {rollouts} rollouts"
+def _explore_step(steps: Steps) -> str:
+    tasks, each = steps.batch_size, steps.repeat_times
+    return f"{tasks} tasks x {each} rollouts = {tasks * each} rollouts"
 
 
-def _train_step(plan: Plan) -> str:
-    micro = f"micro-batches of up to {plan.max_token_len} tokens"
-    size = f"{plan.train_batch_size} experiences"
-    if plan.whole_steps:
+def _train_step(steps: Steps, max_token_len: int) -> str:
+    micro = f"micro-batches of up to {max_token_len} tokens"
+    size = f"{steps.train_batch_size} experiences"
+    if steps.whole:
         size = "what an explore step left"
-    elif plan.own_batch < plan.train_batch_size:
-        size += f" ({plan.train_batch_size - plan.own_batch} of them an expert's)"
+    elif steps.own_batch < steps.train_batch_size:
+        size += f" ({steps.train_batch_size - steps.own_batch} of them an expert's)"
     return f"{size}, {micro}"
 
 
-def _steps(plan: Plan, explores: bool, trains: bool) -> str:
+def _steps(steps: Steps, explores: bool, trains: bool) -> str:
     parts = []
     if explores:
-        parts.append(f"explore {_count(plan.explore_steps)}")
+        parts.append(f"explore {_count(steps.explore)}")
     if trains:
-        parts.append(f"train {_count(plan.train_steps)}")
-    if plan.steps_per_epoch is not None:
-        parts.append(f"{plan.steps_per_epoch} an epoch")
+        parts.append(f"train {_count(steps.train)}")
+    if steps.per_epoch is not None:
+        parts.append(f"{steps.per_epoch} an epoch")
     return ", ".join(parts)
 
 
@@ -222,11 +226,11 @@ def _count(steps: int | None) -> str:
     return "until the data ends" if steps is None else str(steps)
 
 
-def _sync(plan: Plan) -> str:
-    how = "tensors are shared" if plan.share_tensors else f"by {plan.sync_method}"
-    if plan.takes_turns and plan.sync_method == "memory":
+def _sync(sync: SyncPlan) -> str:
+    how = "tensors are shared" if sync.share_tensors else f"by {sync.method}"
+    if sync.takes_turns and sync.method == "memory":
         how = "each rank lends its engine a bucket at a time"
-    how += ", the adapter alone" if plan.adapter_rank else ""
-    ahead = f", explorer {plan.sync_offset} ahead" if plan.sync_offset else ""
-    beat = "every step" if plan.sync_interval == 1 else f"every {plan.sync_interval} steps"
-    return f"{plan.sync_style}, {beat}{ahead}, {how}"
+    how += ", the adapter alone" if sync.adapter_rank else ""
+    ahead = f", explorer {sync.offset} ahead" if sync.offset else ""
+    beat = "every step" if sync.interval == 1 else f"every {sync.interval} steps"
+    return f"{sync.style}, {beat}{ahead}, {how}"

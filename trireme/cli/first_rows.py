@@ -37,7 +37,7 @@ def first_rows(plan: Plan, parts: Parts) -> Told:
     """
     if plan.mode == "serve" or plan.api or located(plan.model_path, "models") is None:
         return [], []
-    lines, problems = _of_data(plan) if plan.buffer_type == "file" else ([], [])
+    lines, problems = _of_data(plan) if plan.store.kind == "file" else ([], [])
     if parts.unread:
         lines.append(unread(parts.unread))
     for name, prompts in parts.prompts:
@@ -71,14 +71,14 @@ def _of_data(plan: Plan) -> Told:
     if not sizes:
         return [], [
             f"all of the first {lost} rows leave nothing to train within model.max_model_len "
-            f"({plan.max_model_len}): expected a larger one, or shorter rows"
+            f"({plan.lengths.max_model_len}): expected a larger one, or shorter rows"
         ]
     shown = in_one_line(bracketed(next(s for s in samples if s.parts)), SHOWN)
     lines = [("rows", _range(sizes)), ("trained", f"[[in brackets]] {shown}")]
-    cut = sum(size >= plan.max_model_len for size in sizes)
+    cut = sum(size >= plan.lengths.max_model_len for size in sizes)
     if lost or cut:
         text = f"{lost} of the first {len(samples)} rows are left out, as too long, and {cut} cut"
-        lines.append(("warning", f"{text} at model.max_model_len ({plan.max_model_len})"))
+        lines.append(("warning", f"{text} at model.max_model_len ({plan.lengths.max_model_len})"))
     return lines, []
 
 

@@ -32,11 +32,11 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
 
     config = plan.config.buffer.trainer_input.experience_buffer
     text = make_text(plan, plan.model_path)
-    rows = load_rows(plan.buffer_path, config.subset_name, config.split, on_error=config.on_error)
+    rows = load_rows(plan.store.path, config.subset_name, config.split, on_error=config.on_error)
     form = FORMATS[row_of(plan.config.algorithm.algorithm_type).schema](
         rows,
         text.tokenizer,
-        max_model_len=plan.max_model_len,
+        max_model_len=plan.lengths.max_model_len,
         format_args=config.format.model_dump(),
         chat_template=text.template,
         enable_thinking=plan.config.model.enable_thinking,

@@ -28,7 +28,8 @@ from trireme.config.lookup import (
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.shape import experts_of
-from trireme.config.stages import StageFacts, Steps, used_tasksets
+from trireme.config.sizes import Steps
+from trireme.config.stages import StageFacts, used_tasksets
 from trireme.registry import ENGINES
 
 
@@ -440,7 +441,7 @@ def note_idle(stage: StageFacts, steps: Steps) -> Findings:
 
 
 def _idle_in_training(stage: StageFacts, steps: Steps) -> list[str]:
-    config, train, found = stage.config, steps.train_steps, list[str]()
+    config, train, found = stage.config, steps.train, list[str]()
     optimizer, critic = config.algorithm.optimizer, config.algorithm.critic
     if optimizer.lr == 0:
         found.append("algorithm.optimizer.lr (0): no weight of the policy moves")

@@ -17,6 +17,7 @@ from trireme.extensions import missing, needed_for
 from trireme.registry import ENGINES, PROGRAMS, SERVERS, did_you_mean, is_path
 
 if TYPE_CHECKING:
+    from trireme.config.placement import Places
     from trireme.config.plan import Plan
     from trireme.config.schema import Config
     from trireme.config.schema_rollout import RolloutModelConfig
@@ -73,6 +74,31 @@ class EngineChoice:
     """The largest rank of a LoRA adapter that it can load besides its weights; None: any."""
     notes: Sequence[str] = ()
     problems: Sequence[Problem] = ()
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The engine of a run, and how the run's parts reach it."""
+
+    kind: str
+    """Its kind, by its name in ENGINES."""
+    python: str | None
+    """The interpreter of its processes; None: that of the process that starts them."""
+    hosts: int
+    """The number of engine processes that a run without a launcher starts; 0: the engine is
+    embedded, or remote."""
+    urls: tuple[str, ...]
+    """The rollout servers that generate; empty: the run has engines of its own."""
+    key: str | None
+    """The key that they require."""
+    runners: int
+    """Tasks that are tried at once."""
+    shares: bool
+    """Whether, embedded, it can read the trainer's own tensors."""
+    sleeps: bool
+    """Whether its processes free their memory while the trainer on their device works."""
+    largest_adapter: int | None
+    """The largest rank of a LoRA adapter that it can load besides its weights; None: any."""
 
 
 class Interpreter(NamedTuple):
@@ -180,8 +206,27 @@ def check_engine_types(stage: StageFacts) -> Findings:
     return findings
 
 
-def choose_engine(stage: StageFacts, gpus: int, *, spread: bool) -> tuple[EngineChoice, Findings]:
-    """Choose the engine of a stage."""
+def choose_engine(stage: StageFacts, places: Places) -> tuple[EnginePlan, Findings]:
+    """Choose the engine of a stage that asks for these places."""
+    findings, explorer = Findings(), stage.config.explorer
+    choice = findings.take(_choose(stage, places.present, places.spread))
+    model = explorer.rollout_model
+    engine = EnginePlan(
+        kind=choice.kind,
+        python=choice.python,
+        hosts=0 if places.spread else choice.hosts,
+        urls=tuple(model.base_urls) if stage.remote else (),
+        key=model.api_key,
+        runners=explorer.runner_per_model * max(places.num_engines, model.engine_num),
+        shares=choice.shares,
+        sleeps=choice.sleeps,
+        largest_adapter=choice.largest_adapter,
+    )
+    return engine, findings
+
+
+def _choose(stage: StageFacts, gpus: int, spread: bool) -> tuple[EngineChoice, Findings]:
+    """Ask the engine's kind how it runs here; a stage without an engine has the default."""
     model = stage.config.explorer.rollout_model
     if stage.config.mode == "train" or stage.reads_file or stage.remote or stage.asks_api:
         return EngineChoice(), Findings()
@@ -207,10 +252,10 @@ def _default_kind(model: RolloutModelConfig, gpus: int) -> str:
     return EMBEDDED
 
 
-def adapter_rank_of(stage: StageFacts, engine: EngineChoice, method: str) -> int:
+def adapter_rank_of(stage: StageFacts, method: str, largest: int | None = None) -> int:
     """Return the rank of the adapter that is pushed alone; 0 if merged weights are pushed: by
     files, to a user's own servers, with DoRA, with adapters on head or embedding or on layers that
-    only a regular expression names, and if the engine cannot load such an adapter.
+    only a regular expression names, and if it exceeds the `largest` that the engine can load.
     """
     config = stage.config
     if config.mode != "both" or method == "checkpoint" or stage.remote or stage.reads_file:
@@ -222,7 +267,7 @@ def adapter_rank_of(stage: StageFacts, engine: EngineChoice, method: str) -> int
                 rank, dora, targets = adapter_facts(lora.path)
             except ValueError:  # `check_model` reports the error
                 return 0
-        fits = engine.largest_adapter is None or rank <= engine.largest_adapter
+        fits = largest is None or rank <= largest
         if _inner(targets) and not dora and fits:
             return rank
     return 0

@@ -8,14 +8,18 @@ and activations are recomputed only if the file asks for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.config import Findings
 from trireme.registry import MEMORY_PLANNERS
 
 if TYPE_CHECKING:
+    from trireme.config.engine_kind import EnginePlan
     from trireme.config.placement import Places
+    from trireme.config.sizes import Lengths
     from trireme.config.stages import StageFacts
+    from trireme.config.sync import SyncPlan
 
 GIB = 2**30
 LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
@@ -25,15 +29,16 @@ MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
 of finished ones."""
 
 
-class MemoryPlan(NamedTuple):
+@dataclass(frozen=True)
+class MemoryPlan:
     """The device memory of a trainer's rank."""
 
-    memory: dict[str, int]
+    needs: dict[str, int]
     """Bytes by purpose; empty: not known."""
     gradient_checkpointing: bool
-    """Whether activations are recomputed."""
+    """Whether activations are recomputed in the backward pass."""
     engine_share: float | None = None
-    """The share of a GPU for an engine that takes turns with the trainer."""
+    """The share of a GPU for an engine that takes turns with the trainer; None: a default."""
 
 
 class MemoryRequest(NamedTuple):
@@ -54,6 +59,29 @@ class MemoryRequest(NamedTuple):
     """Whether the engine reads the trainer's tensors."""
     free: int | None
     """Bytes of a GPU; None: there is none, or its size is not known."""
+
+
+def request_of(
+    lengths: Lengths,
+    places: Places,
+    engine: EnginePlan,
+    sync: SyncPlan,
+    *,
+    half: bool,
+    free: int | None,
+) -> MemoryRequest:
+    """Return the question to a planner about what has been decided."""
+    sleeping = places.num_engines if places.paired and engine.sleeps else 0
+    return MemoryRequest(
+        tokens=lengths.max_token_len,
+        length=lengths.max_model_len,
+        device="cuda" if places.present else "cpu",
+        half=half,
+        hosts=engine.hosts or sleeping,
+        takes_turns=sync.takes_turns,
+        shared=sync.share_tensors,
+        free=free,
+    )
 
 
 def plan_memory(

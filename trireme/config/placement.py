@@ -7,7 +7,7 @@ sizes multiply to, auxiliary models on GPUs take one, and the trainer has the re
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from trireme.config import Findings
 from trireme.config.engine_kind import SIZES, size_of, sizes_of
@@ -15,15 +15,21 @@ from trireme.config.launcher import AUTO, LOCAL, choose_launcher
 from trireme.config.stages import StageFacts
 
 
-class Places(NamedTuple):
-    """The number of places of each part."""
+@dataclass(frozen=True)
+class Places:
+    """The launcher of a run's parts, and the number of places of each part."""
 
     launcher: str
+    """A name in LAUNCHERS, or `local` if the parts are in one process."""
+    present: int
+    """The GPUs of each machine."""
     nodes: int
     per_node: int
-    """0: the machine is not known, and the file asks for no number."""
+    """Places that a run takes of each machine; 0: the machine is not known, and the file asks for
+    no number."""
     num_engines: int
     engine_size: int
+    """Places of one engine."""
     trainer_ranks: int
     auxiliary: int = 0
     """Places for the auxiliary models in the explorer's process: one GPU for all."""
@@ -39,6 +45,26 @@ class Places(NamedTuple):
     def total(self) -> int:
         """Return the number of all requested places."""
         return self.nodes * self.per_node
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """Return the GPUs of each role; in one process they share one."""
+        if not self.spread:
+            return dict.fromkeys(("explorer", "trainer"), min(self.present, 1))
+        engines = self.num_engines * self.engine_size + self.auxiliary
+        some = self.present > 0
+        return {"explorer": engines * some, "trainer": self.trainer_ranks * some}
+
+    def taken(self, hosts: int) -> Places:
+        """Return the places that the run takes of those that the file asks for: without a launcher
+        it is one process, and `hosts` engine processes.
+        """
+        if self.spread:
+            return self
+        engines = max(hosts, 1)
+        return replace(
+            self, nodes=1, per_node=1, num_engines=engines, engine_size=1, trainer_ranks=1
+        )
 
     def split(self) -> str:
         """Format `4 for engines (2 x 2), 4 for the trainer`."""
@@ -82,12 +108,12 @@ def places_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
         per_node = present or engines * size + trains
     rest = max(nodes * per_node - engines * size - auxiliary, 0)
     ranks = rest if stage.config.mode in ("both", "train") else 0
-    places = Places(launcher, nodes, per_node, engines, size, ranks, auxiliary)
+    places = Places(launcher, present, nodes, per_node, engines, size, ranks, auxiliary)
     if places.total > 1 or spread:
         findings.add(_check_split(stage, places))
     here = cluster.ray_address in ("auto", "local") and nodes == 1
     if cluster.launcher == AUTO and here:
-        findings.add(_check_present(stage, places, present))
+        findings.add(_check_present(places))
     return places, findings
 
 
@@ -98,27 +124,19 @@ def _pairs_of(stage: StageFacts, launcher: str, present: int) -> tuple[Places, F
     nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node or max(present, 1)
     total = nodes * per_node
     engines = 0 if stage.reads_file and not stage.evaluates else total
-    places = Places(launcher, nodes, per_node, engines, 1, total, paired=True)
+    places = Places(launcher, present, nodes, per_node, engines, 1, total, paired=True)
     findings.add(_check_ranks(stage, total))
     if nodes > 1:
         findings.problem("cluster.node_num", f"is {nodes}: expected 1 in mode colocate")
     if cluster.launcher == AUTO and cluster.ray_address in ("auto", "local"):
-        findings.add(_check_present(stage, places, present))
+        findings.add(_check_present(places))
     return places, findings
 
 
-def gpus_of(places: Places, present: int) -> dict[str, int]:
-    """Return the GPUs of each role; in one process they share one."""
-    if not places.spread:
-        return {"explorer": min(present, 1), "trainer": min(present, 1)}
-    engines = places.num_engines * places.engine_size + places.auxiliary
-    return {"explorer": engines if present else 0, "trainer": places.trainer_ranks * bool(present)}
-
-
-def note_places(stage: StageFacts, places: Places, present: int) -> Findings:
+def note_places(stage: StageFacts, places: Places) -> Findings:
     """Note if the cluster section asks for other machines than the run uses."""
     findings = Findings()
-    asked, nodes = places.total, places.nodes
+    asked, nodes, present = places.total, places.nodes, places.present
     if stage.asks_api:
         return findings
     if places.spread:
@@ -200,9 +218,9 @@ def _check_ranks(stage: StageFacts, ranks: int) -> Findings:
     return findings
 
 
-def _check_present(stage: StageFacts, places: Places, present: int) -> Findings:
+def _check_present(places: Places) -> Findings:
     """Check that a machine with GPUs has as many as each machine must have."""
-    findings = Findings()
+    findings, present = Findings(), places.present
     if 0 < present < places.per_node:
         findings.problem(
             "cluster.gpu_per_node",

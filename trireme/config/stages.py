@@ -1,11 +1,10 @@
-"""Stages: merges each stage's configuration, decides the fate of its keys and counts its steps.
+"""Stages: merges each stage's configuration, and decides the fate of its keys.
 
 Each stage merges onto the original file, key by key, never onto the stage before it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -337,112 +336,3 @@ def _short(key: str, value: Any) -> str:
     plain = made.model_dump(exclude_unset=True) if isinstance(made, Section) else value
     text = str(without_secrets(plain, key))
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-class Lengths(NamedTuple):
-    """All four lengths, in tokens."""
-
-    max_model_len: int
-    max_prompt_tokens: int
-    max_response_tokens: int
-    min_response_tokens: int
-
-
-class Steps(NamedTuple):
-    """The amount of work; None: only the data or the workflow determines it, or there is none."""
-
-    train_batch_size: int
-    own_batch: int
-    """The part of the train batch that the explorer provides."""
-    explore_steps: int | None = None
-    train_steps: int | None = None
-    schedule_steps: int | None = None
-    steps_per_epoch: int | None = None
-
-
-def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
-    """Decide the lengths that the user did not set: prompt and response share `max_model_len`."""
-    findings = Findings()
-    model = stage.config.model
-    total, shortest = model.max_model_len, model.min_response_tokens
-    prompt, response = model.max_prompt_tokens, model.max_response_tokens
-    if total is None:
-        if prompt is None or response is None:
-            findings.problem(
-                "model.max_model_len",
-                "is not given: expected it, or both max_prompt_tokens and max_response_tokens",
-            )
-            return Lengths(2, 1, 1, 0), findings
-        total = prompt + response
-    for name, part in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
-        if part is not None and part >= total:
-            expected = f"less than model.max_model_len ({total})"
-            findings.problem(f"model.{name}", f"is {part}: expected {expected}")
-            return Lengths(total, total - 1, 1, 0), findings
-    if prompt is not None and response is not None and prompt + response > total:
-        findings.problem(
-            "model.max_prompt_tokens",
-            f"({prompt}) and max_response_tokens ({response}) make {prompt + response} tokens: "
-            f"expected at most model.max_model_len ({total})",
-        )
-    if response is None:
-        prompt = total // 2 if prompt is None else prompt
-        response = total - prompt
-    elif prompt is None:
-        prompt = total - response
-    lengths = Lengths(total, prompt, response, min(shortest, max(response - 1, 0)))
-    return lengths, findings
-
-
-def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
-    """Decide batch sizes and numbers of steps, if they are known before the data is loaded."""
-    findings = Findings()
-    config, buffer = stage.config, stage.config.buffer
-    wanted = buffer.train_batch_size or stage.rollouts
-    own = max(wanted - math.ceil((stage.expert_ratio or 0) * wanted), 1)
-    if stage.reads_file or config.mode == "train":
-        if stage.reads_file and not buffer.train_batch_size:
-            findings.problem(
-                "buffer.train_batch_size",
-                "is not given: expected the number of experiences of a train step, since "
-                f"{config.algorithm.algorithm_type} reads data",
-            )
-        rows = stage.train_rows
-        path = buffer.trainer_input.experience_buffer.path or ""
-        steps = config.trainer.total_steps or buffer.total_steps
-        if not steps and rows is not None:
-            steps = findings.take(_epochs(stage, wanted, rows, path))
-        an_epoch = None if rows is None else rows // wanted
-        return Steps(wanted, own, None, steps, steps, an_epoch), findings
-    if config.mode in ("bench", "serve"):
-        return Steps(wanted, own), findings
-    explore = buffer.total_steps or stage.task_steps
-    expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
-    schedule = config.trainer.total_steps or expected
-    train = None if config.mode == "explore" else config.trainer.total_steps
-    one_each = stage.whole_steps or stage.one_experience
-    if train is None and config.mode == "both" and one_each:
-        train = expected
-    replays = buffer.trainer_input.experience_buffer.replay_buffer.enable
-    if config.mode == "both" and not replays and (train or 0) > (expected or math.inf):
-        condition = "" if one_each else " where each rollout is one experience"
-        findings.note(
-            f"trainer.total_steps ({train}): the tasks give {expected}{condition}, and the run "
-            "ends there; buffer.total_steps or total_epochs says how often they are repeated"
-        )
-    rows = stage.task_rows
-    an_epoch = None if rows is None else rows // buffer.batch_size
-    return Steps(wanted, own, explore, train, schedule, an_epoch), findings
-
-
-def _epochs(stage: StageFacts, size: int, rows: int, path: str) -> tuple[int, Findings]:
-    """Return the train steps in all epochs of a data set; a problem if there are none."""
-    findings = Findings()
-    epochs = stage.config.buffer.total_epochs
-    if rows * epochs < size:
-        findings.problem(
-            "buffer.train_batch_size",
-            f"({size}) gives no step: {path} has {rows} rows and total_epochs is {epochs}; "
-            f"expected at most {rows * epochs}, or total_steps",
-        )
-    return rows * epochs // size, findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,16 @@ _QUEUE = "queue"
 """The store of a run in one process that names none."""
 
 
+@dataclass(frozen=True)
+class StorePlan:
+    """The store of experiences between explorer and trainer."""
+
+    kind: str
+    """A name in STORES, or `file` if the trainer reads a data set."""
+    path: str
+    """A store's URL, a queue's copy (URL or .jsonl), or a data set's path."""
+
+
 def store_named(kind: str, config: ExperienceBufferConfig) -> Store:
     """Return the store of a kind; a queue with replay is a separate one.
 
@@ -28,7 +39,7 @@ def store_named(kind: str, config: ExperienceBufferConfig) -> Store:
     return STORES.get(name)()
 
 
-def store_of(stage: StageFacts, job_dir: Path) -> tuple[tuple[str, str], Findings]:
+def store_of(stage: StageFacts, job_dir: Path) -> tuple[StorePlan, Findings]:
     """Decide kind and path of the trainer's store, and check it."""
     findings, config = Findings(), stage.config
     buffer = config.buffer.trainer_input.experience_buffer
@@ -63,7 +74,7 @@ def store_of(stage: StageFacts, job_dir: Path) -> tuple[tuple[str, str], Finding
         findings.problems += store.examine(buffer, _KEY, path, config.seed)
     path = store.place(path, buffer.name)
     path = path if kind == "file" else _placed(path, job_dir)
-    return (kind, path), findings
+    return StorePlan(kind, path), findings
 
 
 def is_between_processes(config: ExperienceBufferConfig) -> bool:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from typing import Literal
 
 from trireme.config import Findings
-from trireme.config.engine_kind import KEY, kind_names, sizes_of
+from trireme.config.engine_kind import KEY, EnginePlan, adapter_rank_of, kind_names, sizes_of
 from trireme.config.launcher import LOCAL
 from trireme.config.placement import Places
 from trireme.config.schema import SynchronizerConfig
-from trireme.config.stages import StageFacts, Steps
+from trireme.config.sizes import Steps
+from trireme.config.stages import StageFacts
 from trireme.config.store import is_between_processes, keeps_steps
 
 SyncMethod = Literal["memory", "checkpoint", "nccl"]
@@ -32,7 +34,57 @@ _STYLES: dict[str, SyncStyle] = {
 _OLDER_METHODS = {"online": "nccl", "offline": "checkpoint"}
 
 
-def style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findings]:
+@dataclass(frozen=True)
+class SyncPlan:
+    """When weights go to the engine, how, and whether explorer and trainer work by turns."""
+
+    method: SyncMethod
+    style: SyncStyle
+    interval: int
+    """Steps between synchronisations."""
+    offset: int
+    """Steps that the explorer runs ahead of the trainer."""
+    eval_interval: int
+    """Explore steps between evaluations, a multiple of `interval`."""
+    lock_step: bool
+    """Whether explorer and trainer take turns: neither works while the other does."""
+    takes_turns: bool
+    """Whether each engine process shares a device with a trainer's rank, and one rests while the
+    other works."""
+    share_tensors: bool
+    """Whether the engine reads the trainer's own tensors: only in lock-step and in float32, since
+    an engine in bfloat16 would multiply in float32 with them."""
+    adapter_rank: int
+    """The largest rank of the LoRA adapter that is pushed alone; 0: all weights are pushed."""
+
+
+def sync_of(
+    stage: StageFacts, places: Places, engine: EnginePlan, steps: Steps, dtype: str
+) -> tuple[SyncPlan, Findings]:
+    """Decide how a stage's weights go from the trainer to the engine."""
+    findings, config, sync = Findings(), stage.config, stage.config.synchronizer
+    style = findings.take(_style_of(stage, steps.own_batch))
+    method = findings.take(_method_of(stage, places.spread, engine.hosts))
+    one_process = not places.spread and not engine.hosts
+    in_turns = not stage.reads_file and method == "memory" and (places.paired or one_process)
+    lock_step = in_turns and not _against_turns(stage, steps.own_batch)
+    takes_turns = findings.take(_takes_turns(stage, places, engine.hosts, lock_step=lock_step))
+    shares = lock_step and not places.spread and engine.shares
+    return SyncPlan(
+        method=method,
+        style=style,
+        interval=sync.sync_interval,
+        offset=sync.sync_offset,
+        eval_interval=max(config.explorer.eval_interval // sync.sync_interval, 1)
+        * sync.sync_interval,
+        lock_step=lock_step,
+        takes_turns=takes_turns,
+        share_tensors=shares and not config.model.lora_configs and dtype == "float32",
+        adapter_rank=adapter_rank_of(stage, method, engine.largest_adapter),
+    ), findings
+
+
+def _style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findings]:
     """Decide the style, under its one name; a fixed interval that would wait forever is a
     problem.
     """
@@ -57,7 +109,7 @@ def style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findi
     return style, findings
 
 
-def method_of(stage: StageFacts, spread: bool, hosts: int) -> tuple[SyncMethod, Findings]:
+def _method_of(stage: StageFacts, spread: bool, hosts: int) -> tuple[SyncMethod, Findings]:
     """Decide how weights travel: in memory if both sides are in this process, else by files; to
     engines in other processes as requested, or by HTTP.
     """
@@ -84,14 +136,6 @@ def method_of(stage: StageFacts, spread: bool, hosts: int) -> tuple[SyncMethod, 
     if asked_for and (mode in ("explore", "train", "serve") or asked == "nccl"):
         findings.note(f"synchronizer.sync_method ({method}): {how}")
     return ("memory" if mode == "both" else "checkpoint"), findings
-
-
-def takes_lock_step(stage: StageFacts, train_batch_size: int, method: SyncMethod) -> bool:
-    """Return True if explorer and trainer take turns, so that each sees exactly what the other has
-    done.
-    """
-    apart = _against_turns(stage, train_batch_size)
-    return not apart and not stage.reads_file and method == "memory"
 
 
 def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
@@ -134,13 +178,28 @@ def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
     return [expected for holds, expected in kept if not holds]
 
 
-def against_exactness(
-    stage: StageFacts, train_batch_size: int, *, launcher: str, hosts: int
+def is_deterministic(
+    stage: StageFacts, places: Places, engine: EnginePlan, steps: Steps, sync: SyncPlan
+) -> tuple[bool, Findings]:
+    """Decide whether equal seeds give byte-equal weights; a stage that reads data in one
+    process depends on nothing else.
+    """
+    findings, asked = Findings(), stage.config.deterministic
+    inexact = _against_exactness(stage, places, engine, steps)
+    if asked and inexact and not stage.reads_file:
+        findings.problem("deterministic", f"is true: expected {'; '.join(inexact)}")
+    exact = sync.lock_step and not inexact
+    reads = stage.reads_file and not places.spread
+    return (exact or reads) and asked is not False, findings
+
+
+def _against_exactness(
+    stage: StageFacts, places: Places, engine: EnginePlan, steps: Steps
 ) -> list[str]:
     """List the conditions that do not hold for the result to depend only on the seed (on no clock,
-    and no other program). `hosts`: engine processes of this machine.
+    and no other program).
     """
-    explorer = stage.config.explorer
+    explorer, launcher = stage.config.explorer, places.launcher
     external = [model.base_urls for model in explorer.auxiliary_models if model.base_urls]
     kept = [
         (
@@ -148,7 +207,7 @@ def against_exactness(
             f"one process (cluster.launcher local), not {launcher.capitalize()}",
         ),
         (
-            not hosts,
+            not engine.hosts,
             "one process (explorer.rollout_model.engine_type torch, engine_num 1), not engines in "
             "processes of their own",
         ),
@@ -156,7 +215,7 @@ def against_exactness(
         (not external, "no models on other servers (base_urls in explorer.auxiliary_models)"),
     ]
     own = [expected for holds, expected in kept if not holds]
-    return own + _against_turns(stage, train_batch_size)
+    return own + _against_turns(stage, steps.own_batch)
 
 
 def _check_whole_steps(stage: StageFacts) -> Findings:
@@ -181,9 +240,9 @@ def _check_whole_steps(stage: StageFacts) -> Findings:
     return findings
 
 
-def check_beat(stage: StageFacts, steps: Steps, style: SyncStyle, inexact: list[str]) -> Findings:
-    """Check that over-rollout has no fixed interval, and determinism has one; see also
-    `_check_whole_steps`. `inexact`: the conditions of determinism that the stage does not meet.
+def check_beat(stage: StageFacts, steps: Steps, style: SyncStyle) -> Findings:
+    """Check that over-rollout has no fixed interval, and a batch that is an explore step no other
+    size; note if no synchronization comes.
     """
     findings = Findings()
     findings.add(_check_whole_steps(stage))
@@ -196,8 +255,6 @@ def check_beat(stage: StageFacts, steps: Steps, style: SyncStyle, inexact: list[
             f"is {ratio:g}: with synchronizer.sync_style fixed a step without its slowest tasks "
             f"leaves the trainer waiting; expected another style",
         )
-    if config.deterministic and inexact and not stage.reads_file:
-        findings.problem("deterministic", f"is true: expected {'; '.join(inexact)}")
     return findings
 
 
@@ -210,7 +267,7 @@ def _note_first_weights(stage: StageFacts, steps: Steps, style: SyncStyle) -> Fi
     if config.mode != "both" or stage.reads_file or style not in ("fixed", "explorer_driven"):
         return findings
     per_train = 1 if stage.whole_steps else steps.own_batch / stage.rollouts
-    explore, train = steps.explore_steps or math.inf, steps.train_steps or math.inf
+    explore, train = steps.explore or math.inf, steps.train or math.inf
     replays = config.buffer.trainer_input.experience_buffer.replay_buffer.enable
     needed = math.inf if replays else train * per_train
     if not 1 < min(explore, needed) <= sync.sync_interval + sync.sync_offset:
@@ -231,13 +288,13 @@ def _note_first_weights(stage: StageFacts, steps: Steps, style: SyncStyle) -> Fi
     return findings
 
 
-def check_colocated(
-    stage: StageFacts, places: Places, gpus: int, *, hosts: int, lock_step: bool
+def _takes_turns(
+    stage: StageFacts, places: Places, hosts: int, *, lock_step: bool
 ) -> tuple[bool, Findings]:
     """Decide whether engine processes take turns with the trainer, and report what cannot work.
-    `hosts`: engine processes of one machine in a run without a launcher.
+    `hosts`: engine processes of a run without a launcher.
     """
-    findings = Findings()
+    findings, gpus = Findings(), places.present
     takes_turns = stage.colocated and (hosts > 0 or (places.paired and places.num_engines > 0))
     trainer = stage.config.trainer
     if trainer.park_optimizer and (trainer.offload or not takes_turns):

@@ -110,5 +110,5 @@ def _plan_of(parts: Parts, root: Path, gpus: int | None) -> Plan:
     """Derive the Plan of a stage, with all its notes; its problems join those of the parts."""
     stage = parts.stage
     plan = parts.findings.take(derive(stage, root, gpus))
-    parts.findings.add(check_kernels(stage, plan.device, plan.dtype, plan.trainer_ranks))
+    parts.findings.add(check_kernels(stage, plan.device, plan.dtype, plan.places.trainer_ranks))
     return replace(plan, notes=(*parts.findings.notes, *parts.file_notes))

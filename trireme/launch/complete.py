@@ -45,7 +45,7 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
     needs = {"greedy_run": recipe.greedy_run, "rewards_teach": recipe.rewards_teach}
     for taskset in tasksets:
         parts.tried(partial(examine_taskset, taskset, plan, **needs))
-    if data and plan.buffer_type == "file":
+    if data and plan.store.kind == "file":
         folder, read = JobFolder(plan.job_dir), partial(make_text, plan, plan.model_path)
         parts.tried(lambda: make_buffer(plan, folder, read(), schema=recipe.schema))
     if parts.findings.problems or plan.mode == "serve" or plan.api:

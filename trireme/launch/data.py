@@ -202,7 +202,7 @@ def examine_taskset(
                 "empty: add a model"
             )
         unjudged = getattr(spec.code, "has_no_reward", None)
-        if rewards_teach and unjudged is not None and not plan.engine_urls and unjudged(task):
+        if rewards_teach and unjudged is not None and not plan.engine.urls and unjudged(task):
             raise ValueError(
                 f"workflow '{spec.name}' has neither a reward nor a scheduler that gives one, and "
                 f"algorithm_type {plan.config.algorithm.algorithm_type} learns from rewards: set "
@@ -241,7 +241,7 @@ def make_buffer(
         end_ids=end_ids,
         endless=config is not None,
     )
-    kind = plan.buffer_type if config is None else "file"
+    kind = plan.store.kind if config is None else "file"
     return store_named(kind, parts.config).make(parts)
 
 

@@ -99,12 +99,12 @@ def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
     rollout = config.explorer.rollout_model
     return EngineSpec(
         model_path,
-        plan.max_model_len,
-        kind=plan.engine_kind,
+        plan.lengths.max_model_len,
+        kind=plan.engine.kind,
         dtype=plan.dtype,
         device=plan.device,
         seed=plan.seed if rollout.seed is None else rollout.seed,
-        options=kind_named(plan.engine_kind).options(plan),
+        options=kind_named(plan.engine.kind).options(plan),
         chat_template=chat_template_of(plan),
         enable_thinking=config.model.enable_thinking,
         trust_remote_code=config.model.trust_remote_code,
@@ -189,7 +189,7 @@ def auxiliary_len(plan: Plan, config: RolloutModelConfig) -> int:
     """Return the limit of an auxiliary model's prompt and reply together, in tokens."""
     positions = int(model_config(config.model_path or "").get("max_position_embeddings") or 0)
     # a judge reads several replies: it may need more tokens than the model that wrote them
-    return config.max_model_len or max(plan.max_model_len, min(positions, LONGEST))
+    return config.max_model_len or max(plan.lengths.max_model_len, min(positions, LONGEST))
 
 
 def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
@@ -217,5 +217,5 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
         enable_thinking=config.enable_thinking,
         reasoning_parser=config.reasoning_parser,
     )
-    reply = config.max_response_tokens or min(plan.max_response_tokens, longest - 1)
+    reply = config.max_response_tokens or min(plan.lengths.max_response_tokens, longest - 1)
     return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))

@@ -7,8 +7,8 @@ where its trainer runs. `launch/modes.py` runs the two together.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from trireme.buffer.buffer import Puts
@@ -78,7 +78,7 @@ class ExplorerSide:
             pipeline=stage.pipeline(),
             buffer=buffer,
             sync=sync,
-            eval_interval=plan.eval_interval,
+            eval_interval=plan.sync.eval_interval,
             eval_on_startup=config.eval_on_startup,
             eval_prefix="bench" if plan.mode == "bench" else "eval",
             emit=stage.emit,
@@ -130,9 +130,9 @@ def _max_pending(plan: Plan) -> int:
     """Return the default limit of concurrent explore steps: as many as the runners can work on, so
     that slow environments leave no runner idle, but at least two.
     """
-    if plan.sync_style not in ("trainer_driven", "fully_async"):
+    if plan.sync.style not in ("trainer_driven", "fully_async"):
         return 1 << 30
-    return max(2, plan.runners // max(plan.batch_size, 1))
+    return max(2, plan.engine.runners // max(plan.steps.batch_size, 1))
 
 
 async def lone_explorer(stage: Stage, engine: Engine) -> ExplorerSide:
@@ -151,9 +151,9 @@ def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
     sync = PolledSync(
         engine,
         stage.folder,
-        style=plan.sync_style,
-        interval=plan.sync_interval,
-        offset=plan.sync_offset,
+        style=plan.sync.style,
+        interval=plan.sync.interval,
+        offset=plan.sync.offset,
         timeout=plan.config.synchronizer.sync_timeout,
         dtype=plan.dtype,
     )
@@ -182,11 +182,12 @@ def make_scheduler(
     the plan's.
     """
     if plan.api is not None:  # an API has its own limits, in its own tokens
-        plan = dataclasses.replace(plan, max_model_len=UNLIMITED, max_prompt_tokens=UNLIMITED - 1)
+        most = {"max_model_len": UNLIMITED, "max_prompt_tokens": UNLIMITED - 1}
+        plan = replace(plan, lengths=replace(plan.lengths, **most))
     model_type: type[Model] = MODELS.get(engine.traits.model)
     model_type.attune(text.chat)
     remembered = [({}, sampling_of(plan, {}))]
-    addresses = Addresses(engine, text.chat, model_path, plan.max_model_len)
+    addresses = Addresses(engine, text.chat, model_path, plan.lengths.max_model_len)
 
     def make_further(task: Task) -> list[Any]:
         key = (batch_order(task), task.task_id, -1)
@@ -199,14 +200,14 @@ def make_scheduler(
             remembered[0] = args, sampling_of(plan, args)
         sampling = remembered[0][1]
         if greedy_run and key[2] == 0 and not task.is_eval:
-            sampling = dataclasses.replace(sampling, temperature=0.0)
+            sampling = replace(sampling, temperature=0.0)
         return model_type(
             engine,
             text.chat,
             key=key,
             sampling=sampling,
-            max_model_len=plan.max_model_len,
-            max_prompt_tokens=plan.max_prompt_tokens,
+            max_model_len=plan.lengths.max_model_len,
+            max_prompt_tokens=plan.lengths.max_prompt_tokens,
             enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
             model_path=model_path,
             auxiliary=[other.model(key) for other in auxiliary],
@@ -218,7 +219,7 @@ def make_scheduler(
     limit = TimeLimit(
         explorer.max_timeout,
         ratio=dynamic.ratio if dynamic.enable else None,
-        warmup=plan.batch_size * max(dynamic.warmup_min_steps, 1),
+        warmup=plan.steps.batch_size * max(dynamic.warmup_min_steps, 1),
     )
     runners = [
         Runner(
@@ -232,7 +233,7 @@ def make_scheduler(
             explorer=plan.explorer_name,
             teacher=teacher,
         )
-        for index in range(plan.runners)
+        for index in range(plan.engine.runners)
     ]
     over = explorer.over_rollout
     return Scheduler(
@@ -294,8 +295,8 @@ def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
         return default if value is None else value
 
     options = {
-        "max_tokens": given("max_tokens", plan.max_response_tokens),
-        "min_tokens": given("min_tokens", plan.min_response_tokens),
+        "max_tokens": given("max_tokens", plan.lengths.max_response_tokens),
+        "min_tokens": given("min_tokens", plan.lengths.min_response_tokens),
         "temperature": given("temperature", model.temperature),
         "top_p": given("top_p", model.top_p),
         "top_k": given("top_k", model.top_k),

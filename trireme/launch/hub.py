@@ -25,7 +25,7 @@ def without_hub(plans: Sequence[Plan], parts: Sequence[Parts]) -> str:
         return ""
     for plan, made in zip(plans, parts, strict=True):
         path = plan.model_path
-        if plan.spread or plan.api or plan.model_from_stage is not None:
+        if plan.places.spread or plan.api or plan.model_from_stage is not None:
             continue  # another machine may have the model
         if located(path, "models") is None:
             text = f"({path}) is not on this machine, and {away}{near_model(path)}"

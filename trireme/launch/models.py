@@ -69,8 +69,9 @@ def make_models(
     backend.
     """
     config, settings = plan.config, _settings(plan)
-    if plan.device == "cuda" and plan.launcher == "local":  # actors have it in the environment
-        expand_segments(not plan.takes_turns)  # CUDA cannot hand expandable segments to an engine
+    if plan.device == "cuda" and not plan.places.spread:  # actors have it in the environment
+        # CUDA cannot hand expandable segments to an engine
+        expand_segments(not plan.sync.takes_turns)
     if plan.deterministic and plan.device == "cuda":
         # read at the first matrix product: without it cuBLAS may choose another summation order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -118,13 +119,13 @@ def _settings(plan: Plan) -> TrainSettings:
         )
     return TrainSettings(
         optimizer=config.algorithm.optimizer,
-        max_token_len=plan.max_token_len,
+        max_token_len=plan.lengths.max_token_len,
         grad_clip=config.trainer.grad_clip,
-        total_steps=plan.schedule_steps and plan.schedule_steps * config.algorithm.num_iterations,
+        total_steps=plan.steps.schedule and plan.steps.schedule * config.algorithm.num_iterations,
         device=plan.device,
         dtype=plan.dtype,
         lora=lora,
-        gradient_checkpointing=plan.gradient_checkpointing,
+        gradient_checkpointing=plan.memory.gradient_checkpointing,
         attn_implementation=config.trainer.attn_implementation,
         compile=config.trainer.use_torch_compile,
         offload=config.trainer.offload,
@@ -150,12 +151,12 @@ def _export_dtype(plan: Plan) -> torch.dtype:
 
 def make_pairs(plan: Plan, models: Models) -> Pairs | None:
     """Make this rank's half of the pairs of ranks and engines; None if they share no device."""
-    if not plan.takes_turns:
+    if not plan.sync.takes_turns:
         return None
     trainer = plan.config.trainer
     own = engine_servers().pair(
         models.backend,
-        part="adapter" if plan.adapter_rank else "merged",
+        part="adapter" if plan.sync.adapter_rank else "merged",
         parks=trainer.park_optimizer and not trainer.offload,
     )
     return models.pairs(own)

@@ -35,7 +35,7 @@ async def run_both(stage: Stage, trainer: TrainerSide, explorer: ExplorerSide) -
 
     # engine processes of this run have loaded the same files; a user's own servers may still have
     # the weights of an earlier run or stage
-    if stage.resumed is not None or stage.plan.engine_urls or stage.plan.has_adapter:
+    if stage.resumed is not None or stage.plan.engine.urls or stage.plan.has_adapter:
         await trainer.refresh()
     await trainer.calibrate()
     work = explore(), trainer.train()

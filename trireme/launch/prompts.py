@@ -137,7 +137,7 @@ def _teacher_size(text: Text, task: Task, prompt: str) -> int:
 
 def longest_prompt(plan: Plan) -> int:
     """Return the most tokens of a prompt that leaves room for one token of the reply."""
-    return min(plan.max_prompt_tokens, plan.max_model_len - 1)
+    return min(plan.lengths.max_prompt_tokens, plan.lengths.max_model_len - 1)
 
 
 def too_long(plan: Plan, name: str, prompts: Prompts) -> str | None:

@@ -149,6 +149,6 @@ def drawn(temperature: float) -> str:
 
 def explored(plan: Plan, steps: int) -> str:
     """Describe how an explorer that runs without a trainer ended."""
-    early = plan.explore_steps is not None and steps < plan.explore_steps
+    early = plan.steps.explore is not None and steps < plan.steps.explore
     why = ", and the trainer wants no more" if early else ": all that there were"
     return f"{plan.explorer_name or 'explorer'} has explored {steps} steps{why}"

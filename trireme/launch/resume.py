@@ -36,11 +36,11 @@ def made_with(plan: Plan, model_path: str, recipe: Recipe) -> dict[str, str | No
     with. A hash is None where its files are not on this machine.
     """
     buffer = plan.config.buffer.trainer_input.experience_buffer
-    replay = buffer.replay_buffer.enable and plan.buffer_type != "file"
+    replay = buffer.replay_buffer.enable and plan.store.kind != "file"
     optimizer = plan.config.algorithm.optimizer.optimizer_type
     loras = plan.config.model.lora_configs or []
     facts = {
-        "store": f"{plan.buffer_type}{' with replay' if replay else ''}",
+        "store": f"{plan.store.kind}{' with replay' if replay else ''}",
         "schema": recipe.schema,
         "optimizer": "sgd" if optimizer == "sgd" else "adamw",
         "LoRA adapter": "; ".join(map(_scale, loras)) or "none",

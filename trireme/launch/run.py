@@ -60,8 +60,8 @@ def run_stages(
     for plan in plans[len(finished) :]:
         trains = plan.mode in ("both", "train")
         # only the workflow knows how many train steps an explore step makes: count the known ones
-        by = "trainer" if trains and (plan.train_steps or not plan.explore_steps) else "explorer"
-        total = plan.train_steps if by == "trainer" else plan.explore_steps
+        by = "trainer" if trains and (plan.steps.train or not plan.steps.explore) else "explorer"
+        total = plan.steps.train if by == "trainer" else plan.steps.explore
         console.stage(plan.stage_name, total, by=by)
         model, last = model_of(plan, results), plan is plans[-1]
         with rare_collections():
@@ -179,8 +179,8 @@ async def run_plan(
     device = Device()
     try:
         with open_run(plan, model_path, device, console) as (stage, following):
-            if plan.spread:
-                result = await launcher_named(plan.launcher).run(stage, stop, measure_end)
+            if plan.places.spread:
+                result = await launcher_named(plan.places.launcher).run(stage, stop, measure_end)
             else:
                 work = partial(_run_here, stage, stop, measure_end)
                 result = await with_servers(plan, model_path, work)
@@ -205,8 +205,8 @@ def nothing_left(plan: Plan, steps: int) -> str:
     ends = [f"{key} ({value})" for key, value in keys.items() if value]
     more = " and ".join(ends) or f"buffer.total_epochs ({config.buffer.total_epochs})"
     at = f"step {steps} was this run's last"
-    if plan.train_steps and steps > plan.train_steps:  # perhaps another configuration's run
-        at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.train_steps} asked for"
+    if plan.steps.train and steps > plan.steps.train:  # perhaps another configuration's run
+        at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.steps.train} asked for"
     remedies = f"To train on, raise {more}; to begin a run of its own, set another name"
     return f"nothing was left to do: {at}. {remedies}"
 
@@ -218,7 +218,7 @@ async def _run_here(
     no `remote` one.
     """
     plan = stage.plan
-    if plan.takes_turns and remote is not None:
+    if plan.sync.takes_turns and remote is not None:
         stage.device.colocation = remote.colocation = ColocationLock(remote)
     if plan.mode in MODES:
         return await MODES.get(plan.mode)(stage, remote, stop)
@@ -239,7 +239,7 @@ async def _run_here(
         else:
             if plan.api is not None:
                 timeout = plan.config.explorer.max_timeout
-                engine = plan.api.make(stage.text.tokenizer, plan.max_model_len, timeout)
+                engine = plan.api.make(stage.text.tokenizer, plan.lengths.max_model_len, timeout)
             else:
                 engine = remote or await stage.embedded_engine()
             held.push_async_callback(engine.close)

@@ -52,6 +52,6 @@ async def with_servers(
     plan: Plan, model_path: str, use: Callable[[ServedEngine | None], Awaitable[T]]
 ) -> T:
     """Return what `use` returns of the plan's engine in other processes; None: it is embedded."""
-    if not plan.engine_hosts and not plan.engine_urls:
+    if not plan.engine.hosts and not plan.engine.urls:
         return await use(None)
     return await engine_servers().run(plan, model_path, use)

@@ -67,7 +67,7 @@ class Stage:
     @property
     def reads_file(self) -> bool:
         """Return True if the trainer reads a data set itself."""
-        return self.plan.buffer_type == "file"
+        return self.plan.store.kind == "file"
 
     @property
     def part(self) -> str | None:
@@ -165,7 +165,7 @@ class Stage:
         """Return True if an engine of this process may read the trainer's tensors: nothing trains
         while it generates.
         """
-        return (self.plan.share_tensors or self.recipe.from_data) and backend.adapter is None
+        return (self.plan.sync.share_tensors or self.recipe.from_data) and backend.adapter is None
 
     async def embedded_engine(self, backend: Backend | None = None) -> Engine:
         """Make the engine of this process, over the trainer's tensors if nothing trains while it
@@ -184,8 +184,8 @@ class Stage:
             self.keep(raw)
         plan, most, resampling = self.plan, self.recipe.max_resample_times, None
         if most is not None and plan.mode == "both":
-            rollouts = plan.batch_size * plan.config.algorithm.repeat_times
-            sizes = {"batch_size": plan.train_batch_size, "rollouts": rollouts}
+            rollouts = plan.steps.batch_size * plan.steps.repeat_times
+            sizes = {"batch_size": plan.steps.train_batch_size, "rollouts": rollouts}
             resampling = Resampling(most, **sizes)
         return Pipeline(self.recipe, raw=raw, operators=self.operators, resampling=resampling)
 

@@ -56,7 +56,7 @@ class TrainerSide:
         """Returns the state of an explorer of the same run: checkpoints hold it too."""
         self._probe = Probe(backend.module.config.vocab_size, plan.dtype)
         # if the engine has the base model, only the adapter is pushed
-        self._source: WeightSource = AdapterSource(backend) if plan.adapter_rank else backend
+        self._source: WeightSource = AdapterSource(backend) if plan.sync.adapter_rank else backend
         self._files = CheckpointPush(
             backend,
             stage.device,
@@ -71,11 +71,11 @@ class TrainerSide:
         state = saved.run_state if saved else {"version": 0}
         self.sync = Synchronizer(
             push,
-            style="trainer_driven" if plan.mode == "train" else plan.sync_style,
-            interval=plan.sync_interval,
-            offset=plan.sync_offset,
+            style="trainer_driven" if plan.mode == "train" else plan.sync.style,
+            interval=plan.sync.interval,
+            offset=plan.sync.offset,
             timeout=plan.config.synchronizer.sync_timeout,
-            lock_step=plan.lock_step,
+            lock_step=plan.sync.lock_step,
             demand=self.buffer.demand,
             version=state["version"],
             step=saved.step if saved else 0,
@@ -217,16 +217,16 @@ class TrainerSide:
         pairs = make_pairs(plan, self.models)
         if pairs is not None and device.colocation is not None:
             device.colocation.make_room = partial(device.amid_turn, pairs.make_room)
-        if plan.mode == "train" or plan.sync_method == "checkpoint":
+        if plan.mode == "train" or plan.sync.method == "checkpoint":
             return self._files.push
-        return self._push_named("paired" if pairs is not None else plan.sync_method, pairs).push
+        return self._push_named("paired" if pairs is not None else plan.sync.method, pairs).push
 
     def _push_named(self, way: str, pairs: Pairs | None = None) -> WeightPush:
         """Make the engine's own push for this method. Raises ValueError if it has none."""
         engine, plan = self.engine, self.stage.plan
         assert engine is not None, "nothing is pushed where no engine is"
         if (name := engine.traits.pushes.get(way)) is None:
-            raise ValueError(f"an engine of the kind {plan.engine_kind} takes no weights by {way}")
+            raise ValueError(f"an engine of the kind {plan.engine.kind} takes no weights by {way}")
         parts = PushParts(
             self._source,
             engine,
@@ -234,7 +234,7 @@ class TrainerSide:
             dtype=plan.dtype,
             probe=self._probe,
             shared=self.stage.shares_tensors(self.models.backend),
-            lock_step=plan.lock_step,
+            lock_step=plan.sync.lock_step,
             host=self._host,
             on_gpu=plan.device == "cuda",
             pairs=pairs,
@@ -258,12 +258,12 @@ class TrainerSide:
         stage, plan = self.stage, self.stage.plan
         options = plan.config.trainer
         settings = TrainerSettings(
-            batch_size=plan.train_batch_size,
+            batch_size=plan.steps.train_batch_size,
             # With an explorer, the trainer ends when the experiences do.
-            total_steps=options.total_steps if plan.mode == "both" else plan.train_steps,
+            total_steps=options.total_steps if plan.mode == "both" else plan.steps.train,
             save_interval=options.save_interval,
             # its end would make the engine pause again, in the middle of rollouts
-            save_behind=options.save_behind and not plan.takes_turns,
+            save_behind=options.save_behind and not plan.sync.takes_turns,
             save_timeout=plan.config.cluster.stop_timeout,
         )
         backend = self.models.backend

@@ -259,10 +259,10 @@ def test_a_folder_is_never_measured_by_the_yamls_server(
     path = tmp_path / "remote.yaml"
     path.write_text(yaml.safe_dump(tree))
     plan = _plan(str(tiny_dir), EvalOptions([str(tiny_dir)], path), tmp_path)
-    assert plan.engine_urls == () and plan.model_path == str(tiny_dir.resolve())
+    assert plan.engine.urls == () and plan.model_path == str(tiny_dir.resolve())
     server = _plan(url := "http://127.0.0.1:2", EvalOptions([url], path, [
         f"model.model_path={tiny_dir}"]), tmp_path)  # fmt: skip
-    assert server.engine_urls == (url,)
+    assert server.engine.urls == (url,)
     keys = ["explorer.rollout_model.engine_type=remote"]
     with pytest.raises(ValueError, match="expected torch or vllm"):
         _plan(str(tiny_dir), EvalOptions([str(tiny_dir)], path, keys), tmp_path)

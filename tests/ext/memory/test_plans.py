@@ -43,13 +43,13 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machin
     assert said.startswith("trainer needs ") and "for each of 2 ranks" in said
     assert "a GPU has 80.0 GiB" in said and "GiB are short" in said
     (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens))
-    assert plan.trainer_ranks == 7 and plan.gradient_checkpointing
-    assert sum(plan.memory.values()) < 80 * 2**30
+    assert plan.places.trainer_ranks == 7 and plan.memory.gradient_checkpointing
+    assert sum(plan.memory.needs.values()) < 80 * 2**30
     (small,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given))
-    assert not small.gradient_checkpointing
+    assert not small.memory.gradient_checkpointing
     asked = "trainer.enable_gradient_checkpointing=true"
     (small,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given, asked))
-    assert small.gradient_checkpointing
+    assert small.memory.gradient_checkpointing
 
 
 def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, machine):
@@ -59,7 +59,7 @@ def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, mach
     def memory(engines, shards):
         asked = (f"{ENGINES}={engines}", f"trainer.fsdp_size={shards}")
         (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, *asked))
-        return plan.memory
+        return plan.memory.needs
 
     assert memory(4, 2) == memory(6, -1) != memory(4, -1) == memory(4, 4)
 
@@ -79,7 +79,7 @@ def test_a_teacher_is_charged_where_it_lies_on_the_trainers_gpu(tmp_path, machin
     def charged(*given):
         config = config_of(tmp_path, four(tmp_path), "cluster.launcher=local", *given)
         (plan,), _, _ = draft(config)
-        return plan.memory["auxiliary models"]
+        return plan.memory.needs["auxiliary models"]
 
     key, model = "explorer.auxiliary_models", tmp_path / "model"
     weights = 4_022_468_096
@@ -98,7 +98,8 @@ def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
     def engine(*given):
         config = config_of(tmp_path, four(tmp_path), "cluster.launcher=local", *given)
         (plan,), _, _ = draft(config)
-        return plan.share_tensors, plan.memory["engine"], plan.memory["engine's cache"] > 0
+        needs = plan.memory.needs
+        return plan.sync.share_tensors, needs["engine"], needs["engine's cache"] > 0
 
     weights = 4_022_468_096  # as the model's own parameters count
     assert engine() == (False, 2 * weights, True)  # in bfloat16, of the trainer's float32
@@ -135,7 +136,7 @@ def test_the_copy_that_saves_behind_is_asked_for_and_its_memory_is_noted(tmp_pat
     def noted(*given):
         config = config_of(tmp_path, four(tmp_path), *given)
         (plan,), _, _ = draft(config)
-        return plan.trainer_ranks, [note for note in plan.notes if "save_behind" in note]
+        return plan.places.trainer_ranks, [note for note in plan.notes if "save_behind" in note]
 
     here, behind = "cluster.launcher=local", "trainer.save_behind=true"
     assert noted(here) == (1, [])
@@ -153,7 +154,7 @@ def test_where_the_gpu_is_not_known_nothing_is_computed_again_unasked(
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: None)
     machine(1)
     (plan,), _, _ = draft(config_of(tmp_path, four(tmp_path)))
-    assert plan.memory and not plan.gradient_checkpointing
+    assert plan.memory.needs and not plan.memory.gradient_checkpointing
 
 
 def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):

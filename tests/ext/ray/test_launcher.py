@@ -19,7 +19,7 @@ def test_an_address_of_rays_client_is_a_problem(tmp_path):
 
 def test_a_named_cluster_means_ray(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: None)
-    assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").launcher == "ray"
+    assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").places.launcher == "ray"
 
 
 def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, machine, monkeypatch):
@@ -27,15 +27,15 @@ def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, ma
     with pytest.raises(ConfigError, match="the package ray is not installed"):
         plan_of(tmp_path, "cluster.launcher=ray")
     machine(4)
-    assert plan_of(tmp_path, "cluster.gpu_per_node=4").launcher == "local"
+    assert plan_of(tmp_path, "cluster.gpu_per_node=4").places.launcher == "local"
 
 
 def test_the_gpus_are_those_of_the_cluster_and_not_of_the_commands_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: 8)  # 0 here + 2 x 8
     asked = ("cluster.ray_address=10.0.0.1:6379", "cluster.node_num=2", "cluster.gpu_per_node=8")
     plan = plan_of(tmp_path, *asked, f"{ENGINES}=8")
-    assert (plan.device, plan.dtype, plan.trainer_ranks) == ("cuda", "bfloat16", 8)
-    assert plan.gpus == {"explorer": 8, "trainer": 8}
+    assert (plan.device, plan.dtype, plan.places.trainer_ranks) == ("cuda", "bfloat16", 8)
+    assert plan.places.gpus == {"explorer": 8, "trainer": 8}
 
 
 def test_a_cluster_that_does_not_answer_is_noted(tmp_path):
@@ -50,4 +50,4 @@ def test_a_named_clusters_gpus_are_those_of_all_stages(tmp_path, monkeypatch):
     stages = "stages=[{stage_name: a}, {stage_name: b, mode: bench}]"
     address = "cluster.ray_address=10.0.0.1:6379"
     plans, _, _ = draft(config_of(tmp_path, values(tmp_path), address, stages))
-    assert [(plan.launcher, plan.device) for plan in plans] == [("ray", "cuda")] * 2
+    assert [(plan.places.launcher, plan.device) for plan in plans] == [("ray", "cuda")] * 2

@@ -210,7 +210,8 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     for name, value in (steered | kept).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
-    plan: Any = SimpleNamespace(device="cuda", places_per_node=8, takes_turns=False)
+    plan: Any = SimpleNamespace(device="cuda", places=SimpleNamespace(per_node=8))
+    plan.sync = SimpleNamespace(takes_turns=False)
     trainer, engine = (environment_of(plan, trains=trains) for trains in (True, False))
     assert steered.items() <= trainer.items() and steered.items() <= engine.items()
     assert not kept.keys() & (trainer.keys() | engine.keys())
@@ -222,7 +223,7 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     explorer = environment_of(plan, trains=False, explores=True)
     assert (explorer["TMPDIR"], explorer["OMP_NUM_THREADS"]) == ("/fast", "2")
     assert "MY_KEY" not in explorer and explorer["PYTHONPATH"] == engine["PYTHONPATH"]
-    plan.takes_turns = True  # its memory is lent to the engine beside it
+    plan.sync.takes_turns = True  # its memory is lent to the engine beside it
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment_of(plan, trains=True)
     plan.device = "cpu"
     assert environment_of(plan, trains=True)["OMP_NUM_THREADS"] == "1"

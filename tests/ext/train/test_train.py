@@ -78,7 +78,7 @@ def test_a_workflow_and_a_frame(tiny_dir: Path, tmp_path: Path) -> None:
     rows = pandas.DataFrame(ROWS[:2])
     run = start(tiny_dir, tmp_path, tasks=rows, workflow=twice, **{"algorithm.repeat_times": 2})
     assert {e.reward for e in run.rollouts()} == {1.0}
-    assert run.plans[0].batch_size == 2
+    assert run.plans[0].steps.batch_size == 2
 
 
 def test_several_rewards_with_their_weights(tiny_dir: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.config.made import plan_of, problems_of
 from tests.limits import HANG_S
-from trireme.config.engine_kind import EngineChoice, adapter_rank_of
+from trireme.config.engine_kind import adapter_rank_of
 from trireme.ext.vllm import kind as vllm_kind
 from trireme.ext.vllm.kind import largest_adapter
 from trireme.launch.engines import engine_spec
@@ -43,11 +43,12 @@ VLLM = f"{key('engine_type')}=vllm"
 @pytest.mark.usefixtures("vllm")
 def test_vllm_generates_where_it_is_found_and_check_says_which(tmp_path: Path) -> None:
     found = plan_of(tmp_path, VLLM, f"{key('engine_num')}=2", head_dim=64)
-    assert (found.engine_kind, found.engine_python, found.engine_hosts) == ("vllm", FOUND.python, 2)
-    assert (found.sync_method, found.share_tensors, found.deterministic) == ("nccl", False, False)
+    assert (found.engine.kind, found.engine.python, found.engine.hosts) == ("vllm", FOUND.python, 2)
+    assert found.sync.method == "nccl"
+    assert not found.sync.share_tensors and not found.deterministic
     assert f"{VLLM.replace('=', ' (')}): vLLM 0.32.0 of {FOUND.python}" in found.notes
     method = "synchronizer.sync_method=memory"
-    assert plan_of(tmp_path, VLLM, method, head_dim=64).sync_method == "memory"
+    assert plan_of(tmp_path, VLLM, method, head_dim=64).sync.method == "memory"
 
 
 def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
@@ -55,7 +56,7 @@ def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
 ) -> None:
     monkeypatch.delenv(vllm_kind.VARIABLE, raising=False)
     found = plan_of(tmp_path, VLLM)
-    assert (found.engine_kind, found.engine_hosts) == ("torch", 0)
+    assert (found.engine.kind, found.engine.hosts) == ("torch", 0)
     assert any("generates in its place, since no Python with vLLM was" in n for n in found.notes)
 
 
@@ -78,7 +79,7 @@ def test_sglang_is_vllm_where_a_gpu_and_vllm_are(
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
     monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: FOUND if has_vllm else None)
     found = plan_of(tmp_path, f"{key('engine_type')}=sglang", head_dim=64)
-    assert found.engine_kind == kind
+    assert found.engine.kind == kind
     said = [note for note in found.notes if note.startswith(f"{key('engine_type')} (sglang): ")]
     assert says in said[0] and len([n for n in found.notes if "in its place" in n]) == 1
 
@@ -146,7 +147,7 @@ def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
     said = f"{wide} is 2: expected 1 in mode colocate"
     assert said in problems_of(tmp_path, "mode=colocate", VLLM, f"{wide}=2")
     found = plan_of(tmp_path, "mode=colocate", VLLM, head_dim=64)
-    assert (found.engine_hosts, found.sync_method, found.takes_turns) == (1, "memory", True)
+    assert (found.engine.hosts, found.sync.method, found.sync.takes_turns) == (1, "memory", True)
     assert any("only pauses while the trainer works" in note for note in found.notes)
     behind = plan_of(tmp_path, "mode=colocate", VLLM, "trainer.save_behind=true", head_dim=64)
     assert any(
@@ -157,7 +158,7 @@ def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
     apart = plan_of(
         tmp_path, "mode=colocate", VLLM, "synchronizer.sync_style=fully_async", head_dim=64
     )
-    assert (apart.engine_hosts, apart.takes_turns) == (0, False)
+    assert (apart.engine.hosts, apart.sync.takes_turns) == (0, False)
     assert any("which needs sync_style fixed, sync_interval 1" in note for note in apart.notes)
     assert (
         "enable_sleep_mode"
@@ -174,9 +175,8 @@ def test_vllm_gets_merged_weights_of_a_model_that_it_has_no_adapters_for(
     model = lora.config.model.model_copy(update={"model_path": str(tmp_path)})
     config = lora.config.model_copy(update={"model": model})
     stage: Any = SimpleNamespace(config=config, remote=False, reads_file=False)
-    vllm = EngineChoice("vllm", largest_adapter=largest_adapter(config))
-    assert adapter_rank_of(stage, vllm, "memory") == rank
-    assert adapter_rank_of(stage, EngineChoice("torch"), "memory") == 8
+    assert adapter_rank_of(stage, "memory", largest_adapter(config)) == rank
+    assert adapter_rank_of(stage, "memory") == 8
 
 
 def test_an_engine_process_needs_only_what_the_environment_of_vllm_has() -> None:

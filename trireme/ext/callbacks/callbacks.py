@@ -51,7 +51,7 @@ class CallbackSteering:
         plan, trainer = parts.plan, parts.plan.config.trainer
         args = {
             "output_dir": str(parts.folder.root),
-            "max_steps": trainer.total_steps or plan.train_steps or -1,
+            "max_steps": trainer.total_steps or plan.steps.train or -1,
             "save_steps": trainer.save_interval,
             "logging_steps": 1,
             "learning_rate": plan.config.algorithm.optimizer.lr,

@@ -38,12 +38,12 @@ class Facts:
         """
         replays = plan.config.buffer.trainer_input.experience_buffer.replay_buffer.enable
         any_age = replays or "old_logprobs" not in recipe.policy_loss.data()
-        planned = 1 + plan.sync_offset / plan.sync_interval
+        planned = 1 + plan.sync.offset / plan.sync.interval
         return cls(
             rewards_teach=recipe.rewards_teach,
             teacher_beside=recipe.teacher is not None,
             staleness=None if any_age else planned,
-            replies_may_end=plan.max_response_tokens > 1,
+            replies_may_end=plan.lengths.max_response_tokens > 1,
         )
 
 

@@ -113,7 +113,7 @@ def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -
 
     apis = [_api_of(model) for model in options.models]
     hosts = {urlsplit(url).netloc for _, url in apis if url}
-    keys = [plan.engine_key or os.environ.get("OPENAI_API_KEY") for plan in plans]
+    keys = [plan.engine.key or os.environ.get("OPENAI_API_KEY") for plan in plans]
     if len(hosts) > 1 and any(keys):
         raise ValueError(
             f"--model names APIs of {' and '.join(sorted(hosts))}, and there is one key, which "

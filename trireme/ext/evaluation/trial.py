@@ -137,7 +137,7 @@ async def _try(plan: Plan, number: int, replies: Replies | None, rollouts: int) 
 
     def scripted(text: Text) -> Engine:
         assert replies is not None
-        length = plan.max_model_len
+        length = plan.lengths.max_model_len
         return ScriptedEngine(replies, tokenizer=text.tokenizer, max_model_len=length)
 
     make_engine = None if replies is None else scripted
@@ -221,9 +221,11 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
 
     if api is not None:
         timeout = plan.config.explorer.max_timeout
-        return await measured(lambda text: api.make(text.tokenizer, plan.max_model_len, timeout))
-    if plan.spread:
-        return await launcher_named(plan.launcher).evaluate(plan, rollouts)
+        return await measured(
+            lambda text: api.make(text.tokenizer, plan.lengths.max_model_len, timeout)
+        )
+    if plan.places.spread:
+        return await launcher_named(plan.places.launcher).evaluate(plan, rollouts)
     return await with_servers(
         plan,
         plan.model_path,
@@ -252,8 +254,8 @@ async def open_scheduler(
         if make_engine is not None:
             engine = make_engine(text)
         else:
-            apart = plan.engine_hosts > 0 or plan.spread  # a trial starts no processes
-            kind = kind_named(EMBEDDED if apart else plan.engine_kind)
+            apart = plan.engine.hosts > 0 or plan.places.spread  # a trial starts no processes
+            kind = kind_named(EMBEDDED if apart else plan.engine.kind)
             engine = await kind.make(engine_spec(plan, plan.model_path), text.tokenizer, device)
         held.push_async_callback(engine.close)
         others = make_auxiliary(plan, device)

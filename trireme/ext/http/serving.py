@@ -99,9 +99,9 @@ def _rollouts(stage: Stage, engine: Engine) -> Rollouts:
         engine,
         stage.text.chat,
         stage.model_path,
-        plan.max_model_len,
+        plan.lengths.max_model_len,
         sampling=sampling_of(plan, {}),
-        limits={"max_prompt_tokens": plan.max_prompt_tokens, **limits},
+        limits={"max_prompt_tokens": plan.lengths.max_prompt_tokens, **limits},
     )
 
 

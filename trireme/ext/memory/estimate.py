@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trireme.config import Findings
-from trireme.config.engine_kind import LEAST_SHARE, EngineChoice, adapter_rank_of
+from trireme.config.engine_kind import LEAST_SHARE, adapter_rank_of
 from trireme.config.lookup import model_config
 from trireme.config.memory import (
     GIB,
@@ -164,7 +164,7 @@ def _engine_of(
     tokens = min(rows * length, KV_TOKENS) + PREFIX_TOKENS
     # beside the layers with an adapter in them the engine keeps these without
     by_files = config.synchronizer.sync_method in ("checkpoint", "offline")
-    alone = adapter_rank_of(stage, EngineChoice(), "checkpoint" if by_files else "memory")
+    alone = adapter_rank_of(stage, "checkpoint" if by_files else "memory")
     numbers = shape.weights + shape.layers * shape.linear * bool(alone)
     # a process of its own stores new weights next to its old ones until all have arrived
     copies = 0 if shared else 1 + apart

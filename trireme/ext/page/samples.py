@@ -131,8 +131,8 @@ def _samples(
     from trireme.launch.check import make_plans
 
     plans = make_plans(load_config(config, overrides)) if config else []
-    plan = next((plan for plan in plans if plan.buffer_type == "file"), (plans or [None])[-1])
-    if url is None and plan is not None and plan.buffer_type == "file":
+    plan = next((plan for plan in plans if plan.store.kind == "file"), (plans or [None])[-1])
+    if url is None and plan is not None and plan.store.kind == "file":
         return Found(of_data(plan, wanted.count))
     if url is None and (folder is not None or plan is not None):
         job = folder or cast(Plan, plan).job_dir
@@ -197,7 +197,7 @@ def _plan_of(job: Path) -> Plan:
         if (starts / "starts.json").is_file():
             entries = json.loads((starts / "starts.json").read_text(encoding="utf-8"))["starts"]
             plan = make_plans(load_config(starts / entries[-1]["config_file"]))[0]
-            if plan.buffer_type == "file":
+            if plan.store.kind == "file":
                 return plan
     raise ValueError(f"{job} holds neither stored experiences (buffer/) nor a run that read data")
 

@@ -185,7 +185,7 @@ def data_of(plan: Plan) -> Iterator[tuple[str, DataSet]]:
     sets += [(f"tasksets[{i}]", one) for i, one in enumerate(read.tasksets)]
     sets += [(f"eval_tasksets[{i}]", one) for i, one in enumerate(read.eval_tasksets)]
     datasets: list[tuple[str, Any]] = [(f"buffer.explorer_input.{key}", one) for key, one in sets]
-    if plan.buffer_type == "file":
+    if plan.store.kind == "file":
         datasets.append(("buffer.trainer_input.experience_buffer", trained.experience_buffer))
     for name, one in trained.auxiliary_buffers.items():
         datasets.append((f"buffer.trainer_input.auxiliary_buffers.{name}", one))

@@ -84,8 +84,8 @@ class SideWorker(Worker, Generic[Side]):
         plan = spec.plan
         opening = open_stage(plan, spec.model_path, self._device, self._outbox)
         stage = await asyncio.to_thread(self._held.enter_context, opening)
-        if plan.engine_urls:
-            self._engine = RemoteServers().engine(plan, plan.engine_urls, plan.engine_key)
+        if plan.engine.urls:
+            self._engine = RemoteServers().engine(plan, plan.engine.urls, plan.engine.key)
             self._engine.servers.restarted = spec.restarted
         return stage
 
@@ -130,9 +130,11 @@ class TrainerWorker(SideWorker[TrainerSide]):
     async def open(self, spec: RunSpec) -> None:
         """Load the model, in the state of the checkpoint."""
         stage, plan = await self._open(spec), spec.plan
-        if plan.takes_turns and self._engine is not None:
+        if plan.sync.takes_turns and self._engine is not None:
             self._device.colocation = self._engine.colocation = ColocationLock(self._engine)
-        rank0 = make_rank_spec(plan, 0, plan.trainer_ranks, spec.rank0) if spec.rank0 else None
+        ranks, rank0 = plan.places.trainer_ranks, None
+        if spec.rank0:
+            rank0 = make_rank_spec(plan, 0, ranks, spec.rank0)
         models = await self._device.run(load_models, stage, rank0)
         side = TrainerSide(stage, models, self._engine, host=ray.util.get_node_ip_address())
         if plan.mode == "both":
@@ -207,8 +209,8 @@ class Link:
     def due(self, step: int) -> bool:
         """Return whether the explorer synchronizes with the trainer after explore step `step`."""
         plan = self._plan
-        meets = plan.sync_style in ("fixed", "explorer_driven")
-        return meets and is_due(step, plan.sync_interval, plan.sync_offset)
+        meets = plan.sync.style in ("fixed", "explorer_driven")
+        return meets and is_due(step, plan.sync.interval, plan.sync.offset)
 
     async def pull(self, step: int) -> None:
         """Wait until the engines have the weights of explore step `step + 1`."""
@@ -249,7 +251,7 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
         self._held.enter_context(stage.exploring())
         engine = self._engine
         assert engine is not None
-        if plan.takes_turns:
+        if plan.sync.takes_turns:
             engine.colocation = EnginesTurn(remote(TrainerWorker, spec.trainer))
         if plan.mode == "both":
             trainer = remote(TrainerWorker, spec.trainer)
@@ -283,7 +285,7 @@ class FollowerWorker(Worker):
         assert spec.rank0 is not None
         plan = spec.plan
         close_log = setup_logging(plan.job_dir / "log", plan.config.log.level)
-        rank_spec = make_rank_spec(plan, rank, plan.trainer_ranks, spec.rank0)
+        rank_spec = make_rank_spec(plan, rank, plan.places.trainer_ranks, spec.rank0)
         try:
             await asyncio.to_thread(follow_plan, plan, spec.model_path, rank_spec)
         except Exception:

@@ -99,7 +99,7 @@ def _init(plan: Plan, address: str | None) -> None:
         _join(address, options)
         return
     # places are processes, and may be more than there are cores
-    places = max(plan.nodes * plan.places_per_node, os.cpu_count() or 1)
+    places = max(plan.places.total, os.cpu_count() or 1)
     # in this thread: Ray's processes end with the one that started them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(address="local", num_cpus=places, include_dashboard=False, **options)
@@ -151,19 +151,19 @@ class PlacementGroups:
         self._plan = plan
         self._gpu = plan.device == "cuda"
         self._groups: list[PlacementGroup] = []
-        ranks, per_node = plan.trainer_ranks, plan.places_per_node
-        self._ranks_per_bundle = 1 if plan.takes_turns else min(ranks, per_node)
-        if plan.takes_turns:
+        ranks, per_node = plan.places.trainer_ranks, plan.places.per_node
+        self._ranks_per_bundle = 1 if plan.sync.takes_turns else min(ranks, per_node)
+        if plan.sync.takes_turns:
             self._reserve([self._bundle(1)] * ranks, "STRICT_PACK")
             return
         if ranks:
             bundles = max(ranks // per_node, 1)
             strategy = "STRICT_SPREAD" if bundles > 1 else "STRICT_PACK"
             self._reserve([self._bundle(self._ranks_per_bundle)] * bundles, strategy)
-        if plan.auxiliary_places:
-            self._reserve([self._bundle(plan.auxiliary_places)], "PACK")
-        if plan.num_engines and not plan.engine_urls:
-            self._reserve([self._bundle(plan.engine_size)] * plan.num_engines, "PACK")
+        if plan.places.auxiliary:
+            self._reserve([self._bundle(plan.places.auxiliary)], "PACK")
+        if plan.places.num_engines and not plan.engine.urls:
+            self._reserve([self._bundle(plan.places.engine_size)] * plan.places.num_engines, "PACK")
 
     async def ready(self, *, may_grow: bool, note: Any) -> None:
         """Wait until all places are reserved. Raises RuntimeError with the requested and the
@@ -184,22 +184,22 @@ class PlacementGroups:
 
     def engine(self, index: int) -> dict[str, Any]:
         """Return options of the actor that hosts an engine."""
-        places = 0.5 if self._plan.takes_turns else self._plan.engine_size
+        places = 0.5 if self._plan.sync.takes_turns else self._plan.places.engine_size
         return self._options(self._groups[-1], index, places)
 
     def rank(self, index: int) -> dict[str, Any]:
         """Return options of the actor of a trainer rank."""
-        places = 0.5 if self._plan.takes_turns else 1
+        places = 0.5 if self._plan.sync.takes_turns else 1
         return self._options(self._groups[0], index // self._ranks_per_bundle, places)
 
     def explorer(self) -> dict[str, Any]:
         """Return options of the explorer's actor: a place for its auxiliary models, else next to
         the trainer, so that losing an engine's machine does not end the explorer too.
         """
-        if not self._plan.auxiliary_places:
-            beside = self._plan.trainer_ranks > 0
+        if not self._plan.places.auxiliary:
+            beside = self._plan.places.trainer_ranks > 0
             return self._options(self._groups[0], 0, 0) if beside else {"num_cpus": 0}
-        return self._options(self._groups[bool(self._plan.trainer_ranks)], 0, 1)
+        return self._options(self._groups[bool(self._plan.places.trainer_ranks)], 0, 1)
 
     def release(self) -> None:
         """Release all places."""
@@ -226,10 +226,10 @@ class PlacementGroups:
         there = int(ray.cluster_resources().get(kind, 0))
         free = int(ray.available_resources().get(kind, 0))
         held = sum(int(bundle.get(kind, 0)) for g in self._groups for bundle in g.bundle_specs)
-        asked, nodes = self._plan.nodes * self._plan.places_per_node, self._plan.nodes
+        asked, nodes = self._plan.places.total, self._plan.places.nodes
         alive = sum(node["Alive"] for node in ray.nodes())
         return (
-            f"cluster asks for {asked} places ({nodes} x {self._plan.places_per_node}) of one "
+            f"cluster asks for {asked} places ({nodes} x {self._plan.places.per_node}) of one "
             f"{kind} each, {held} of them in use, and the Ray cluster has {there} {kind}s on "
             f"{alive} machines, {free} of them free"
         )

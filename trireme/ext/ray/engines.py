@@ -37,16 +37,16 @@ class EngineWorker(Worker):
 
     async def open(self, plan: Plan, model_path: str, index: int) -> str:
         """Return its address, once it serves. Raises the engine's error, or TimeoutError."""
-        if kind_of(plan.engine_kind) is None:
+        if kind_of(plan.engine.kind) is None:
             load_plugins(plan.config.plugins)
         host = EngineHost(
             engine_spec(plan, model_path),
             name=f"engine_{index}",
             log_file=JobFolder(plan.job_dir, plan.explorer_name).log / f"engine_{index}.log",
-            python=plan.engine_python or sys.executable,
+            python=plan.engine.python or sys.executable,
             host=ray.util.get_node_ip_address(),
-            key=plan.engine_key,
-            threads=None if plan.device == "cuda" else plan.engine_size,
+            key=plan.engine.key,
+            threads=None if plan.device == "cuda" else plan.places.engine_size,
             plugins=engine_plugins(plan),
         )
         host.start()

@@ -7,12 +7,12 @@ sentence, and no process is left.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import secrets
 import sys
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -116,13 +116,13 @@ class Actors:
         plan, stage = self._plan, self._stage
         places = self._places = PlacementGroups(plan)
         await places.ready(may_grow=may_grow, note=lambda text: stage.emit(Noted(text)))
-        engines = 0 if plan.engine_urls else plan.num_engines
+        engines = 0 if plan.engine.urls else plan.places.num_engines
         for index in range(engines):
             make = partial(self._actor, f"engine_{index}", places.engine(index), EngineWorker)
             self._engines.append(EngineActor(make(), index, make))
         if stage.trains:
             self._trainer = self._actor("trainer", places.rank(0), TrainerWorker).handle
-        for rank in range(1, plan.trainer_ranks):
+        for rank in range(1, plan.places.trainer_ranks):
             name = f"trainer_rank_{rank}"
             self._followers.append(self._actor(name, places.rank(rank), FollowerWorker).handle)
         measures = stage.recipe.from_data and stage.eval_tasksets
@@ -204,16 +204,16 @@ class Actors:
         """Open the engines first: the others need their addresses."""
         plan, model_path = self._plan, self._stage.model_path
         if self._engines:
-            plan = dataclasses.replace(plan, engine_key=secrets.token_hex(16))
+            plan = replace(plan, engine=replace(plan.engine, key=secrets.token_hex(16)))
             opened = [engine.open(plan, model_path) for engine in self._engines]
             urls = await asyncio.gather(*opened)
-            plan = self._plan = dataclasses.replace(plan, engine_urls=tuple(urls))
+            plan = self._plan = replace(plan, engine=replace(plan.engine, urls=tuple(urls)))
         plugins = tuple(str(p.resolve()) for p in plugin_files(plan.config.plugins))
         trainer = remote(TrainerWorker, self._trainer)
         rank0 = await trainer.meeting_place() if self._followers else None
         restarted = self._restarts() > 0
         if plan.mode in MODES:
-            self._serving = RemoteServers().engine(plan, plan.engine_urls, plan.engine_key)
+            self._serving = RemoteServers().engine(plan, plan.engine.urls, plan.engine.key)
             self._serving.servers.restarted = restarted
         spec = RunSpec(plan, model_path, plugins, self._trainer, rank0, restarted)
         for rank, handle in enumerate(self._followers, 1):
@@ -336,9 +336,9 @@ def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[
     theirs = plan.config.explorer.env_vars.items() if explores else ()
     own = {n: v for n, v in theirs if n != "PYTHONPATH" and not any(s in n for s in _SECRET)}
     if plan.device == "cuda":
-        threads = max((os.cpu_count() or 1) // plan.places_per_node, 1)
+        threads = max((os.cpu_count() or 1) // plan.places.per_node, 1)
         # CUDA cannot lend memory of that kind to other processes everywhere
-        expands = trains and not plan.takes_turns
+        expands = trains and not plan.sync.takes_turns
         if expands and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(variables):
             # micro-batches differ in size; the name that every torch knows
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -53,7 +53,7 @@ def engine_plugins(plan: Plan) -> list[str]:
     """List the plug-in files that a process of the plan's engine loads first; empty for a built-in
     engine.
     """
-    if type(kind_named(plan.engine_kind)).__module__.startswith("trireme."):
+    if type(kind_named(plan.engine.kind)).__module__.startswith("trireme."):
         return []
     return [str(file.resolve()) for file in plugin_files(plan.config.plugins)]
 
@@ -68,15 +68,15 @@ def engine_hosts(plan: Plan, model_path: str) -> list[EngineHost]:
     return [
         EngineHost(
             engine_spec(plan, model_path),
-            name=f"{plan.engine_kind} engine {index + 1} of {plan.engine_hosts}",
+            name=f"{plan.engine.kind} engine {index + 1} of {plan.engine.hosts}",
             log_file=log_folder / f"engine_{index}.log",
-            python=plan.engine_python or sys.executable,
+            python=plan.engine.python or sys.executable,
             port=0 if first_port is None else first_port + index,
             key=key,
             environment=_devices(plan, index),
             plugins=engine_plugins(plan),
         )
-        for index in range(plan.engine_hosts)
+        for index in range(plan.engine.hosts)
     ]
 
 
@@ -88,7 +88,7 @@ def _devices(plan: Plan, index: int) -> dict[str, str]:
         return {}
     rollout = plan.config.explorer.rollout_model
     size = size_of(rollout)
-    begin = (plan.mode == "both" and not plan.takes_turns) + index * size
+    begin = (plan.mode == "both" and not plan.sync.takes_turns) + index * size
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(gpu) for gpu in range(begin + size)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[begin : begin + size])}
@@ -405,7 +405,7 @@ class RemoteServers:
         """Processes that die are restarted if weights come by sync; at the end all are stopped."""
         hosts = engine_hosts(plan, model_path)
         if not hosts:
-            return await use(self.engine(plan, plan.engine_urls, plan.engine_key))
+            return await use(self.engine(plan, plan.engine.urls, plan.engine.key))
         try:
             await start_all(hosts)
             engine = self.engine(plan, [host.url for host in hosts], hosts[0].key)

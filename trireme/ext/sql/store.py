@@ -54,7 +54,7 @@ class SqlStore:
         names = {"explore": plan.config.explorer.name, "train": plan.config.trainer.name}
         return SqlBuffer(
             config.name,
-            resolve_url(plan.buffer_path, parts.folder),
+            resolve_url(plan.store.path, parts.folder),
             role=role,
             party=names.get(role),
             capacity=config.capacity,

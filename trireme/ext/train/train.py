@@ -130,9 +130,10 @@ def train(
         )
     ).plans
     local = _has_function(reward) or any(map(callable, [workflow, *tools, *callbacks]))
-    if plans[-1].spread and local:
+    places = plans[-1].places
+    if places.spread and local:
         raise ValueError(
-            f"{plans[-1].launcher.capitalize()}'s processes cannot see a function of this one: put "
+            f"{places.launcher.capitalize()}'s processes cannot see a function of this one: put "
             "it into a file, and name it as my_file:name"
         )
     summary = _in_thread(plans)

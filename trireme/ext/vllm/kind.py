@@ -163,11 +163,11 @@ class VllmKind:
         model = plan.config.explorer.rollout_model
         options = {name: getattr(model, name) for name in self.keys}
         options["extra_engine_args"] = dict(options["extra_engine_args"])
-        if plan.adapter_rank:
-            options["max_lora_rank"] = min(r for r in RANKS if r >= plan.adapter_rank)
-        if plan.takes_turns:
+        if plan.sync.adapter_rank:
+            options["max_lora_rank"] = min(r for r in RANKS if r >= plan.sync.adapter_rank)
+        if plan.sync.takes_turns:
             options["enable_sleep_mode"] = True
-            options["gpu_memory_utilization"] = plan.engine_share or LEAST_SHARE
+            options["gpu_memory_utilization"] = plan.memory.engine_share or LEAST_SHARE
         return options
 
     async def make(

@@ -1,0 +1,142 @@
+"""Sizes: decides the lengths of sequences, and the sizes and the number of steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from trireme.config import Findings
+from trireme.config.stages import StageFacts
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The most and the fewest tokens of what is generated and trained."""
+
+    max_model_len: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    min_response_tokens: int
+    max_token_len: int
+    """Tokens of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The amount of work: the size of a step, and the number of steps."""
+
+    batch_size: int
+    """Tasks of an explore step."""
+    repeat_times: int
+    """Rollouts of a task."""
+    train_batch_size: int
+    own_batch: int
+    """Experiences of a train step that come from the explorer; the rest is an expert's."""
+    whole: bool
+    """Whether a train step learns from exactly one explore step, whatever its size."""
+    explore: int | None = None
+    """Explore steps; None: nothing is explored, or only the loaded data determines it."""
+    train: int | None = None
+    """Train steps; None: the data or the workflow determines their number."""
+    schedule: int | None = None
+    """The train steps that a learning-rate schedule spans, assuming one experience per rollout."""
+    per_epoch: int | None = None
+
+
+def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
+    """Decide the lengths that the user did not set: prompt and response share `max_model_len`."""
+    findings = Findings()
+    model = stage.config.model
+    total, shortest = model.max_model_len, model.min_response_tokens
+    prompt, response = model.max_prompt_tokens, model.max_response_tokens
+    if total is None:
+        if prompt is None or response is None:
+            findings.problem(
+                "model.max_model_len",
+                "is not given: expected it, or both max_prompt_tokens and max_response_tokens",
+            )
+            return _lengths(stage, 2, 1, 1, 0), findings
+        total = prompt + response
+    for name, part in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
+        if part is not None and part >= total:
+            expected = f"less than model.max_model_len ({total})"
+            findings.problem(f"model.{name}", f"is {part}: expected {expected}")
+            return _lengths(stage, total, total - 1, 1, 0), findings
+    if prompt is not None and response is not None and prompt + response > total:
+        findings.problem(
+            "model.max_prompt_tokens",
+            f"({prompt}) and max_response_tokens ({response}) make {prompt + response} tokens: "
+            f"expected at most model.max_model_len ({total})",
+        )
+    if response is None:
+        prompt = total // 2 if prompt is None else prompt
+        response = total - prompt
+    elif prompt is None:
+        prompt = total - response
+    shortest = min(shortest, max(response - 1, 0))
+    return _lengths(stage, total, prompt, response, shortest), findings
+
+
+def _lengths(stage: StageFacts, total: int, prompt: int, response: int, shortest: int) -> Lengths:
+    """Add the tokens of a rank's micro-batch: as requested, or two of the longest sequences."""
+    trainer = stage.config.trainer
+    asked, window = trainer.max_token_len_per_gpu, trainer.ulysses_sequence_parallel_size
+    return Lengths(total, prompt, response, shortest, asked or math.ceil(2 * total / window))
+
+
+def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
+    """Decide batch sizes and numbers of steps, if they are known before the data is loaded."""
+    findings = Findings()
+    config, buffer = stage.config, stage.config.buffer
+    wanted = buffer.train_batch_size or stage.rollouts
+    own = max(wanted - math.ceil((stage.expert_ratio or 0) * wanted), 1)
+    sizes = Steps(
+        buffer.batch_size, config.algorithm.repeat_times, wanted, own, whole=stage.whole_steps
+    )
+    if stage.reads_file or config.mode == "train":
+        if stage.reads_file and not buffer.train_batch_size:
+            findings.problem(
+                "buffer.train_batch_size",
+                "is not given: expected the number of experiences of a train step, since "
+                f"{config.algorithm.algorithm_type} reads data",
+            )
+        rows = stage.train_rows
+        path = buffer.trainer_input.experience_buffer.path or ""
+        steps = config.trainer.total_steps or buffer.total_steps
+        if not steps and rows is not None:
+            steps = findings.take(_epochs(stage, wanted, rows, path))
+        an_epoch = None if rows is None else rows // wanted
+        return replace(sizes, train=steps, schedule=steps, per_epoch=an_epoch), findings
+    if config.mode in ("bench", "serve"):
+        return sizes, findings
+    explore = buffer.total_steps or stage.task_steps
+    expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
+    schedule = config.trainer.total_steps or expected
+    train = None if config.mode == "explore" else config.trainer.total_steps
+    one_each = stage.whole_steps or stage.one_experience
+    if train is None and config.mode == "both" and one_each:
+        train = expected
+    replays = buffer.trainer_input.experience_buffer.replay_buffer.enable
+    if config.mode == "both" and not replays and (train or 0) > (expected or math.inf):
+        condition = "" if one_each else " where each rollout is one experience"
+        findings.note(
+            f"trainer.total_steps ({train}): the tasks give {expected}{condition}, and the run "
+            "ends there; buffer.total_steps or total_epochs says how often they are repeated"
+        )
+    rows = stage.task_rows
+    an_epoch = None if rows is None else rows // buffer.batch_size
+    steps = replace(sizes, explore=explore, train=train, schedule=schedule, per_epoch=an_epoch)
+    return steps, findings
+
+
+def _epochs(stage: StageFacts, size: int, rows: int, path: str) -> tuple[int, Findings]:
+    """Return the train steps in all epochs of a data set; a problem if there are none."""
+    findings = Findings()
+    epochs = stage.config.buffer.total_epochs
+    if rows * epochs < size:
+        findings.problem(
+            "buffer.train_batch_size",
+            f"({size}) gives no step: {path} has {rows} rows and total_epochs is {epochs}; "
+            f"expected at most {rows * epochs}, or total_steps",
+        )
+    return rows * epochs // size, findings
