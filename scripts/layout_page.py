@@ -1,26 +1,32 @@
-"""Layout page: the table of files in docs/code_layout.md, written from the files' first sentences.
+"""Layout page: the tables of the kernel's files and of the extensions in docs/code_layout.md.
 
-`python scripts/layout_page.py` writes it between the page's two marks; a test holds that it was
+The files are described by their first sentences, the extensions by their manifests.
+
+`python scripts/layout_page.py` writes them between the page's two marks; a test holds that it was
 done.
 """
 
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "code_layout.md"
+EXTENSIONS = ROOT / "trireme" / "ext"
 BEGIN, END = "<!-- tables: scripts/layout_page.py -->", "<!-- end of tables -->"
 
 
 def tables() -> str:
-    """A table for each folder of the package, itself first."""
+    """A table for each folder of the kernel, the package first, and one of the extensions."""
     files = sorted((ROOT / "trireme").rglob("*.py"), key=lambda path: (path.parent, path.name))
-    folders = groupby(files, key=lambda path: path.parent)
-    return "\n".join(line for row in folders for line in _folder(*row)).lstrip()
+    kernel = [path for path in files if EXTENSIONS not in path.parents]
+    folders = groupby(kernel, key=lambda path: path.parent)
+    lines = [line for row in folders for line in _folder(*row)]
+    return "\n".join([*lines, *_extensions()]).lstrip()
 
 
 def document() -> str:
@@ -36,6 +42,15 @@ def _folder(folder: Path, members: Iterator[Path]) -> Iterator[str]:
     for path in members:
         if path.name != "__init__.py":
             yield f"| `{path.name}` | {first_sentence(path)} |"
+
+
+def _extensions() -> Iterator[str]:
+    yield "\n### `trireme/ext/`\n\nThe extensions; `uses` names the ones that one needs.\n"
+    yield "| folder | what it adds | uses |\n|-|-|-|"
+    for manifest in sorted(EXTENSIONS.glob("*/ext.toml")):
+        fields = tomllib.loads(manifest.read_text(encoding="utf-8"))
+        uses = ", ".join(f"`{name}`" for name in fields.get("uses", []))
+        yield f"| `{manifest.parent.name}/` | {fields['about']} | {uses} |"
 
 
 def first_sentence(path: Path) -> str:
