@@ -11,11 +11,11 @@ time, so that a rise by reinforcement cannot be due to too little supervised tra
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def run_stages(
             work = run_plan(plan, model, console, stop=stop, measure_end=last)
             results.append(stop.run(work))
         if len(plans) > 1:
-            rows = [dataclasses.asdict(result) for result in results]
+            rows = [asdict(result) for result in results]
             meta = {"latest_stage": len(results) - 1, "finished": rows}
             write_json(JobFolder(job).stage_meta, meta)
     if len(finished) == len(plans):
@@ -152,13 +152,12 @@ def more_supervised(
     if supervised.model_dir is None or not (taken and supervised.steps and seconds):
         return None
     steps = max(1, round(seconds * supervised.steps / taken))
-    plan = dataclasses.replace(
+    plan = replace(
         plans[0],
         stage_name=NAME,
         job_dir=plans[0].root_dir / NAME,
         model_from_stage=0,
-        train_steps=steps,
-        schedule_steps=steps,
+        steps=replace(plans[0].steps, train=steps, schedule=steps),
         notes=(),
     )
     console.stage("more SFT, for comparison", steps)
