@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from trireme.log import get_logger
-from trireme.model.tool_calls import format_of
+from trireme.model.tool_calls import ToolFormat, described_format, format_of
 from trireme.task import Task, with_objects
 from trireme.text import all_joined, joined
 
@@ -92,7 +92,7 @@ class ChatTokens:
         self.tokenizer = tokenizer
         self.reasoning_parser: ReasoningParser | None = reasoning_parser
         self.tool_format = format_of(
-            tool_call_parser, str(chat_template or tokenizer.chat_template or "")
+            tool_call_parser, str(chat_template or tokenizer.chat_template or ""), tokenizer
         )
         self._asked_tools = False
         self._options: dict[str, Any] = {}
@@ -111,6 +111,9 @@ class ChatTokens:
             lambda text, most: tuple(self.encode(text, most=most))
         )
         self._preserves = lru_cache(maxsize=4096)(self._try_pattern)
+        described = None if tool_call_parser else described_format(tokenizer)
+        if described and self._misreads(self.tool_format) and not self._misreads(described):
+            self.tool_format = described
 
     def encode(self, text: str, *, most: int | None = None, special: bool = False) -> list[int]:
         """Encode rendered text, which contains its own special tokens; otherwise `special` adds
@@ -200,6 +203,9 @@ class ChatTokens:
         """Return True if the template writes tool calls in a form that the tool format
         cannot read.
         """
+        return self._misreads(self.tool_format)
+
+    def _misreads(self, form: ToolFormat) -> bool:
         asked, tool = [_placeholder("user")], _PLACEHOLDER_TOOL["function"]["name"]
         call = {
             "id": "call00000",
@@ -213,7 +219,7 @@ class ChatTokens:
         except ValueError:
             return False  # it refuses placeholders, so nothing is known
         written = [whole.removeprefix(text) for text in before if whole.startswith(text)]
-        read = [self.tool_format.read(text, [_PLACEHOLDER_TOOL])[1] for text in written]
+        read = [form.read(text, [_PLACEHOLDER_TOOL])[1] for text in written]
         names = [[call.name for call in calls if not call.error] for calls in read]
         return any(tool in text for text in written) and [tool] not in names
 

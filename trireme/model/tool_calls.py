@@ -3,7 +3,8 @@
 Invariants:
 - Each format reads what the family's template renders. Text is read with its special tokens, which
   are the marks of some formats.
-- Reading takes time in proportion to the text, whatever the model wrote.
+- Reading takes time in proportion to the text, whatever the model wrote; a form that a checkpoint
+  describes has a limit of time instead.
 - A call that was cut has one error, `CUT`, in every format. A reply with a call that cannot be read
   stays text for HTTP clients; a scheduler sends the model the reason.
 - A custom format is a function `(text, tools) -> (content, [ToolCall, ...])`, named by its path.
@@ -16,6 +17,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -67,6 +69,9 @@ class ToolFormat(NamedTuple):
     reply's end."""
     always: bool = False
     """Whether its replies are not plain text even without calls."""
+    described: Callable[[Any], Reader] | None = None
+    """Makes the reader, if the form is one that each checkpoint describes, of its tokenizer. Raises
+    ValueError for one that describes none."""
 
 
 def tool_format(**options: Any) -> Callable[[Reader], Reader]:
@@ -82,10 +87,11 @@ def tool_format(**options: Any) -> Callable[[Reader], Reader]:
 _FORM = "tool_format"
 
 
-def format_of(name: str | None, template: str = "") -> ToolFormat:
+def format_of(name: str | None, template: str = "", tokenizer: Any = None) -> ToolFormat:
     """Find a format by name or path; otherwise by the template's marks, with hermes as the default.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name, and for a format that the checkpoint of this `tokenizer`
+    should describe and does not.
     """
     if name is None:
         # a template of another family may contain the mark of hermes too
@@ -95,7 +101,19 @@ def format_of(name: str | None, template: str = "") -> ToolFormat:
     named: Any = FORMATS.get(name)
     if not inspect.isroutine(named):
         raise ValueError(f"tool_call_parser '{name}' is {named!r:.40}: expected a function")
-    return getattr(named, _FORM, None) or ToolFormat(named)
+    form: ToolFormat = getattr(named, _FORM, None) or ToolFormat(named)
+    if form.described is None or tokenizer is None:
+        return form
+    return form._replace(read=form.described(tokenizer))
+
+
+def described_format(tokenizer: Any) -> ToolFormat | None:
+    """Return the format that a checkpoint describes itself; None if it describes none."""
+    for name in FORMATS.built_in():
+        if format_of(name).described is not None:
+            with suppress(ValueError):
+                return format_of(name, tokenizer=tokenizer)
+    return None
 
 
 @tool_format(

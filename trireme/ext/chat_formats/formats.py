@@ -1,9 +1,10 @@
 """Formats: reads tool calls as families of models write them; see model/tool_calls.py.
 
-Response templates of transformers (`parse_response`) do not fit: one damaged call raises for the
-whole reply, a call that was cut can pass for a whole one, and a pattern for arguments takes time
-that grows with the square of the text (150,000 characters of unclosed ones: 55 s, here 0.01 s).
-`openai-harmony` reads only token ids of gpt-oss' vocabulary, which it downloads.
+Response templates of transformers do not replace these: one damaged call raises for the whole
+reply, a call that was cut can pass for a whole one, and time may grow with the square of the text
+(150,000 characters of arguments that are not closed: 55 s, here 0.01 s). A checkpoint that ships
+one is read by it where none of these fits: see response_template.py. `openai-harmony` reads only
+token ids of gpt-oss' vocabulary, which it downloads.
 """
 
 from __future__ import annotations
@@ -221,14 +222,22 @@ def _of_texts(
     """A call whose arguments are texts, each made what the tool's schema says that it is."""
     if cut or not name:
         return ToolCall(name, {}, error=CUT)
+    return ToolCall(name, typed_by_schema(name, {k.strip(): v for k, v in pairs}, tools))
+
+
+def typed_by_schema(
+    name: str, arguments: Mapping[str, Any], tools: Sequence[Any]
+) -> dict[str, Any]:
+    """Return a call's arguments, each text made what the tool's schema says that it is."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     schema = next((f for f in functions if f.get("name") == name), {})
     properties = (schema.get("parameters") or {}).get("properties") or {}
-    arguments: dict[str, Any] = {}
-    for key, value in pairs:
-        text = bool(properties) and _kinds(properties.get(key.strip())) <= {"string"}
-        arguments[key.strip()] = value if text else _typed(value)
-    return ToolCall(name, arguments)
+
+    def typed(key: str, value: Any) -> Any:
+        text = bool(properties) and _kinds(properties.get(key)) <= {"string"}
+        return value if text or not isinstance(value, str) else _typed(value)
+
+    return {key: typed(key, value) for key, value in arguments.items()}
 
 
 def _kinds(schema: Any) -> set[str]:
