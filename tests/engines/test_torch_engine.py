@@ -374,3 +374,40 @@ def test_a_request_that_the_engine_cannot_run_ends_alone(
 
     ids, [after] = run(tiny_dir, main)
     assert [*ids, after.ids] == run(tiny_dir, undisturbed)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+def test_neither_many_rows_nor_long_ones_make_room_beyond_the_limit(
+    tmp_path: Path, fast: bool, n: int
+) -> None:
+    folder = make_model(tmp_path, "qwen2")
+    limit, long = 8192, [5 + i % 80 for i in range(470)]
+    shorts = [[5 + i, 9, 7] for i in range(64)]
+    brief, lasting = (Sampling(max_tokens=m, n=n, ignore_eos=True) for m in (4, 30))
+
+    async def main(engine: TorchEngine) -> Any:
+        decoder: Any = engine._decoder
+        room: list[tuple[int, int]] = []
+        advance = decoder.advance
+
+        def watched(*args: Any, **options: Any) -> Any:
+            finished = advance(*args, **options)
+            room.append((decoder.store.room, decoder.prompts.store.room))
+            return finished
+
+        decoder.advance = watched
+        replies = []
+        for prompts in ([long], shorts, [long, *shorts[:3]], shorts, [long]):
+            sampling = lasting if long in prompts else brief
+            calls = (engine.generate(p, sampling, key=(i,)) for i, p in enumerate(prompts))
+            replies.append(await asyncio.gather(*calls))
+        return room, replies
+
+    options = {"max_model_len": 500, "prefix_tokens": 0, "fast": fast}
+    room, replies = run(folder, main, kv_tokens=limit, **options)
+    assert max(map(max, room)) <= limit
+    _, alone = run(folder, main, kv_tokens=2**17, **options)
+    for some, others in zip(replies, alone, strict=True):
+        for a, b in zip(some, others, strict=True):
+            assert [c.ids for c in a] == [c.ids for c in b]

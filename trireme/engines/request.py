@@ -52,6 +52,11 @@ class Request:
         return self.prompt + self.out
 
     @property
+    def room(self) -> int:
+        """Return the number of tokens that it may come to."""
+        return len(self.prompt) + self.max_tokens
+
+    @property
     def order(self) -> tuple[Any, ...]:
         """The sort key by which requests enter in deterministic mode."""
         return (*self.key, self.sample)

@@ -172,7 +172,11 @@ class Decoder:
         if not admitted:
             return
         self.active += admitted
-        self.store.reserve(-(-len(self.active) // 16) * 16, 1)
+        rows, longest = len(self.active), max(r.room for r in self.active)
+        ahead = -(-rows // 16) * 16
+        rows = ahead if ahead * longest <= self.store.max_tokens else rows
+        self.store.fit(rows, longest)
+        self.store.reserve(rows, 1)
         self._changed()
 
     def _prefill(self, requests: Iterable[Request]) -> None:
@@ -191,8 +195,11 @@ class Decoder:
             or (len(members) == 1 and self.prompts.slot(ids) is None)
         }
         new = [ids for ids in groups.keys() - alone if self.prompts.slot(ids) is None]
-        if new:
-            self.prompts.reserve(len(new), max(map(len, new)))
+        longest = max(map(len, new), default=0)
+        if not self.prompts.fits(len(new), longest):
+            alone.update(new)
+        elif new:
+            self.prompts.reserve(len(new), longest)
         for ids, members in groups.items():
             slot = self.prompts.slot(ids)
             if ids in alone:

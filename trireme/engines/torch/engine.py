@@ -267,7 +267,7 @@ class TorchEngine:
         if self._barrier is not None or not self._waiting:
             return False
         rows = [*self._decoder.active, self._waiting[0]]
-        return self._holds(len(rows), max(map(_room, rows)))
+        return self._holds(len(rows), max(r.room for r in rows))
 
     def _ready(self) -> bool:
         waiting = (
@@ -283,10 +283,10 @@ class TorchEngine:
         if self._barrier is not None:
             self._waiting.sort(key=lambda r: r.order)
         rows = len(self._decoder.active)
-        longest = max(map(_room, self._decoder.active), default=0)
+        longest = max((r.room for r in self._decoder.active), default=0)
         count = 0
         for request in self._waiting:
-            longest = max(longest, _room(request))
+            longest = max(longest, request.room)
             if not self._holds(rows + count + 1, longest):
                 break
             count += 1
@@ -353,7 +353,3 @@ class TorchEngine:
             raise broken(self._failure)
         if self._closed:
             raise RuntimeError("the engine is closed")
-
-
-def _room(request: Request) -> int:
-    return len(request.prompt) + request.max_tokens

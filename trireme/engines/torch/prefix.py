@@ -92,6 +92,8 @@ class SharedPrompts:
         """Prompts computed with the current weights."""
         self._members: dict[int, int] = {}
         """The number of requests of each used slot."""
+        self._lengths: dict[int, int] = {}
+        """The tokens in each used slot."""
 
     def slot(self, ids: tuple[int, ...]) -> int | None:
         """Return a prompt's slot; None if it has none."""
@@ -102,16 +104,30 @@ class SharedPrompts:
         self.reserve(1, len(ids))
         slot = next(n for n in range(len(self._members) + 1) if n not in self._members)
         self._slots[ids] = slot
-        self._members[slot] = 0
+        self._members[slot], self._lengths[slot] = 0, len(ids)
         return slot
+
+    def fits(self, count: int, length: int) -> bool:
+        """Return whether there may be `count` more prompts of at most `length` tokens."""
+        return self._needed(count) * self._longest(length) <= self.store.max_tokens
 
     def reserve(self, count: int, length: int) -> None:
         """Make room for `count` more prompts of at most `length` tokens. Growing copies the present
         ones, so some room is made ahead.
         """
-        needed, have = len(self._members) + count, self.store.num_rows
+        needed, have, longest = self._needed(count), self.store.num_rows, self._longest(length)
         ahead = 0 if needed <= have else have + have // 4
-        self.store.reserve(max(needed, ahead), length)
+        self.store.fit(needed, longest)
+        if ahead * longest <= self.store.max_tokens:
+            needed = max(needed, ahead)
+        self.store.reserve(needed, length)
+
+    def _needed(self, count: int) -> int:
+        """Return the number of slots with `count` more prompts, which take free ones first."""
+        return max(max(self._members, default=-1) + 1, len(self._members) + count)
+
+    def _longest(self, length: int) -> int:
+        return max(length, *self._lengths.values()) if self._lengths else length
 
     def join(self, request: Request, slot: int, length: int) -> None:
         """Note that the request's first `length` tokens are in the slot."""
@@ -123,7 +139,7 @@ class SharedPrompts:
         if request.shared:
             self._members[request.slot] -= 1
             if not self._members[request.slot]:
-                del self._members[request.slot]
+                del self._members[request.slot], self._lengths[request.slot]
                 self._slots = {ids: n for ids, n in self._slots.items() if n != request.slot}
             request.slot = request.shared = 0
 
@@ -136,6 +152,7 @@ class SharedPrompts:
         self.store.clear()
         self._slots.clear()
         self._members.clear()
+        self._lengths.clear()
 
 
 def _common(kept: Sequence[int], ids: Sequence[int]) -> int:

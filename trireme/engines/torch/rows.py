@@ -24,9 +24,7 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias")
 
 
 class RowStore:
-    """Stores keys and values [rows, Hkv, length, D] of each layer; grows, never past
-    `max_tokens`.
-    """
+    """Stores keys and values [rows, Hkv, length, D] of each layer; grows to about `max_tokens`."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -41,6 +39,11 @@ class RowStore:
         """Return the number of rows that there is room for."""
         return self._shape[0]
 
+    @property
+    def room(self) -> int:
+        """Return the number of tokens that there is room for, in all rows together."""
+        return self._shape[0] * self._shape[1]
+
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens; the present ones stay."""
         have_rows, have_length = self._shape
@@ -52,6 +55,22 @@ class RowStore:
         for layer, old in enumerate(self._layers):
             new = old.new_zeros(2, rows, old.shape[2], length, old.shape[4])
             new[:, : old.shape[1], :, : old.shape[3]] = old
+            self._layers[layer], self._views[layer] = new, (new[0], new[1])
+
+    def fit(self, rows: int, length: int) -> None:
+        """Give up room that `rows` rows of `length` tokens do not need, the present ones among
+        them, if with it there would be more than `max_tokens`: as many rows as many short requests
+        needed before, each as long as a long one needed.
+        """
+        have_rows, have_length = self._shape
+        length = -(-length // GRAIN) * GRAIN
+        if max(have_rows, rows) * max(have_length, length) <= self.max_tokens:
+            return
+        self._shape = rows, length = min(have_rows, rows), min(have_length, length)
+        if (rows, length) == (have_rows, have_length):
+            return
+        for layer, old in enumerate(self._layers):
+            new = old[:, :rows, :, :length].clone(memory_format=torch.contiguous_format)
             self._layers[layer], self._views[layer] = new, (new[0], new[1])
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
