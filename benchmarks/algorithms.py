@@ -116,12 +116,18 @@ async def make_pairs(model: str, problems: Path, out: Path, num: int) -> int:
     from trireme.engines.device import Device
     from trireme.engines.engine import Sampling
     from trireme.engines.torch.engine import TorchEngine
+    from trireme.engines.torch.shell import TorchSettings
     from trireme.model.chat_tokens import ChatTokens
     from trireme.model.model import Model
     from trireme.rewards.answers import final_answer, final_truth, same
 
     tokenizer, device = AutoTokenizer.from_pretrained(model), Device()
-    engine = TorchEngine(model, tokenizer=tokenizer, device=device, max_model_len=160, max_rows=512)
+    engine = TorchEngine(
+        model,
+        tokenizer=tokenizer,
+        device=device,
+        settings=TorchSettings(max_model_len=160, max_rows=512),
+    )
     chat = ChatTokens(tokenizer)
     rows = [json.loads(line) for line in problems.read_text(encoding="utf-8").splitlines()]
 

@@ -27,6 +27,7 @@ from trireme.demo.problems import make_problems
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.ext.http.rollouts import Rollouts
 from trireme.ext.rollout_server.trajectories import infer
 from trireme.model.chat_tokens import ChatTokens
@@ -87,7 +88,12 @@ async def seconds(folder: Path, count: int, *, asynchronous: bool) -> tuple[floa
     """Wall time of one batch of requests, the engine's share of it, and the tokens sampled."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     device = TimedDevice()
-    engine = TorchEngine(folder, tokenizer=tokenizer, device=device, max_model_len=MAX_LEN, seed=0)
+    engine = TorchEngine(
+        folder,
+        tokenizer=tokenizer,
+        device=device,
+        settings=TorchSettings(max_model_len=MAX_LEN, seed=0),
+    )
     rollouts = Rollouts(
         engine,
         ChatTokens(tokenizer),

@@ -38,6 +38,7 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Completion, Sampling
 from trireme.engines.scripted import ScriptedEngine
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.explorer.metrics import rollout_metrics
 from trireme.explorer.runner import Key, Runner, TimeLimit
 from trireme.explorer.scheduler import Scheduler
@@ -145,7 +146,10 @@ async def conversations(folder: Path, turns: int) -> tuple[float, float]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "model")
     device = TimedDevice()
     engine = TorchEngine(
-        folder / "model", tokenizer=tokenizer, device=device, max_model_len=8192, seed=0
+        folder / "model",
+        tokenizer=tokenizer,
+        device=device,
+        settings=TorchSettings(max_model_len=8192, seed=0),
     )
     chat = ChatTokens(tokenizer)
 

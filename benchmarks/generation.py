@@ -32,6 +32,7 @@ from trireme.engines.engine import Sampling
 from trireme.engines.make import EngineSpec
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.linear import linear
+from trireme.engines.torch.shell import TorchSettings
 from trireme.ext.remote.engine import RemoteEngine
 from trireme.ext.remote.engine_host import EngineHost, start_all, stop_all
 
@@ -138,9 +139,12 @@ async def long_work(folder: Path, options: argparse.Namespace) -> list[Target]:
     for dtype in ("float32", "bfloat16"):
         device = Device()
         engine = TorchEngine(
-            str(folder), tokenizer=tokenizer, device=device, seed=0, max_model_len=256,
-            max_rows=rows, barrier=None, dtype=dtype,
-        )  # fmt: skip
+            str(folder),
+            tokenizer=tokenizer,
+            device=device,
+            barrier=None,
+            settings=TorchSettings(seed=0, max_model_len=256, max_rows=rows, dtype=dtype),
+        )
         ours = await rate(engine, prompts, reply)
         await engine.close()
         device.close()
@@ -173,9 +177,14 @@ async def short_work(folder: Path, quick: bool) -> list[Target]:
     ]  # fmt: skip
     device = Device()
     engine = TorchEngine(
-        str(folder), tokenizer=tokenizer, device=device, seed=0, max_model_len=256,
-        max_rows=PROMPTS * SAMPLES, barrier=None, dtype="float32",
-    )  # fmt: skip
+        str(folder),
+        tokenizer=tokenizer,
+        device=device,
+        barrier=None,
+        settings=TorchSettings(
+            seed=0, max_model_len=256, max_rows=PROMPTS * SAMPLES, dtype="float32"
+        ),
+    )
     targets = []
     print(f"{'work':10}{'engine tokens/s':>18}{'generate tokens/s':>20}")
     for kind, asked in TARGETS.items():

@@ -29,6 +29,7 @@ from transformers import AutoTokenizer
 
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.ext.multi_turn.math_tips import DOUBT, RECHECK
 from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
 from trireme.model.chat_tokens import ChatTokens
@@ -97,7 +98,9 @@ async def trace(folder: Path, model: Path, trick: str) -> bool:
     """Print a rollout that was told to try again; whether what was inserted carries no loss."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     device = Device()
-    engine = TorchEngine(model, tokenizer=tokenizer, device=device, max_model_len=320, seed=1)
+    engine = TorchEngine(
+        model, tokenizer=tokenizer, device=device, settings=TorchSettings(max_model_len=320, seed=1)
+    )
     rows = [json.loads(line) for line in (folder / "assets" / "test.jsonl").open()]
     clean = False
     for place, row in enumerate(rows):

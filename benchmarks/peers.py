@@ -186,14 +186,22 @@ def by_trireme_engine(work: dict[str, Any]) -> dict[str, Any]:
     from trireme.engines.device import Device
     from trireme.engines.engine import Sampling
     from trireme.engines.torch.engine import TorchEngine
+    from trireme.engines.torch.shell import TorchSettings
 
     async def measure() -> list[float]:
         device = Device()
         engine = TorchEngine(
-            work["model"], tokenizer=AutoTokenizer.from_pretrained(work["model"]), device=device,
-            seed=0, max_model_len=work["max_len"], max_rows=len(work["prompts"]), barrier=None,
-            dtype=work["dtype"],
-        )  # fmt: skip
+            work["model"],
+            tokenizer=AutoTokenizer.from_pretrained(work["model"]),
+            device=device,
+            barrier=None,
+            settings=TorchSettings(
+                seed=0,
+                max_model_len=work["max_len"],
+                max_rows=len(work["prompts"]),
+                dtype=work["dtype"],
+            ),
+        )
 
         async def once() -> None:
             await asyncio.gather(

@@ -545,16 +545,16 @@ def engine_on(machine: Machine, device: Any) -> Any:
     from transformers import AutoTokenizer
 
     from trireme.engines.torch.engine import TorchEngine
+    from trireme.engines.torch.shell import TorchSettings
 
     folder = made(machine)
     return TorchEngine(
         folder,
         tokenizer=AutoTokenizer.from_pretrained(folder),
         device=device,
-        max_model_len=4096,
-        dtype="bfloat16",
-        device_name=str(machine.device),
-        prefix_tokens=0,
+        settings=TorchSettings(
+            max_model_len=4096, dtype="bfloat16", device=str(machine.device), prefix_tokens=0
+        ),
     )
 
 

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import typer
 
+from tests.data.made import selection_of
 from tests.model.fake import make
 from tests.test_documents import BLOCK, DOCUMENTS, ROOT
 from trireme import Experience, Task
 from trireme.cli.main import app
-from trireme.data.selectors import selection
 from trireme.pipeline.operators import make_operator
 from trireme.registry import (
     CONTEXT_MANAGERS,
@@ -65,7 +65,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
 def test_data(page: Page) -> None:
     page("data.md")
     rows = [(0.3,), (0.9,), (0.1,)]
-    order = selection("page_data:hardest_first", 3, features=rows).select(3)
+    order = selection_of("page_data:hardest_first", 3, features=rows).select(3)
     assert list(order) == [2, 0, 1]
 
 

@@ -19,6 +19,7 @@ from tests.vllm import START_S, needs_vllm
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.explorer.runner import Outcome, Runner, TimeLimit
 from trireme.ext.http.gateway import Gateway
 from trireme.ext.http.rollouts import Rollouts
@@ -46,7 +47,12 @@ async def embedded(model: Path) -> AsyncIterator[tuple[Engine, int]]:
     """The torch engine, and the most tokens of a conversation."""
     device = Device(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    engine = TorchEngine(model, tokenizer=tokenizer, device=device, max_model_len=MAX_LEN, seed=1)
+    engine = TorchEngine(
+        model,
+        tokenizer=tokenizer,
+        device=device,
+        settings=TorchSettings(max_model_len=MAX_LEN, seed=1),
+    )
     try:
         yield engine, MAX_LEN
     finally:

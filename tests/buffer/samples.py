@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.limits import HANG_S
+from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import EID, Experience
 
 T = TypeVar("T")
@@ -58,6 +59,17 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(coroutine, HANG_S))
 
 
-def sql_buffer(*args: Any, **options: Any) -> Any:
-    """An SqlBuffer; without the extension that has it the test is skipped."""
-    return pytest.importorskip("trireme.ext.sql.buffer").SqlBuffer(*args, **options)
+def sql_buffer(
+    name: str,
+    url: str,
+    *,
+    role: Any = "both",
+    party: str | None = None,
+    reuse: Any = None,
+    clock: Any = None,
+    **keys: Any,
+) -> Any:
+    """An SqlBuffer with these keys of its section; without its extension the test is skipped."""
+    make = pytest.importorskip("trireme.ext.sql.buffer").SqlBuffer
+    section = ExperienceBufferConfig(**keys)
+    return make(name, url, section, role=role, party=party, reuse=reuse, clock=clock)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.made import taskset_of
 from tests.data.test_tasksets import all_batches, rows
 from trireme.data.rows import Rows
-from trireme.data.tasksets import Mixture, Taskset
+from trireme.data.tasksets import Mixture
 from trireme.task import Task
 
 FORMAT = {"prompt_key": "question", "response_key": "answer"}
@@ -24,7 +25,7 @@ def mixture(*selectors: str, sizes: tuple[int, ...] = (6, 3, 1), **options: Any)
         data = [{"question": "q", "answer": "a", "weak": n / 9, "strong": 1.0} for n in range(size)]
         learns = selector in ("difficulty_based", "offline_easy2hard")
         tasksets.append(
-            Taskset(
+            taskset_of(
                 Rows("x", data, data[0]),
                 name=f"set_{place}",
                 batch_size=1,
@@ -104,7 +105,7 @@ def test_a_state_of_other_tasksets_is_refused() -> None:
 def test_a_row_without_its_number_is_named() -> None:
     data = [{"question": "q", "rate": 0.5}, {"question": "q", "rate": None}]
     with pytest.raises(ValueError, match=r"x, row 1: the column 'rate' .* holds None: expected a"):
-        Taskset(
+        taskset_of(
             Rows("x", data, data[0]),
             name="x",
             batch_size=1,
@@ -113,7 +114,7 @@ def test_a_row_without_its_number_is_named() -> None:
             feature_keys=["rate"],
         )
     with pytest.raises(ValueError, match=r"no column 'hard' \(data_selector.feature_keys\)"):
-        Taskset(
+        taskset_of(
             rows(3), name="x", batch_size=1, format_args=FORMAT,
             selector="offline_easy2hard", feature_keys=["hard"],
         )  # fmt: skip

@@ -10,24 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trireme.data.selectors import BaseSelector, Selection, selection
+from tests.data.made import selection_of
+from trireme.data.selectors import BaseSelector, Selection
 
 FEATURES = [(0.0, 1.0), (0.2, 0.6), (0.5, 0.5), (0.2, 0.9)]
 
 
 def difficulty(features: Sequence[Sequence[float]] = FEATURES, **options: Any) -> Selection:
-    return selection("difficulty_based", len(features), seed=3, features=features, options=options)
+    return selection_of(
+        "difficulty_based", len(features), seed=3, features=features, options=options
+    )
 
 
 def test_easy_to_hard_is_the_highest_feature_first_and_of_equals_the_later_row() -> None:
     features = [(0.5, 1), (0.9, 0), (0.5, 2), (0.9, 0)]
-    chosen = selection("offline_easy2hard", 4, features=features)
+    chosen = selection_of("offline_easy2hard", 4, features=features)
     assert chosen.select(4) == [3, 1, 2, 0]
     assert chosen.select(4) == [3, 1, 2, 0]
 
 
 def test_no_order_of_a_shuffled_epoch_is_that_of_another() -> None:
-    chosen = selection("shuffle", 20, seed=1)
+    chosen = selection_of("shuffle", 20, seed=1)
     epochs = [tuple(chosen.select(20)) for _ in range(4)]
     assert len(set(epochs)) == 4 and all(sorted(epoch) == list(range(20)) for epoch in epochs)
 
@@ -92,7 +95,7 @@ def test_a_state_that_went_through_json_goes_on_alike(name: str, options: dict[s
     options = options if name == "difficulty_based" else {}
 
     def one() -> Selection:
-        return selection(name, 4, seed=5, features=FEATURES, options=options)
+        return selection_of(name, 4, seed=5, features=FEATURES, options=options)
 
     whole, resumed = one(), one()
     for rate in (0.1, 0.7):
@@ -161,7 +164,7 @@ class KeepsArrays(Nearest):
 def near(kind: str) -> Selection:
     rows = [{"rate": rate} for rate in (0.1, 0.5, 0.9, 0.4)]
     options = {"options": {"target": 0.5}, "feature_keys": ["rate"], "data": rows}
-    return selection(f"{__name__}:{kind}", 4, **options)
+    return selection_of(f"{__name__}:{kind}", 4, **options)
 
 
 def test_a_selector_in_the_class_form_of_trinity() -> None:
@@ -187,8 +190,13 @@ def every_other(rows: int, epoch: int, seed: int, *, first: int = 0) -> list[int
 
 
 def test_a_users_own_selector_by_its_path() -> None:
-    assert selection(f"{__name__}.every_other", 4, options={"first": 1}).select(4) == [1, 3, 0, 2]
-    assert selection(f"{__name__}:Backwards", 4, options={"stride": 2}).select(2) == [0, 1]
+    assert selection_of(f"{__name__}.every_other", 4, options={"first": 1}).select(4) == [
+        1,
+        3,
+        0,
+        2,
+    ]
+    assert selection_of(f"{__name__}:Backwards", 4, options={"stride": 2}).select(2) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +221,7 @@ def test_a_users_own_selector_by_its_path() -> None:
 )
 def test_what_cannot_be_is_named(name: str, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        selection(name, 4, **given)
+        selection_of(name, 4, **given)
 
 
 def test_a_state_of_other_rows_is_refused() -> None:

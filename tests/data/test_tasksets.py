@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.data.made import taskset_of
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Exhausted, Mixture, Taskset
 
@@ -19,7 +20,7 @@ def rows(count: int, **more: str) -> Rows:
 
 def taskset(count: int = 10, **options: Any) -> Taskset:
     given: dict[str, Any] = {"name": "x", "batch_size": 4, "format_args": FORMAT, "workflow": "w"}
-    return Taskset(rows(count), **(given | options))
+    return taskset_of(rows(count), **(given | options))
 
 
 def all_batches(tasks: Taskset | Mixture) -> list[list[int]]:
@@ -52,7 +53,7 @@ def test_a_row_without_the_answer_that_others_have_is_noted(lacking: dict[str, A
     def note(chosen: list[dict[str, Any]], **options: Any) -> str | None:
         made = Rows("dataset 'x'", chosen, ["question", "answer"], places=places)
         given: dict[str, Any] = {"name": "x", "batch_size": 1, "format_args": FORMAT}
-        return Taskset(made, **(given | options)).answers_note()
+        return taskset_of(made, **(given | options)).answers_note()
 
     assert note(data) == (
         "x: 1 of 5 rows hold nothing in 'answer' (format.response_key), so that their task.truth "
@@ -118,7 +119,7 @@ def test_a_row_may_name_its_own_workflow_and_reward() -> None:
         {"question": "q", "answer": "a", "kind": "tool_use", "judge": None},
         {"question": "q", "answer": "a", "kind": "", "judge": "strict"},
     ]
-    tasks = Taskset(
+    tasks = taskset_of(
         Rows("x", data, data[0]),
         name="x",
         batch_size=2,
@@ -152,4 +153,4 @@ def test_a_row_without_a_prompt_is_found_before_the_first_rollout() -> None:
     with pytest.raises(
         ValueError, match=r"tasks, row 1: the column 'prompt' \(format.prompt_key\)"
     ):
-        Taskset(rows, name="t", batch_size=1, total_epochs=1, workflow="simple_workflow")
+        taskset_of(rows, name="t", batch_size=1, total_epochs=1, workflow="simple_workflow")

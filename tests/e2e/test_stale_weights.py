@@ -17,6 +17,7 @@ from tests.e2e.job import small_config
 from trireme.cli.main import app
 from trireme.engines.adapter import Merged
 from trireme.engines.torch import engine as engine_module
+from trireme.engines.torch import shell as shell_module
 from trireme.engines.torch.shell import load_weights, share_shell
 
 Load = Callable[[Any, Any], None]
@@ -157,7 +158,7 @@ def test_shared_tensors_that_are_shared_no_more(
         owner.weight = nn.Parameter(owner.weight.detach().clone(), requires_grad=False)  # pyright: ignore
         return shell
 
-    monkeypatch.setattr(engine_module, "share_shell", torn)
+    monkeypatch.setattr(shell_module, "share_shell", torn)
     check(*run(tmp_path), tmp_path / "checkpoints/tests/job", f"{name}.weight")
 
 

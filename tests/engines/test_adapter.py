@@ -15,6 +15,7 @@ from tests.trainer.samples import backend_of
 from trireme.engines.adapter import A, Merged
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.sync.probe import Probe, WrongWeights
 from trireme.sync.push import MemorySync
 from trireme.trainer.backend import Backend
@@ -44,7 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_at(folder: Path, device: Device) -> TorchEngine:
-    return TorchEngine(folder, tokenizer=make_tokenizer(), device=device, max_model_len=64)
+    return TorchEngine(
+        folder, tokenizer=make_tokenizer(), device=device, settings=TorchSettings(max_model_len=64)
+    )
 
 
 ROWS = [[5, 6, 7, 8, 9, 10], [60, 3, 61, 4, 62]]

@@ -19,6 +19,7 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.scripted import ScriptedEngine
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 
 PROMPT = [5, 6, 7, 8]
 MAX_LEN = 64
@@ -63,8 +64,7 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
             tiny_dir,
             tokenizer=tokenizer,
             device=device,
-            max_model_len=MAX_LEN,
-            device_name=name,
+            settings=TorchSettings(max_model_len=MAX_LEN, device=name),
         )
 
     def run(main: Callable[[Engine], Awaitable[Any]]) -> Any:

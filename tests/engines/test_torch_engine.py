@@ -17,18 +17,31 @@ from tests.tiny import make_model, make_tokenizer
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Sampling
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 
 PROMPTS = [[5 + i] * (3 + 7 * i) + [9, 8, 7] for i in range(6)]
 
 
-def run(folder: Path, main: Callable[[TorchEngine], Awaitable[Any]], **options: Any) -> Any:
+def run(
+    folder: Path,
+    main: Callable[[TorchEngine], Awaitable[Any]],
+    *,
+    barrier: RolloutBarrier | None = None,
+    share_with: Any = None,
+    **options: Any,
+) -> Any:
     """What `main` gives with an engine on a model folder."""
+    settings = TorchSettings(max_model_len=options.pop("max_model_len", 200), **options)
 
     async def go() -> Any:
         device = Device(1)
-        options.setdefault("max_model_len", 200)
         engine = TorchEngine(
-            folder, tokenizer=AutoTokenizer.from_pretrained(folder), device=device, **options
+            folder,
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+            device=device,
+            settings=settings,
+            barrier=barrier,
+            share_with=share_with,
         )
         try:
             return await main(engine)
@@ -150,7 +163,7 @@ def test_the_same_prompt_after_new_weights_is_read_anew(tmp_path: Path, shared: 
         await engine.update_weights(None if shared else new, 1)
         return (await engine.generate(prompt, sampling))[0]
 
-    reply = run(old, main, **({"share_with": trained} if shared else {}))
+    reply = run(old, main, share_with=trained)
     own = reference(new, prompt + reply.ids)[len(prompt) - 1 :]
     assert reply.versions == [1] * 8
     assert torch.allclose(own, torch.tensor(reply.logprobs), atol=1e-5)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from tests.data.made import taskset_of
 from tests.limits import HANG_S
 from tests.tiny import make_tokenizer
 from trireme.buffer.queue import QueueBuffer
@@ -96,7 +97,7 @@ def make_taskset(
 ) -> Taskset:
     data = [{"prompt": f"{i} + 1?", "response": str(i + 1)} for i in range(rows)]
     options = {"batch_size": 2, "repeat_times": 2} | options
-    return Taskset(
+    return taskset_of(
         Rows(name, data, ["prompt", "response"]),
         name=name,
         workflow=workflow,

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.data.made import taskset_of
 from tests.explorer.made import Sync, make_explorer, run
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Taskset
@@ -28,7 +29,7 @@ async def solves_every_third(task: Task, model: Model) -> list[Experience]:
 
 def curriculum() -> Taskset:
     data = [{"prompt": "x", "weak": i / ROWS, "strong": 1.0} for i in range(ROWS)]
-    return Taskset(
+    return taskset_of(
         Rows("x", data, data[0]),
         name="x",
         batch_size=3,

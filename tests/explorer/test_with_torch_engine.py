@@ -14,6 +14,7 @@ from tests.explorer.made import Models, make_runner, run, task
 from tests.limits import HANG_S
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.explorer.runner import Outcome
 from trireme.workflows.workflow import resolve
 
@@ -25,7 +26,11 @@ def with_engine(folder: Path, main: Callable[[TorchEngine, RolloutBarrier], Awai
         device, barrier = Device(1), RolloutBarrier()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         engine = TorchEngine(
-            folder, tokenizer=tokenizer, device=device, max_model_len=128, barrier=barrier
+            folder,
+            tokenizer=tokenizer,
+            device=device,
+            barrier=barrier,
+            settings=TorchSettings(max_model_len=128),
         )
         try:
             return await main(engine, barrier)

@@ -13,6 +13,7 @@ from tests.model.fake import user
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
@@ -27,7 +28,12 @@ def test_logprobs_of_a_conversation_are_those_of_its_ids(
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
 
     async def run() -> tuple[Experience, list[float]]:
-        engine = TorchEngine(tiny_dir, tokenizer=tokenizer, device=Device(), max_model_len=400)
+        engine = TorchEngine(
+            tiny_dir,
+            tokenizer=tokenizer,
+            device=Device(),
+            settings=TorchSettings(max_model_len=400),
+        )
         sampling = Sampling(max_tokens=12, temperature=0.7)
         model = Model(engine, ChatTokens(tokenizer), sampling=sampling, max_model_len=400)
         chat = [user("one")]

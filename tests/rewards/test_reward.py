@@ -10,8 +10,8 @@ from typing import Any
 import pandas
 import pytest
 
+from tests.data.made import taskset_of
 from trireme.data.rows import load_rows
-from trireme.data.tasksets import Taskset
 from trireme.registry import REWARDS
 from trireme.rewards.reward import RewardFn, resolve, score
 from trireme.task import Task
@@ -69,7 +69,7 @@ def test_the_readmes_reward_earns_what_the_row_says(
     else:
         write(path, index=False)
     rows = load_rows(path)
-    [task, _] = Taskset(rows, name="t", batch_size=2, format_args=FORMAT, workflow="w").next()
+    [task, _] = taskset_of(rows, name="t", batch_size=2, format_args=FORMAT, workflow="w").next()
     assert task.raw_task["answer"] == column[0]  # the row itself stays as it is
     given = resolve("boxed_and_brief")
     assert given is not None

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.engines.weights import fingerprint
 from trireme.sync.probe import (
     BrokenWeights,
@@ -88,8 +89,7 @@ def test_an_engine_shows_the_fingerprints_of_what_it_was_given(tiny_dir: Path, d
             tiny_dir,
             tokenizer=AutoTokenizer.from_pretrained(tiny_dir),
             device=device,
-            max_model_len=64,
-            dtype=dtype,
+            settings=TorchSettings(max_model_len=64, dtype=dtype),
         )
         try:
             with pytest.raises(WrongWeights):

@@ -25,7 +25,7 @@ from tests.tiny import make_tokenizer
 from tests.trainer.samples import settings
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
-from trireme.engines.torch.shell import load_weights
+from trireme.engines.torch.shell import TorchSettings, load_weights
 from trireme.engines.weights import fingerprint
 from trireme.sync.probe import Gap, Probe, WrongWeights
 from trireme.trainer.backend import Backend
@@ -104,8 +104,7 @@ async def push_often(folder: Path, pushes: int, faults_each: int) -> Seen:
         folder,
         tokenizer=make_tokenizer(),
         device=device,
-        max_model_len=256,
-        dtype="bfloat16",
+        settings=TorchSettings(max_model_len=256, dtype="bfloat16"),
     )
     vocabulary = backend.module.config.vocab_size
     probe, rng = Probe(vocabulary, "bfloat16"), torch.Generator().manual_seed(1)

@@ -19,6 +19,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.engines.weights import fingerprint
 from trireme.sync.probe import compare_weights
 from trireme.trainer.backend import Backend
@@ -69,9 +70,7 @@ def test_in_bfloat16_the_trainer_scores_what_the_engine_recorded(tmp_path: Path)
             folder,
             tokenizer=AutoTokenizer.from_pretrained(folder),
             device=device,
-            max_model_len=128,
-            dtype="bfloat16",
-            device_name="cuda",
+            settings=TorchSettings(max_model_len=128, dtype="bfloat16", device="cuda"),
         )
         try:
             replies = await engine.generate(ROWS[0], Sampling(max_tokens=64, n=8, ignore_eos=True))

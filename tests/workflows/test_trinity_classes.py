@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.data.made import taskset_of
 from tests.model.fake import make
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Taskset
@@ -166,7 +167,7 @@ def test_the_answer_may_be_an_entry_of_a_column() -> None:
 
 def taskset(row: dict[str, Any], reads_prompt: bool = True, **columns: str) -> Taskset:
     rows = Rows("rows", [row], list(row))
-    return Taskset(rows, name="t", batch_size=1, format_args=columns, reads_prompt=reads_prompt)
+    return taskset_of(rows, name="t", batch_size=1, format_args=columns, reads_prompt=reads_prompt)
 
 
 def test_a_users_class_may_have_rows_without_prompt_and_answer() -> None:

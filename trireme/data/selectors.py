@@ -193,27 +193,23 @@ class _Selected:
 
 
 def selection(
-    name: str,
+    config: DataSelectorConfig,
     rows: int,
     *,
-    seed: int = 42,
     features: Sequence[Sequence[float]] = (),
-    feature_keys: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
     data: Iterable[Mapping[str, Any]] = (),
 ) -> Selection:
-    """Make the selector of a name or path. `data` are the rows themselves, for a BaseSelector.
+    """Make the selector that a section names, by a name or path. `data` are the rows themselves,
+    for a BaseSelector.
 
     Raises ValueError for an unknown one, for an option that it does not have, and for missing
     features.
     """
+    name, seed = config.selector_type, config.seed
     selector: Any = SELECTORS.get(name)
     if inspect.isclass(selector) and issubclass(selector, BaseSelector):
-        config = DataSelectorConfig(
-            selector_type=name, seed=seed, feature_keys=[*feature_keys], kwargs=dict(options or {})
-        )
         return _Selected(selector, rows, data, config)
-    arguments = fitting_options(f"data_selector '{name}'", selector, options or {}, given=_GIVEN)
+    arguments = fitting_options(f"data_selector '{name}'", selector, config.kwargs, given=_GIVEN)
     wanted = inspect.signature(selector).parameters.get("features")
     if wanted is not None:
         if wanted.default is inspect.Parameter.empty and not features:

@@ -13,8 +13,10 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from trireme.config.schema_rollout import DataSelectorConfig
 from trireme.data.rows import Rows
 from trireme.data.selectors import RowOrder, selection
 from trireme.task import Task
@@ -34,67 +36,55 @@ _ANSWERS = ("response", "solution")
 """The default columns of answers: no user has chosen them."""
 
 
+@dataclass(frozen=True)
+class TasksetSettings:
+    """The settings of a taskset: its batches, and what each of its tasks carries."""
+
+    name: str
+    batch_size: int
+    total_epochs: int = 1
+    """Passes over the rows; an evaluation makes one."""
+    total_steps: int | None = None
+    """Explore steps, in place of `total_epochs`."""
+    workflow: Any = None
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    reward_fn: Any = None
+    reward_fn_args: Mapping[str, Any] = field(default_factory=dict)
+    format_args: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of the YAML's `format`."""
+    rollout_args: Mapping[str, Any] = field(default_factory=dict)
+    repeat_times: int = 1
+    selector: DataSelectorConfig = field(default_factory=DataSelectorConfig)
+    is_eval: bool = False
+    taskset_id: int = 0
+    reads_prompt: bool = True
+    """Whether the workflow reads the columns that `format_args` name, so that a row without the
+    answer, or without the default column `prompt` if none is named, is refused."""
+
+
 class Taskset:
     """Turns rows into tasks, a batch at a time."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        name: str,
-        batch_size: int,
-        total_epochs: int = 1,
-        total_steps: int | None = None,
-        workflow: Any = None,
-        workflow_args: Mapping[str, Any] | None = None,
-        reward_fn: Any = None,
-        reward_fn_args: Mapping[str, Any] | None = None,
-        format_args: Mapping[str, Any] | None = None,
-        rollout_args: Mapping[str, Any] | None = None,
-        repeat_times: int = 1,
-        selector: str = "sequential",
-        seed: int = 42,
-        feature_keys: Sequence[str] = (),
-        selector_args: Mapping[str, Any] | None = None,
-        is_eval: bool = False,
-        taskset_id: int = 0,
-        reads_prompt: bool = True,
-    ) -> None:
-        """`reads_prompt`: the workflow reads the columns that `format_args` name, so that a row
-        without the answer, or without the default column `prompt` if none is named, is refused.
-        `total_steps` overrides `total_epochs`; an evaluation has one epoch.
-
-        `format_args` are the fields of the YAML's `format`; `feature_keys` name the columns of
-        numbers that a selector orders rows by. Raises ValueError if a column is missing or if there
-        is not a single step.
-        """
-        self.name = name
+    def __init__(self, rows: Rows, settings: TasksetSettings) -> None:
+        """Raises ValueError if a column is missing or if there is not a single step."""
+        self.name = settings.name
         self.rows = rows
-        self.batch_size = batch_size
-        self.repeat_times = repeat_times
-        self.is_eval = is_eval
-        self.taskset_id = taskset_id
-        self._reads_prompt = reads_prompt
-        self._format = dict(format_args or {})
-        self._fields: dict[str, Any] = {
-            "rollout_args": dict(rollout_args or {}),
-            "workflow_args": dict(workflow_args or {}),
-            "reward_fn_args": dict(reward_fn_args or {}),
-        }
-        self._workflow = workflow
-        self._reward_fn = reward_fn
+        self.batch_size = settings.batch_size
+        self.repeat_times = settings.repeat_times
+        self.is_eval = settings.is_eval
+        self.taskset_id = settings.taskset_id
+        self._settings = settings
+        self._format = settings.format_args
+        self._reads_prompt = settings.reads_prompt
         self._selection = selection(
-            selector,
+            settings.selector,
             len(rows),
-            seed=seed,
-            features=_features(rows, feature_keys),
-            feature_keys=feature_keys,
-            options=selector_args,
+            features=_features(rows, settings.selector.feature_keys),
             data=rows,
         )
         self._position = 0
         self._check_columns()
-        self.total_steps = self._count_steps(total_epochs, total_steps)
+        self.total_steps = self._count_steps(settings.total_epochs, settings.total_steps)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -167,19 +157,21 @@ class Taskset:
     def task(self, step: int, task_id: int, row_index: int) -> Task:
         """Make a row into a task of an explore step."""
         row = self.rows[row_index]
-        # each task has separate dictionaries: a workflow may write into them
-        fields = copy.deepcopy(self._fields)
+        settings = self._settings
         return Task(
             raw_task=row,
-            workflow=self._own(row, "workflow_key", self._workflow),
-            reward_fn=self._own(row, "reward_fn_key", self._reward_fn),
+            workflow=self._own(row, "workflow_key", settings.workflow),
+            reward_fn=self._own(row, "reward_fn_key", settings.reward_fn),
             repeat_times=self.repeat_times,
             format_args=self._format,
             is_eval=self.is_eval,
             batch_id=step,
             task_id=task_id,
             index={"index": row_index, "taskset_id": self.taskset_id},
-            **fields,
+            # each task has separate dictionaries: a workflow may write into them
+            rollout_args=copy.deepcopy(dict(settings.rollout_args)),
+            workflow_args=copy.deepcopy(dict(settings.workflow_args)),
+            reward_fn_args=copy.deepcopy(dict(settings.reward_fn_args)),
         )
 
     def _own(self, row: dict[str, Any], key: str, default: Any) -> Any:

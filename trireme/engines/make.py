@@ -69,17 +69,21 @@ def make_torch_engine(
     """Make the engine of this process; `share_with` is the trainer's module whose tensors
     it reads.
     """
-    from trireme.engines.torch.engine import TorchEngine  # takes 2 s, and `check` does not need it
+    # takes 2 s, and `check` does not need it
+    from trireme.engines.torch.engine import TorchEngine
+    from trireme.engines.torch.shell import TorchSettings
 
     return TorchEngine(
         spec.model,
         tokenizer=tokenizer,
         device=device,
-        seed=spec.seed,
-        max_model_len=spec.max_model_len,
         barrier=barrier,
-        dtype=spec.dtype,
-        device_name=spec.device,
         share_with=share_with,
-        trust_remote_code=spec.trust_remote_code,
+        settings=TorchSettings(
+            seed=spec.seed,
+            max_model_len=spec.max_model_len,
+            dtype=spec.dtype,
+            device=spec.device,
+            trust_remote_code=spec.trust_remote_code,
+        ),
     )

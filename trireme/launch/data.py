@@ -19,11 +19,11 @@ from trireme.buffer.trained import TrainedTokens
 from trireme.checkpoint.layout import EVALUATED, JobFolder
 from trireme.config import Plan
 from trireme.config.schema import Config
-from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
+from trireme.config.schema_rollout import DataSelectorConfig, ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import UsedTaskset, used_tasksets
 from trireme.config.store import store_named
 from trireme.data.rows import DataSet, NoRows, Rows, load_rows
-from trireme.data.tasksets import Mixture, Taskset, check_task
+from trireme.data.tasksets import Mixture, Taskset, TasksetSettings, check_task
 from trireme.envs.env import refuse_missing
 from trireme.files import read_text
 from trireme.model.chat_tokens import ChatTokens
@@ -117,8 +117,7 @@ def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = Fa
     """Make one taskset of these rows; if it is `mixed`, the mixture makes the batches."""
     buffer, dataset, is_eval = config.buffer, used.config, used.is_eval
     selector = dataset.task_selector or dataset.data_selector
-    return Taskset(
-        rows,
+    settings = TasksetSettings(
         name=used.name,
         batch_size=1 if mixed else buffer.batch_size,
         total_epochs=buffer.total_epochs,
@@ -131,14 +130,12 @@ def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = Fa
         rollout_args=dataset.rollout_args.model_dump(),
         repeat_times=dataset.repeat_times if is_eval else config.algorithm.repeat_times,
         # an evaluation runs every row in file order
-        selector="sequential" if is_eval else selector.selector_type,
-        seed=selector.seed,
-        feature_keys=() if is_eval else selector.feature_keys,
-        selector_args={} if is_eval else selector.kwargs,
+        selector=DataSelectorConfig(seed=selector.seed) if is_eval else selector,
         is_eval=is_eval,
         taskset_id=used.number,
         reads_prompt=not _is_known(used.workflow) or resolve(used.workflow).reads_prompt,
     )
+    return Taskset(rows, settings)
 
 
 def _is_known(workflow: Any) -> bool:

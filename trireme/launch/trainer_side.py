@@ -257,6 +257,7 @@ class TrainerSide:
     def _trainer(self) -> Trainer:
         stage, plan = self.stage, self.stage.plan
         options = plan.config.trainer
+        steps = frozenset(options.profile.steps)
         settings = TrainerSettings(
             batch_size=plan.steps.train_batch_size,
             # With an explorer, the trainer ends when the experiences do.
@@ -265,6 +266,7 @@ class TrainerSide:
             # its end would make the engine pause again, in the middle of rollouts
             save_behind=options.save_behind and not plan.sync.takes_turns,
             save_timeout=plan.config.cluster.stop_timeout,
+            profile=Profile(steps, stage.folder.profile) if steps else None,
         )
         backend = self.models.backend
         steering = SteeringParts(
@@ -280,13 +282,7 @@ class TrainerSide:
             sync=None if stage.recipe.from_data else self.sync,
             checkpointer=self,
             emit=stage.emit,
-            profile=self._profile(),
             steering=make_steering(steering),
         )
         trainer.step = stage.resumed.step if stage.resumed else 0
         return trainer
-
-    def _profile(self) -> Profile | None:
-        stage = self.stage
-        steps = frozenset(stage.plan.config.trainer.profile.steps)
-        return Profile(steps, stage.folder.profile) if steps else None

@@ -90,6 +90,8 @@ class TrainerSettings:
     """Whether checkpoints are written while the training continues."""
     save_timeout: float
     """Seconds allowed for a checkpoint that is being written when the training fails."""
+    profile: Profile | None = None
+    """The train steps that are profiled."""
 
 
 class Trainer:
@@ -107,7 +109,6 @@ class Trainer:
         sync: Synchronizer | None,
         checkpointer: Checkpointer,
         emit: Emit,
-        profile: Profile | None = None,
         steering: Sequence[Steering] = (),
     ) -> None:
         """A part of each batch is from `auxiliary` if the models' recipe mixes data.
@@ -125,7 +126,6 @@ class Trainer:
         self.sync = sync
         self.checkpointer = checkpointer
         self.emit = emit
-        self.profile = profile
         self.steering = steering
         self.step = 0
         self.seconds = 0.0
@@ -253,7 +253,7 @@ class Trainer:
             "perf/train_tokens_per_s": rate,
             "perf/train_tokens_per_s_per_device": rate / self.models.backend.num_ranks,
         }
-        if self.profile is not None and (stem := self.profile.stem(self.step)):
+        if (profile := self.settings.profile) is not None and (stem := profile.stem(self.step)):
             self.emit(Noted(f"profile of train step {self.step}: {stem}_rank_*.json"))
         if self.sync is not None:
             trained = time.monotonic()
@@ -276,13 +276,13 @@ class Trainer:
         return max(0.0, 1 - (now[1] - busy) / max(now[0] - since, 1e-9))
 
     def _step(self, experiences: list[Experience]) -> dict[str, Any]:
-        sync = self.sync
+        sync, profile = self.sync, self.settings.profile
         try:
             metrics = self.models.train_step(
                 experiences,
                 version=self._version,
                 moved=sync is not None and sync.trained_step > sync.pushed_step,
-                profile=self.profile and self.profile.stem(self.step + 1),
+                profile=profile and profile.stem(self.step + 1),
             )
         except NotFinite as error:
             broken = self.models.backend.broken_weights()

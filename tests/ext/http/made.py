@@ -20,6 +20,7 @@ from tests.limits import HANG_S
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.shell import TorchSettings
 from trireme.ext.http.app import create_app
 from trireme.ext.http.connections import server_config
 from trireme.ext.http.rollouts import Rollouts
@@ -39,9 +40,7 @@ async def torch_rollouts(
         folder,
         tokenizer=tokenizer,
         device=device,
-        max_model_len=max_model_len,
-        seed=42,
-        dtype=dtype,
+        settings=TorchSettings(max_model_len=max_model_len, seed=42, dtype=dtype),
     )
     try:
         yield rollouts_over(engine, tokenizer, max_model_len=max_model_len, **options)

@@ -16,6 +16,7 @@ from typing import Any
 from tests.buffer.samples import step_of, uids
 from tests.limits import HANG_S
 from trireme.buffer.buffer import Closed
+from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
 from trireme.ext.sql.buffer import SqlBuffer
 from trireme.files import write_json
@@ -28,9 +29,8 @@ GO = "go"
 
 
 def open_as(url: str, role: Any, name: str) -> SqlBuffer:
-    return SqlBuffer(
-        "shared", url, role=role, party=name, lease_time=LEASE, max_read_timeout=HANG_S
-    )
+    section = ExperienceBufferConfig(lease_time=LEASE, max_read_timeout=HANG_S)
+    return SqlBuffer("shared", url, section, role=role, party=name)
 
 
 def made(name: str, step: int) -> list[Experience]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.limits import HANG_S
 from trireme.checkpoint.layout import JobFolder
+from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import EID, Experience
 from trireme.ext.http.serving import Intake
 from trireme.ext.sql.buffer import SqlBuffer
@@ -35,7 +36,8 @@ def group(task: str, rewards: Sequence[float]) -> list[Experience]:
 
 
 def store(folder: Path, role: Any = "explore") -> SqlBuffer:
-    return SqlBuffer("shared", f"sqlite:///{folder}/shared.db", role=role, max_read_timeout=HANG_S)
+    section = ExperienceBufferConfig(max_read_timeout=HANG_S)
+    return SqlBuffer("shared", f"sqlite:///{folder}/shared.db", section, role=role)
 
 
 def intake(folder: Path, buffer: Any, reports: list[Any] | None = None) -> Intake:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import MetaData, text
 
-from tests.buffer.samples import JumpingClock, run, sample, step_of, uids
+from tests.buffer.samples import JumpingClock, run, sample, sql_buffer, step_of, uids
 from tests.limits import HANG_S
 from tests.postgres import PASSWORD, Server
 from trireme.buffer.buffer import Closed
@@ -30,7 +30,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def open_as(role: Any, url: str, party: str | None = None, **options: Any) -> SqlBuffer:
-    return SqlBuffer("experiences", url, role=role, party=party, **options)
+    return sql_buffer("experiences", url, role=role, party=party, **options)
 
 
 def test_two_readers_never_share_an_experience(url: str) -> None:
@@ -343,7 +343,7 @@ def test_a_server_that_is_away_is_waited_for(
 
 def test_a_server_that_stays_away_ends_the_wait_with_its_name(postgres: Server) -> None:
     async def main(url: str) -> None:
-        trainer = open_as("train", url, max_read_timeout=0.3, retry_seconds=0.1)
+        trainer = open_as("train", url, max_read_timeout=0.3, max_retry_interval=0.1)
         said = r"database 'postgresql.* was away for 0.3 s"
         with postgres.away(), pytest.raises(TimeoutError, match=said):
             await trainer.take(1)
@@ -374,7 +374,7 @@ def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
     with pytest.raises(
         ValueError, match=r"me:\*\*\*@127\.0\.0\.1:1/none' cannot be used"
     ) as caught:
-        open_as("both", url, retries=1, retry_seconds=0.01)
+        open_as("both", url, max_retry_times=1, max_retry_interval=0.01)
     assert "geheim" not in str(caught.value)
 
 

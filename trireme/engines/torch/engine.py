@@ -18,14 +18,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.adapter import Merged, is_adapter
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.forward import make_pass
-from trireme.engines.torch.shell import end_tokens, load_shell, load_weights, share_shell
+from trireme.engines.torch.shell import TorchSettings, end_tokens, load_weights
 from trireme.engines.weights import fingerprint
 from trireme.log import get_logger
 
@@ -47,50 +46,25 @@ class TorchEngine:
         *,
         tokenizer: PreTrainedTokenizerBase,
         device: Device,
-        max_model_len: int,
-        seed: int = 42,
-        max_rows: int = MAX_ROWS,
-        kv_tokens: int = KV_TOKENS,
-        prefix_tokens: int = PREFIX_TOKENS,
+        settings: TorchSettings,
         barrier: RolloutBarrier | None = None,
-        dtype: str = "float32",
-        device_name: str = "cpu",
         share_with: PreTrainedModel | None = None,
-        keep_kv: bool = False,
-        trust_remote_code: bool = False,
-        fast: bool = True,
     ) -> None:
-        """`share_with` is a module whose tensors are read in place of loading `model`.
-
-        At most `max_rows` requests decode at once and hold at most `kv_tokens` tokens; others wait
-        in order. `prefix_tokens` bounds the prefix cache (0: none). `keep_kv` continues with old
-        keys and values after an update in flight, in place of computing them again. `fast` uses a
-        faster pass of forward.py where one suits the model, in place of transformers' module.
-        """
-        if share_with is not None:
-            self.module = share_shell(share_with)
-        else:
-            self.module = load_shell(
-                model, device=device_name, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+        """`share_with` is a module whose tensors are read in place of loading `model`."""
+        self.module = settings.module(model, share_with)
+        self._settings = settings
         self._shared = share_with is not None
         self._adapter = Merged()
         self._decoder = Decoder(
             self.module,
             tokenizer,
-            kv_tokens=kv_tokens,
-            prefix_tokens=prefix_tokens,
-            forward=make_pass(self.module) if fast else None,
+            kv_tokens=settings.kv_tokens,
+            prefix_tokens=settings.prefix_tokens,
+            forward=make_pass(self.module) if settings.fast else None,
         )
         self._tokenizer = tokenizer
         self._device = device
-        self._seed = seed
-        self._dtype = dtype
-        self._max_model_len = max_model_len
-        self._max_rows = max_rows
-        self._kv_tokens = kv_tokens
         self._barrier = barrier
-        self._keep_kv = keep_kv
         self._ends = end_tokens(self.module, tokenizer)
         self._waiting: list[Request] = []
         self._futures: dict[int, asyncio.Future[Completion]] = {}
@@ -152,7 +126,7 @@ class TorchEngine:
             ids,
             temperature,
             vocabulary=self._decoder.vocabulary,
-            max_model_len=self._max_model_len,
+            max_model_len=self._settings.max_model_len,
         )
         return await self._between(self._decoder.score, rows, temperature)
 
@@ -168,7 +142,7 @@ class TorchEngine:
     async def fingerprint(self) -> dict[str, float]:
         """Return a number for each tensor, an adapter's separate from its base."""
         return await self._between(
-            lambda: fingerprint(self._adapter.apart(self.module.state_dict()), self._dtype)
+            lambda: fingerprint(self._adapter.apart(self.module.state_dict()), self._settings.dtype)
         )
 
     async def pause(self) -> None:
@@ -227,9 +201,9 @@ class TorchEngine:
             ids,
             sampling,
             key,
-            seed=self._seed,
-            room=self._kv_tokens,
-            max_model_len=self._max_model_len,
+            seed=self._settings.seed,
+            room=self._settings.kv_tokens,
+            max_model_len=self._settings.max_model_len,
             vocabulary=self._decoder.vocabulary,
             ends=self._ends,
         )
@@ -294,7 +268,9 @@ class TorchEngine:
         return picked
 
     def _holds(self, rows: int, longest: int) -> bool:
-        return rows == 1 or (rows <= self._max_rows and rows * longest <= self._kv_tokens)
+        return rows == 1 or (
+            rows <= self._settings.max_rows and rows * longest <= self._settings.kv_tokens
+        )
 
     def _drop(self, request: Request) -> None:
         """Remove a request from the queue, or mark it so that the decoder frees its row."""
@@ -336,7 +312,7 @@ class TorchEngine:
         elif source is not None:
             load_weights(self.module, source)
             self._adapter.forget()
-        self._decoder.renew(version, keep=self._keep_kv)
+        self._decoder.renew(version, keep=self._settings.keep_kv)
 
     def _start(self) -> None:
         if self._driver is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from trireme.config.lookup import need_weight_files
+from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.torch import rows
 from trireme.engines.torch.linear import quicken
 from trireme.engines.weights import refuse_unusable
@@ -40,6 +42,38 @@ _RECURRENT_KEYS = (
     "lru_width",
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """The settings of an embedded engine."""
+
+    max_model_len: int
+    seed: int = 42
+    max_rows: int = MAX_ROWS
+    """The most requests that decode at once; others wait in order."""
+    kv_tokens: int = KV_TOKENS
+    """The most tokens that they hold."""
+    prefix_tokens: int = PREFIX_TOKENS
+    """The size of the prefix cache; 0: none."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    keep_kv: bool = False
+    """Whether an update in flight keeps old keys and values, in place of computing them again."""
+    trust_remote_code: bool = False
+    fast: bool = True
+    """Whether a faster pass of forward.py, where one suits the model, replaces transformers'."""
+
+    def module(self, model: str | Path, share_with: PreTrainedModel | None) -> PreTrainedModel:
+        """Make the engine's module: of a folder, or over the tensors of `share_with`."""
+        if share_with is not None:
+            return share_shell(share_with)
+        return load_shell(
+            model,
+            device=self.device,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
 
 
 def load_shell(

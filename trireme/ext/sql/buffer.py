@@ -33,6 +33,7 @@ from sqlalchemy.exc import DBAPIError
 
 from trireme.buffer.buffer import DEFAULTS, Clock, Closed, Condition, Demand, WallClock
 from trireme.buffer.table import first_line, is_away, open_database, row_of
+from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
 from trireme.ext.sql.claims import Claims, Reuse
 from trireme.ext.sql.parties import Parties, PartyHeartbeat
@@ -46,9 +47,9 @@ Role = Literal["explore", "train", "both"]
 Result = TypeVar("Result")
 
 POLL_FIRST, POLL_LONGEST = 0.05, 1.0
+"""Seconds between two polls of the database; each one without news doubles them."""
 NOTED = 15.0
 """Seconds of waiting for a missing side after which a warning reports it."""
-"""Seconds between two polls of the database; each one without news doubles them."""
 BEATS = 4
 """Heartbeats in the time of a lease."""
 
@@ -60,32 +61,27 @@ class SqlBuffer:
         self,
         name: str,
         url: str,
+        section: ExperienceBufferConfig = DEFAULTS,
         *,
         role: Role = "both",
         party: str | None = None,
-        capacity: int = DEFAULTS.capacity,
-        max_read_timeout: float = DEFAULTS.max_read_timeout,
-        lease_time: float = DEFAULTS.lease_time,
         reuse: Reuse | None = None,
-        retries: int = DEFAULTS.max_retry_times,
-        retry_seconds: float = DEFAULTS.max_retry_interval,
-        on_error: OnError = DEFAULTS.on_error,
         clock: Clock | None = None,
     ) -> None:
         """`role` is what this process does with the buffer, `party` its name among several.
 
-        `capacity` counts explore steps that are not taken yet; with `reuse`, groups, beyond which
-        the lowest priority is dropped. A server that is away at first is tried `retries` more
-        times. Raises ValueError if the database cannot be opened.
+        The section's `capacity` counts explore steps that are not taken yet; with `reuse`, groups,
+        beyond which the lowest priority is dropped. Raises ValueError if the database cannot be
+        opened.
         """
         self.name = name
-        self._capacity = capacity
-        self._timeout = max_read_timeout
-        self._lease = lease_time
+        self._capacity = section.capacity
+        self._timeout = section.max_read_timeout
+        self._lease = section.lease_time
         self._reuse = reuse
-        self._on_error = on_error
+        self._on_error = section.on_error
         self._role = role
-        self._retry_seconds = retry_seconds
+        self._retry_seconds = section.max_retry_interval
         self._clock = clock or WallClock()
         self._changed = Condition(self._clock)
         self._noted = False
@@ -95,9 +91,11 @@ class SqlBuffer:
         roles = ("explore", "train") if role == "both" else (role,)
         self._claims = Claims(name, metadata, reader=party, reuse=reuse)
         self._parties = Parties(
-            f"{name}_parties", metadata, name=party, roles=roles, lease=lease_time
+            f"{name}_parties", metadata, name=party, roles=roles, lease=self._lease
         )
-        self._database = open_database(url, metadata, retries=retries, retry_seconds=retry_seconds)
+        self._database = open_database(
+            url, metadata, retries=section.max_retry_times, retry_seconds=self._retry_seconds
+        )
         self._where = f"'{self._database.url.render_as_string()}'"
         self._failure: BaseException | None = None
         self._held: set[int] = set()
@@ -117,7 +115,7 @@ class SqlBuffer:
         self._damaged: set[int] = set()
         """Rows that were left out."""
         self._transact(self._parties.enter)
-        self._heartbeat = PartyHeartbeat(_beat(self._database, self._parties), lease_time / BEATS)
+        self._heartbeat = PartyHeartbeat(_beat(self._database, self._parties), self._lease / BEATS)
         weakref.finalize(self, self._heartbeat.stop)
 
     async def put(self, experiences: Sequence[Experience]) -> None:

@@ -55,15 +55,10 @@ class SqlStore:
         return SqlBuffer(
             config.name,
             resolve_url(plan.store.path, parts.folder),
+            config,
             role=role,
             party=names.get(role),
-            capacity=config.capacity,
-            max_read_timeout=config.max_read_timeout,
-            lease_time=config.lease_time,
             reuse=_reuse(config.replay_buffer),
-            retries=config.max_retry_times,
-            retry_seconds=config.max_retry_interval,
-            on_error=config.on_error,
         )
 
 
