@@ -10,8 +10,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from trireme.algorithms.part import SETTINGS
-from trireme.algorithms.recipes import PARTS
+from trireme.algorithms.part import PARTS, SETTINGS
 from trireme.batch import COLUMNS
 from trireme.cli.listing import first_line
 from trireme.extensions import extensions

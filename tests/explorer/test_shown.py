@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trireme.buffer.record import with_messages
+from trireme.buffer.lines import with_messages
 from trireme.experience import EID, Experience
 from trireme.explorer.explorer import failure_line
 from trireme.explorer.runner import Failed

@@ -13,8 +13,26 @@ from trireme.batch import Columns
 from trireme.config.dialect import adapted, options_in, unread
 from trireme.config.options import checked_options, checked_value
 from trireme.extensions import absent
-from trireme.registry import Registry, refuse_unknown_options
+from trireme.registry import (
+    ADVANTAGES,
+    ENTROPIES,
+    KLS,
+    POLICY_LOSSES,
+    SAMPLES,
+    refuse_unknown_options,
+)
 from trireme.usercode import UserCode
+
+PARTS = {
+    "advantage_fn": ADVANTAGES,
+    "policy_loss_fn": POLICY_LOSSES,
+    "kl_penalty_fn": KLS,
+    "kl_loss_fn": KLS,
+    "teacher_kl_fn": KLS,
+    "entropy_loss_fn": ENTROPIES,
+    "sample_strategy": SAMPLES,
+}
+"""Maps the key of a part to the registry of its names."""
 
 AtLeast0 = Annotated[float, Ge(0)]
 Above0 = Annotated[float, Gt(0)]
@@ -91,11 +109,19 @@ class Part:
             return self.function(**wanted, **self.options)
 
 
-def make_part(kind: str, registry: Registry, name: str, args: Mapping[str, Any] | None) -> Part:
+def named(kind: str, part: str | Callable | None) -> str | None:
+    """Return a part's name; a function given directly is registered under its own name."""
+    if part is None or isinstance(part, str):
+        return part
+    PARTS[kind].register_module(part.__name__, part)
+    return part.__name__
+
+
+def make_part(kind: str, name: str, args: Mapping[str, Any] | None) -> Part:
     """Make the part called `name` with `args` over its defaults. Raises ValueError for an unknown
     one.
     """
-    function = adapted(kind, name, registry.get(name, kind=f"algorithm.{kind}"))
+    function = adapted(kind, name, PARTS[kind].get(name, kind=f"algorithm.{kind}"))
     if inspect.isclass(function):
         forms = ", ".join(sorted(set(absent("dialect").values())))
         other = f"; forms of other systems need an extension that is not here: {forms}"

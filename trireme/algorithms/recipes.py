@@ -19,34 +19,16 @@ from torch import Tensor
 from trireme.algorithms.assign import assign_advantages, reward_metrics
 from trireme.algorithms.check import check
 from trireme.algorithms.kl import weights
-from trireme.algorithms.part import Part, make_part, part_of
+from trireme.algorithms.part import PARTS, Part, make_part, named, part_of
 from trireme.algorithms.policy_loss import rollout_correction
 from trireme.algorithms.sample import Sample, Takes, own_share
 from trireme.batch import Batch, Columns
 from trireme.config.dialect import adapted
 from trireme.config.options import parameters_of
 from trireme.experience import Experience
-from trireme.registry import (
-    ADVANTAGES,
-    ALGORITHMS,
-    ENTROPIES,
-    KLS,
-    POLICY_LOSSES,
-    SAMPLES,
-    Registry,
-)
+from trireme.registry import ALGORITHMS
 from trireme.usercode import UserCode
 
-PARTS = {
-    "advantage_fn": ADVANTAGES,
-    "policy_loss_fn": POLICY_LOSSES,
-    "kl_penalty_fn": KLS,
-    "kl_loss_fn": KLS,
-    "teacher_kl_fn": KLS,
-    "entropy_loss_fn": ENTROPIES,
-    "sample_strategy": SAMPLES,
-}
-"""Maps the key of a part to the registry of its names."""
 DIVERGENCES = {
     "kl_loss_fn": ("kl", "ref_logprobs"),
     "teacher_kl_fn": ("teacher_kl", "teacher_logprobs"),
@@ -95,8 +77,8 @@ class Recipe:
     def parts(self) -> dict[str, Part]:
         """Return every part by its field. Raises ValueError for an unknown part or option."""
         parts = {
-            kind: make_part(kind, registry, name, self.options.get(kind))
-            for kind, registry in PARTS.items()
+            kind: make_part(kind, name, self.options.get(kind))
+            for kind in PARTS
             if (name := getattr(self, kind)) is not None
         }
         if correction := self.options.get("rollout_correction"):
@@ -379,7 +361,7 @@ def recipe(
         base,
         name=name,
         use=use,
-        **{k: _named(PARTS[k], part) for k, part in parts.items() if part is not ...},
+        **{k: named(k, part) for k, part in parts.items() if part is not ...},
         **{field: value for field, value in others.items() if value is not None},
     )
 
@@ -444,11 +426,3 @@ def get_recipe(config: Any) -> Recipe:
             raise ValueError(f"algorithm.{kind}_args: algorithm_type '{row.name}' has no {kind}")
     check(recipe)
     return recipe
-
-
-def _named(registry: Registry, part: str | Callable | None) -> str | None:
-    """Return the part's name; a function given directly is registered under its own name."""
-    if part is None or isinstance(part, str):
-        return part
-    registry.register_module(part.__name__, part)
-    return part.__name__

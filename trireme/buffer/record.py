@@ -6,8 +6,7 @@ Invariants:
 - One row and one line per id: writing an id again replaces its row, and `rewind` removes the rows
   after the step from which a run resumes.
 - A line of JSON has the facts for people; tokens and log-probabilities are in the database.
-- A copy past its limit is cut to nine tenths of it: by age, or group by group by a hash of the
-  group's id, so that a sample of all steps remains. A file next to it records how much was removed.
+- Either copy stays within its limit (limit.py).
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,9 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, MetaData, delete, func, insert, make_url, select
 from sqlalchemy.exc import DatabaseError
 
+from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
+from trireme.buffer.lines import LineFile, summary, with_messages
 from trireme.buffer.table import (
-    batch_number,
     experience_table,
     first_line,
     is_damaged,
@@ -33,27 +32,18 @@ from trireme.buffer.table import (
     resolve_url,
     row_of,
 )
-from trireme.experience import EID, Experience
+from trireme.experience import Experience
 from trireme.files import (
     Unreadable,
-    for_appending,
-    json_or,
     out_of_the_way,
-    read_json,
-    read_jsonl,
     usable,
-    whole_lines,
-    write_json,
-    write_text,
 )
 from trireme.log import get_logger, hide_passwords
-from trireme.text import as_json
 
 logger = get_logger("queue_experience_buffer")
 
 TABLE = "experiences"
 IDS_AT_ONCE = 500
-KEPT_SHARE = 0.9
 ROW_BYTES = 250
 """Bytes of a row's ids, numbers and indexes."""
 MOST_PENDING = 8
@@ -86,7 +76,7 @@ class Record:
         self._table = experience_table(TABLE, self._metadata)
         self._database = database
         self._engine: Engine | None = None
-        self._lines = _LineFile(lines, limit, sampled) if lines is not None else None
+        self._lines = LineFile(lines, limit, sampled) if lines is not None else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self._pending: list[Future[None]] = []
 
@@ -204,14 +194,14 @@ class Record:
             return
         query = select(columns.id, columns.task_id, size).order_by(columns.id)
         rows = [(key, group, int(bytes_)) for key, group, bytes_ in connection.execute(query)]
-        kept = set(_fitting(rows, KEPT_SHARE * self._limit, sampled=self._sampled))
+        kept = set(fitting(rows, SHARE * self._limit, sampled=self._sampled))
         gone = [key for key, _, _ in rows if key not in kept]
         for first in range(0, len(gone), IDS_AT_ONCE):
             some = columns.id.in_(gone[first : first + IDS_AT_ONCE])
             connection.execute(delete(self._table).where(some))
         self._bytes = sum(bytes_ for key, _, bytes_ in rows if key in kept)
         if (copy_ := _file_of(connection.engine.url)) is not None:
-            _note_cut(copy_, len(gone), sampled=self._sampled)
+            note_cut(copy_, len(gone), sampled=self._sampled)
         logger.info("the copy of experiences is at its limit: %d rows went", len(gone))
 
     def _rewind(self, step: int) -> None:
@@ -223,107 +213,14 @@ class Record:
 
             self._change(self._database, forget)
             if step == 0 and (copy_ := _file_of(make_url(self._database))) is not None:
-                _cut_file(copy_).unlink(missing_ok=True)
+                cut_file(copy_).unlink(missing_ok=True)
         if self._lines is not None:
             self._lines.rewind(step)
-
-
-class _LineFile:
-    """A JSON Lines file with one line per id."""
-
-    def __init__(self, path: Path, limit: float = math.inf, sampled: bool = False) -> None:
-        self._path = path
-        self._limit = limit
-        self._sampled = sampled
-        self._ids: set[str] | None = None
-
-    def append(self, new: list[dict[str, Any]]) -> None:
-        """Add lines; an id's old line is removed."""
-        lines = {line["eid"]: line for line in new}
-        ids = self._known()
-        if ids & lines.keys():
-            self.keep(lambda line: line["eid"] not in lines)
-            ids = self._known()
-        with for_appending(self._path) as file:
-            file.write(_text(lines.values()).encode())
-            size = file.tell()
-        ids.update(lines)
-        if size > self._limit:
-            self._trim()
-
-    def _trim(self) -> None:
-        groups = ((line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in self._read())
-        rows = [(eid, group, len(_text([line]).encode())) for eid, group, line in groups]
-        kept = set(_fitting(rows, KEPT_SHARE * self._limit, sampled=self._sampled))
-        self.keep(lambda line: line["eid"] in kept)
-        _note_cut(self._path, len(rows) - len(kept), sampled=self._sampled)
-
-    def rewind(self, step: int) -> None:
-        """Keep the lines up to `step`; at 0 there is nothing to keep or cut."""
-        self.keep(lambda line: line["step"] <= step)
-        if step == 0:
-            _cut_file(self._path).unlink(missing_ok=True)
-
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite the file with the wanted lines; a half-written line is dropped too."""
-        lines = [line for line in self._read() if wanted(line)]
-        self._ids = {line["eid"] for line in lines}
-        write_text(self._path, _text(lines))
-
-    def _known(self) -> set[str]:
-        if self._ids is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._ids = {line["eid"] for line in self._read()}
-        return self._ids
-
-    def _read(self) -> list[dict[str, Any]]:
-        return read_jsonl(self._path, eid=str, step=int) if whole_lines(self._path) else []
-
-
-def _fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: bool) -> Iterator[Any]:
-    """Yield the keys of the rows (key, group, bytes; oldest first) that remain within `limit`
-    bytes.
-    """
-    order = list(reversed(rows))
-    if sampled:  # a group's rank is the same at every cut: removed groups stay away
-        order.sort(key=lambda row: zlib.crc32(row[1].encode()))
-    left = limit
-    for key, _, size in order:
-        left -= size
-        if left < 0:
-            return
-        yield key
 
 
 def _file_of(url: URL) -> Path | None:
     path = url.database if url.get_backend_name() == "sqlite" else None
     return Path(path) if path else None
-
-
-def _cut_file(copy_: Path) -> Path:
-    return copy_.with_name(f"{copy_.name}.cut.json")
-
-
-def _note_cut(copy_: Path, gone: int, *, sampled: bool) -> None:
-    path = _cut_file(copy_)
-    before = json_or(path, dict[str, Any]()).get("gone")
-    gone += before if isinstance(before, int) else 0
-    write_json(path, {"gone": gone, "left": "sampled" if sampled else "newest"})
-
-
-def what_is_cut(copy_: Path) -> str | None:
-    """Describe what is missing from a copy past its limit, as a sentence; None if it was
-    not cut.
-    """
-    try:
-        cut = read_json(_cut_file(copy_))
-    except FileNotFoundError:
-        return None
-    left = "the newest" if cut.get("left") == "newest" else "a sample of whole groups"
-    return (
-        f"this copy was cut at its limit (data_processor.experience_pipeline.copy_limit_mb): "
-        f"{cut.get('gone')} experiences are gone, {left} stayed"
-    )
 
 
 def _bytes_of(row: dict[str, Any]) -> int:
@@ -342,52 +239,6 @@ def record_for(path: str | None, folder: Path, **limits: Any) -> Record:
     if path.endswith((".jsonl", ".json")):
         return Record(lines=folder / path, **limits)
     return Record(database=resolve_url(path, folder), lines=lines, **limits)
-
-
-def summary(experience: Experience) -> dict[str, Any]:
-    """Return the facts about an experience that a person may want to read."""
-    return {
-        "eid": experience.eid.uid,
-        "step": batch_number(experience.eid),
-        "reward": experience.reward,
-        "prompt": experience.prompt_text,
-        "response": experience.response_text,
-        "prompt_length": experience.prompt_length,
-        "response_length": experience.response_length,
-        "trained_tokens": experience.trained_tokens,
-        "model_version": experience.version,
-        "stop_reason": experience.stop_reason,
-        "truncate_status": experience.truncate_status,
-        "metrics": experience.metrics,
-        "info": experience.info,
-    }
-
-
-def with_messages(experience: Experience) -> dict[str, Any]:
-    """Return the summary with the conversation, for readers without the database."""
-    turns = {"messages": experience.messages, "tools": experience.tools}
-    return summary(experience) | {name: value for name, value in turns.items() if value}
-
-
-def data_lines(step: int, experiences: Iterable[Experience]) -> list[dict[str, Any]]:
-    """Return the rows of a data set that a train step learned from; for a pair one line per
-    reply.
-    """
-    lines: list[dict[str, Any]] = []
-    for e in experiences:
-        line = summary(e) | {"step": step, "model_version": None}
-        if e.chosen is None or e.rejected is None:
-            lines.append(line)
-            continue
-        for run, (name, reply) in enumerate((("chosen", e.chosen), ("rejected", e.rejected))):
-            eid = EID(e.eid.batch, e.eid.task, run, e.eid.step, e.eid.suffix).uid
-            line = line | {"eid": eid, "response": e.info[name], "info": {"reply": name}}
-            lines.append(line | {"response_length": len(reply), "trained_tokens": len(reply)})
-    return lines
-
-
-def _text(lines: Iterable[dict[str, Any]]) -> str:
-    return "".join(as_json(line) + "\n" for line in lines)
 
 
 def _copy(experience: Experience) -> Experience:

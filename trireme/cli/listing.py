@@ -64,7 +64,8 @@ def workflows(plugin_dirs: Sequence[Path]) -> int:
 
 def algorithms(plugin_dirs: Sequence[Path] = ()) -> int:
     """Print three tables; returns the exit code."""
-    from trireme.algorithms.recipes import PARTS, Recipe
+    from trireme.algorithms.part import PARTS
+    from trireme.algorithms.recipes import Recipe
     from trireme.registry import ALGORITHMS
 
     if not plugins_loaded(plugin_dirs):

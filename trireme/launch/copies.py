@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trireme.buffer.record import Record, data_lines
+from trireme.buffer.lines import data_lines
+from trireme.buffer.record import Record
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
 from trireme.monitor.events import Ended, Evaluated, Event, Failures, Trained
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from trireme.algorithms.recipes import PARTS, get_recipe, row_of
+from trireme.algorithms.part import PARTS
+from trireme.algorithms.recipes import get_recipe, row_of
 from trireme.config.check import (
     check_algorithm,
     check_auxiliary_models,

@@ -20,14 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trireme.engines.engine import Completion, Engine, OnToken, Sampling, with_options
 from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens, Message, Prompt, plain_messages
-from trireme.model.conversation import (
-    cut,
-    experiences_of,
-    inserted,
-    kept_tokens,
-    of_call,
-    with_metrics,
-)
+from trireme.model.conversation import experiences_of, of_call, with_metrics
+from trireme.model.edit import cut_back, replace_reply
 from trireme.model.recorder import Call, Recorder
 from trireme.registry import CLIENTS
 
@@ -158,7 +152,11 @@ class Model:
                 "tool_choice: the last message is the assistant's, which is gone on with"
             )
         prefix = conversation.pop()["content"] if goes_on else begin
-        known = self._cut_back(conversation, prefix, tools) if goes_on else None
+        known = (
+            cut_back(self.recorder, self.chat_tokens, conversation, prefix, tools)
+            if goes_on
+            else None
+        )
         if known is not None:
             parent, prompt, begun = known[0], Prompt(known[1], extends=True), True
         else:
@@ -362,27 +360,7 @@ class Model:
         sampled have a weight.
         """
         conversation = plain_messages(messages)
-        [last, *_] = self.recorder.of_turn(conversation, tools) or [None]
-        if last is None:
-            raise ValueError("edit_reply: no call of this rollout has replied to these messages")
-        if ids is None:
-            cut = self._cut_back(conversation, content, tools)
-            assert cut is not None
-            parent, rest = cut
-        else:
-            sampled = last.completion.ids
-            pairs = enumerate(zip(sampled, ids, strict=False))
-            count = next((n for n, (a, b) in pairs if a != b), min(len(sampled), len(ids)))
-            if weights is not None and any(weights[count:]):
-                raise ValueError(
-                    f"edit_reply: token {count} of {len(ids)} was not sampled (or not with this "
-                    "id), and has a weight in the loss: expected 0"
-                )
-            parent, rest = self._cut(last, count), list(ids[count:])
-            if weights is not None:
-                parent.weights = [float(weight) for weight in weights[:count]]
-        newest = self.recorder.calls[-1].index
-        self.recorder.add(inserted(parent, rest, content, index=newest))
+        replace_reply(self.recorder, self.chat_tokens, conversation, content, ids, weights, tools)
 
     def _prompt(
         self, messages: list[dict[str, Any]], tools: Sequence[Any] | None
@@ -399,29 +377,6 @@ class Model:
         parent, size = self.recorder.by_ids(prompt.ids)
         self.recorder.splits += known is not None and parent is not known
         return parent, Prompt(prompt.ids[size:], text=prompt.text), known is not None
-
-    def _cut_back(
-        self, messages: list[dict[str, Any]], content: str, tools: Sequence[Any] | None
-    ) -> tuple[Call, list[int]] | None:
-        """Return the recorded reply to `messages` that begins like `content`, cut where they
-        differ, and the ids of the rest; None if there is no such reply.
-        """
-        decode = self.chat_tokens.decode
-        best: tuple[int, int, Call] | None = None
-        for call in self.recorder.of_turn(messages, tools):
-            kept = kept_tokens(call, content, decode)
-            if kept is not None and (best is None or kept[1] > best[0]):
-                best = (kept[1], kept[0], call)
-        if best is None:
-            return None
-        at, count, call = best
-        return self._cut(call, count), self.chat_tokens.encode(content[at:])
-
-    def _cut(self, call: Call, count: int) -> Call:
-        """Return the call with its first `count` tokens; recorded when it is continued."""
-        if count == len(call.completion.ids):
-            return call
-        return cut(call, count, self.chat_tokens.decode)
 
     async def _sample(
         self,

@@ -54,7 +54,7 @@ def test_gdpo_weighs_a_reward_as_its_own_taskset_does() -> None:
         _with_parts(1, 0, 0.5, a=(1.0, 0.5), b=(0.0, 1.0)),
         _with_parts(1, 1, 1.0, a=(0.0, 0.5), b=(1.0, 1.0)),
     ]
-    part = make_part("advantage_fn", ADVANTAGES, "gdpo", {})
+    part = make_part("advantage_fn", "gdpo", {})
     kept, _ = assign_advantages(part, given)
     found = [float(e.advantages[-1]) for e in kept if e.advantages is not None]
     assert found[0] > 0 > found[1] and found[2] < 0 < found[3]
@@ -62,7 +62,7 @@ def test_gdpo_weighs_a_reward_as_its_own_taskset_does() -> None:
 
 
 def test_gdpo_refuses_a_reward_that_its_parts_are_not() -> None:
-    part = make_part("advantage_fn", ADVANTAGES, "gdpo", {})
+    part = make_part("advantage_fn", "gdpo", {})
     known = _with_parts(0, 0, 1.0, a=(1.0, 1.0))
     with pytest.raises(ValueError, match=r"experience 1/0/1.* has a reward without parts"):
         assign_advantages(part, [known, _with_parts(0, 1, 9.0)])
@@ -84,7 +84,7 @@ def test_gdpo_finds_what_workflows_leave_of_each_reward() -> None:
             [(1.0, {"a": (1.0, 1.0), "b": [0.0, 2.0]}), (2.0, {"a": (0.0, 1.0), "b": [1.0, 2.0]})]
         )
     ]
-    part = make_part("advantage_fn", ADVANTAGES, "gdpo", {})
+    part = make_part("advantage_fn", "gdpo", {})
     kept, _ = assign_advantages(part, given)
     signs = [float(e.advantages[-1]) for e in kept if e.advantages is not None]
     assert signs == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-3)

@@ -10,7 +10,6 @@ from trireme.algorithms.assign import assign_advantages
 from trireme.algorithms.part import make_part
 from trireme.experience import EID, Experience
 from trireme.ext.more_losses.advantages import gigpo
-from trireme.registry import ADVANTAGES
 
 
 def test_gigpo_adds_what_a_step_did_better_than_others_in_its_state() -> None:
@@ -41,9 +40,7 @@ def episode(run: int, rewards: list[float], states: list[str]) -> list[Experienc
 
 def test_steps_and_states_come_from_the_experiences() -> None:
     experiences = episode(0, [0.0, 1.0], ["start", "door"]) + episode(1, [0.0], ["start"])
-    kept, _ = assign_advantages(
-        make_part("advantage_fn", ADVANTAGES, "gigpo", {"omega": 2.0}), experiences
-    )
+    kept, _ = assign_advantages(make_part("advantage_fn", "gigpo", {"omega": 2.0}), experiences)
     # returns 1 and 0: +-0.5; in "start" 1 and 0 to go: +-0.5 times omega
     found = [float(e.advantages[-1]) for e in kept]  # type: ignore[index]
     assert found == pytest.approx([1.5, 0.5, -1.5])
@@ -54,7 +51,7 @@ def test_a_run_that_says_what_some_steps_earned_earned_nothing_in_the_others() -
     del experiences[1].info["step_reward"]  # the last step of run 0: 0, not its reward of 1
     for silent in experiences[2:]:
         del silent.info["step_reward"]  # run 1 never says: its last step has the reward
-    kept, _ = assign_advantages(make_part("advantage_fn", ADVANTAGES, "gigpo", {}), experiences)
+    kept, _ = assign_advantages(make_part("advantage_fn", "gigpo", {}), experiences)
     found = [float(e.advantages[-1]) for e in kept]  # type: ignore[index]
     assert found == pytest.approx([-0.25, -0.25, 0.25, 0.25])  # returns 0.5 and 1
 
@@ -63,5 +60,5 @@ def test_a_run_of_one_step_that_says_nothing_earned_its_reward_there() -> None:
     experiences = episode(0, [1.0], ["a"]) + episode(1, [0.0], ["b"])
     for silent in experiences:
         del silent.info["step_reward"]
-    kept, _ = assign_advantages(make_part("advantage_fn", ADVANTAGES, "gigpo", {}), experiences)
+    kept, _ = assign_advantages(make_part("advantage_fn", "gigpo", {}), experiences)
     assert [float(e.advantages[-1]) for e in kept] == [0.5, -0.5]  # type: ignore[index]

@@ -10,7 +10,8 @@ import yaml
 
 from tests.buffer.made import experience
 from trireme.batch import flatten
-from trireme.buffer.record import Record, data_lines
+from trireme.buffer.lines import data_lines
+from trireme.buffer.record import Record
 from trireme.buffer.trained import TrainedTokens
 from trireme.experience import EID, Experience
 from trireme.monitor.monitor import JsonLinesMonitor

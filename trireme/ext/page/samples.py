@@ -127,7 +127,7 @@ def _samples(
     wanted: Wanted,
 ) -> Found:
     """Return the samples of the first given one: a store, a run's folder, a run's YAML."""
-    from trireme.buffer.record import what_is_cut
+    from trireme.buffer.limit import what_is_cut
     from trireme.launch.check import make_plans
 
     plans = make_plans(load_config(config, overrides)) if config else []

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trireme.algorithms.kl import LOSS_AGG_MODES
-from trireme.algorithms.recipes import PARTS, Recipe, Schema
+from trireme.algorithms.part import PARTS
+from trireme.algorithms.recipes import Recipe, Schema
 from trireme.algorithms.sample import Takes, staleness_control
 from trireme.experience import TOKEN_FIELDS, Experience, group_by
 from trireme.log import get_logger

@@ -1,0 +1,115 @@
+"""Lines: the facts about experiences that people read, in a file of JSON Lines.
+
+A line has no tokens and log-probabilities: those are in the database of a Record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
+from trireme.buffer.table import batch_number
+from trireme.experience import EID, Experience
+from trireme.files import for_appending, read_jsonl, whole_lines, write_text
+from trireme.text import as_json
+
+
+class LineFile:
+    """A JSON Lines file with one line per id."""
+
+    def __init__(self, path: Path, limit: float = math.inf, sampled: bool = False) -> None:
+        self._path = path
+        self._limit = limit
+        self._sampled = sampled
+        self._ids: set[str] | None = None
+
+    def append(self, new: list[dict[str, Any]]) -> None:
+        """Add lines; an id's old line is removed."""
+        lines = {line["eid"]: line for line in new}
+        ids = self._known()
+        if ids & lines.keys():
+            self.keep(lambda line: line["eid"] not in lines)
+            ids = self._known()
+        with for_appending(self._path) as file:
+            file.write(_text(lines.values()).encode())
+            size = file.tell()
+        ids.update(lines)
+        if size > self._limit:
+            self._trim()
+
+    def _trim(self) -> None:
+        groups = ((line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in self._read())
+        rows = [(eid, group, len(_text([line]).encode())) for eid, group, line in groups]
+        kept = set(fitting(rows, SHARE * self._limit, sampled=self._sampled))
+        self.keep(lambda line: line["eid"] in kept)
+        note_cut(self._path, len(rows) - len(kept), sampled=self._sampled)
+
+    def rewind(self, step: int) -> None:
+        """Keep the lines up to `step`; at 0 there is nothing to keep or cut."""
+        self.keep(lambda line: line["step"] <= step)
+        if step == 0:
+            cut_file(self._path).unlink(missing_ok=True)
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Rewrite the file with the wanted lines; a half-written line is dropped too."""
+        lines = [line for line in self._read() if wanted(line)]
+        self._ids = {line["eid"] for line in lines}
+        write_text(self._path, _text(lines))
+
+    def _known(self) -> set[str]:
+        if self._ids is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._ids = {line["eid"] for line in self._read()}
+        return self._ids
+
+    def _read(self) -> list[dict[str, Any]]:
+        return read_jsonl(self._path, eid=str, step=int) if whole_lines(self._path) else []
+
+
+def summary(experience: Experience) -> dict[str, Any]:
+    """Return the facts about an experience that a person may want to read."""
+    return {
+        "eid": experience.eid.uid,
+        "step": batch_number(experience.eid),
+        "reward": experience.reward,
+        "prompt": experience.prompt_text,
+        "response": experience.response_text,
+        "prompt_length": experience.prompt_length,
+        "response_length": experience.response_length,
+        "trained_tokens": experience.trained_tokens,
+        "model_version": experience.version,
+        "stop_reason": experience.stop_reason,
+        "truncate_status": experience.truncate_status,
+        "metrics": experience.metrics,
+        "info": experience.info,
+    }
+
+
+def with_messages(experience: Experience) -> dict[str, Any]:
+    """Return the summary with the conversation, for readers without the database."""
+    turns = {"messages": experience.messages, "tools": experience.tools}
+    return summary(experience) | {name: value for name, value in turns.items() if value}
+
+
+def data_lines(step: int, experiences: Iterable[Experience]) -> list[dict[str, Any]]:
+    """Return the rows of a data set that a train step learned from; for a pair one line per
+    reply.
+    """
+    lines: list[dict[str, Any]] = []
+    for e in experiences:
+        line = summary(e) | {"step": step, "model_version": None}
+        if e.chosen is None or e.rejected is None:
+            lines.append(line)
+            continue
+        for run, (name, reply) in enumerate((("chosen", e.chosen), ("rejected", e.rejected))):
+            eid = EID(e.eid.batch, e.eid.task, run, e.eid.step, e.eid.suffix).uid
+            line = line | {"eid": eid, "response": e.info[name], "info": {"reply": name}}
+            lines.append(line | {"response_length": len(reply), "trained_tokens": len(reply)})
+    return lines
+
+
+def _text(lines: Iterable[dict[str, Any]]) -> str:
+    return "".join(as_json(line) + "\n" for line in lines)
