@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.experience import EID, Experience
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import Backend
 from trireme.trainer.ranks import Ranks, RankSpec, free_address
+from trireme.trainer.settings import TrainSettings
 from trireme.trainer.step import train_step
 
 STEPS, COMPARED, QUICK = 7, 4, 2

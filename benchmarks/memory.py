@@ -30,8 +30,9 @@ from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.experience import EID, Experience
 from trireme.trainer.attention import Rows
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import Backend
 from trireme.trainer.pack import pack
+from trireme.trainer.settings import TrainSettings
 from trireme.trainer.step import train_step
 
 SAMPLES, LENGTH = 4, 1024

@@ -28,9 +28,10 @@ from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.experience import EID, Experience
 from trireme.registry import ALGORITHMS
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import Backend
 from trireme.trainer.learning import TrainState
 from trireme.trainer.pack import pack
+from trireme.trainer.settings import TrainSettings
 from trireme.trainer.step import MetricTotals, batch_loss
 
 OBSERVATION, REPLY, ROLLOUTS, WORDS = 20, 8, 8, 80

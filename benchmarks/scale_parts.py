@@ -39,8 +39,9 @@ from trireme.ext.replay.replay import ReplayBuffer
 from trireme.ext.sql.buffer import SqlBuffer
 from trireme.serialize import decode, encode
 from trireme.trainer.attention import Rows
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import Backend
 from trireme.trainer.pack import pack
+from trireme.trainer.settings import TrainSettings
 from trireme.trainer.step import train_step
 
 VOCABULARY = 32_000

@@ -32,7 +32,8 @@ from trireme.ext.remote.engine_host import EngineHost, start_all, stop_all
 from trireme.ext.remote.push import GroupSync, HttpSync
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import Backend
+from trireme.trainer.settings import TrainSettings
 
 TIMES, SHARE_OF_FLOOR = 3, 0.7
 

@@ -311,7 +311,8 @@ def batch_of(sizes: Sizes, tokens: int, *, shared: bool) -> Any:
 def backend_on(machine: Machine, **given: Any) -> Any:
     """A trainer of the made-up model."""
     from trireme.config.schema import OptimizerConfig
-    from trireme.trainer.backend import Backend, TrainSettings
+    from trireme.trainer.backend import Backend
+    from trireme.trainer.settings import TrainSettings
 
     settings = TrainSettings(
         OptimizerConfig(),
@@ -347,9 +348,9 @@ def step(machine: Machine) -> Lines:
             packed = packed_tokens(batch)
             seconds = machine.seconds(lambda batch=batch: train(batch), times=2)
             peak = machine.peak(lambda batch=batch: train(batch))
-            backend.arithmetic.take()
+            backend.measures.arithmetic.take()
             train(batch)
-            use = backend.arithmetic.take() / seconds / most
+            use = backend.measures.arithmetic.take() / seconds / most
             facts = {"half": True, "device": machine.device.type, "checkpointing": True}
             plan = 0
             if shape is not None:
@@ -383,9 +384,9 @@ def blocks(machine: Machine) -> Lines:
 
         first = machine.once(train)
         seconds[compiles] = machine.seconds(train, times=2)
-        backend.arithmetic.take()
+        backend.measures.arithmetic.take()
         train()
-        use = backend.arithmetic.take() / seconds[compiles] / most
+        use = backend.measures.arithmetic.take() / seconds[compiles] / most
         yield Row(
             "blocks",
             f"{'compiled' if compiles else 'eager'}, {tokens} tokens with shared prompts",
@@ -601,8 +602,9 @@ def decode(machine: Machine) -> Lines:
 def ranks(machine: Machine) -> Lines:
     """One FSDP2 rank over NCCL (gloo on a CPU) beside no ranks, by scores of the same model."""
     from trireme.config.schema import OptimizerConfig
-    from trireme.trainer.backend import Backend, TrainSettings
+    from trireme.trainer.backend import Backend
     from trireme.trainer.ranks import Ranks, RankSpec, free_address
+    from trireme.trainer.settings import TrainSettings
 
     kind = "cuda:0" if machine.gpu else "cpu"
     given = {"max_token_len": 4096, "grad_clip": 1.0, "device": kind, "dtype": "float32"}

@@ -14,13 +14,14 @@ from trireme.algorithms.recipes import Recipe
 from trireme.config.schema import OptimizerConfig
 from trireme.experience import EID, Experience
 from trireme.trainer.attention import AttentionRows, Rows
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import Backend
 from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Leader
 from trireme.trainer.learning import TrainState
 from trireme.trainer.led import Led
 from trireme.trainer.pack import PackedBatch
 from trireme.trainer.ranks import Ranks, whole
+from trireme.trainer.settings import TrainSettings
 from trireme.trainer.step import train_step
 
 VOCABULARY = 90

@@ -167,13 +167,15 @@ def test_a_rate_is_a_devices_share_of_what_all_of_them_computed():
     """Four ranks, of which two at a time share a sequence and count the whole of it."""
     counts = [SimpleNamespace(take=lambda: 3e12, known=known) for known in (True, False)]
     backend: Any = SimpleNamespace(
-        arithmetic=counts[0],
+        measures=SimpleNamespace(
+            arithmetic=counts[0],
+            peak=2e12,
+            phases=SimpleNamespace(take=lambda: {"time/train/prepare": 0.1}),
+        ),
         device=torch.device("cpu"),
         gather=lambda reading, every: [(1.0, 3e12), (2.0, 3e12), (4.0, 5e12), (3.0, 5e12)],
         ranks=SimpleNamespace(spec=SimpleNamespace(sequence=2)),
         num_ranks=4,
-        peak=2e12,
-        phases=SimpleNamespace(take=lambda: {"time/train/prepare": 0.1}),
     )
     actor: Any = SimpleNamespace(critic=None)
     assert step._measured(backend, actor, 4.0) == {

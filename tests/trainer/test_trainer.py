@@ -24,7 +24,7 @@ from trireme.registry import ALGORITHMS
 from trireme.sync.probe import BrokenWeights
 from trireme.trainer.learning import TrainState
 from trireme.trainer.led import Models
-from trireme.trainer.measure import Arithmetic, Phases, Profile
+from trireme.trainer.measure import Measures, Profile
 from trireme.trainer.ranks import NotFinite
 from trireme.trainer.trainer import Stopped, Trainer, TrainerSettings
 
@@ -39,9 +39,9 @@ class Learner:
         self.fails_at = fails_at
         self.fails: Callable[[], None] = lambda: None
         """Called where it fails."""
-        self.rank, self.num_ranks, self.peak, self.ranks = 0, 1, None, None
+        self.rank, self.num_ranks, self.ranks = 0, 1, None
         self.device = torch.device("cpu")
-        self.arithmetic, self.phases = Arithmetic(), Phases(self.device)
+        self.measures = Measures(self.device)
 
     def forward_backward(self, batch: Any, loss: Any, *, entropy: bool = False) -> None:
         self.sizes.append(batch.num_samples)

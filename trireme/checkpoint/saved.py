@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trireme.checkpoint.layout import WEIGHTS, rank_file, world_of
+from trireme.checkpoint.layout import REFERENCE, WEIGHTS, rank_file, world_of
 from trireme.config.lookup import weight_files
 
 
@@ -191,6 +191,15 @@ class Saved:
             )
         for name, tensor in targets.items():
             assign(tensor, self.weights[name])
+
+    def fill_reference(self, targets: Mapping[str, Tensor]) -> bool:
+        """Load the reference model, or this rank's part of it; False if none was saved, since it
+        had not moved.
+        """
+        if not (self.actor / REFERENCE).exists():
+            return False
+        fill_from_file(self.actor / REFERENCE, targets)
+        return True
 
     def optimizer_for(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state, sharded like its parameters."""

@@ -22,13 +22,14 @@ from trireme.launch.data import make_trained_tokens
 from trireme.launch.servers import engine_servers
 from trireme.launch.stage import Stage
 from trireme.sync.push import Pairs
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import Backend
 from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState
 from trireme.trainer.led import Led, LedModels, Models, commands
 from trireme.trainer.lora import Lora
 from trireme.trainer.ranks import Ranks, RankSpec
+from trireme.trainer.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from trireme.registry import SERVERS
 
 if TYPE_CHECKING:
     from trireme.sync.push import Pairs
-    from trireme.trainer.backend import Backend, Part
+    from trireme.trainer.backend import Backend
+    from trireme.trainer.lora import Part
 
 T = TypeVar("T")
 

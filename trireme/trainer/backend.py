@@ -15,172 +15,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor
 
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.layout import REFERENCE
-from trireme.checkpoint.saved import fill_from_file, random_state, read, set_random_state
-from trireme.config.schema import OptimizerConfig
+from trireme.checkpoint.saved import random_state, read, set_random_state
 from trireme.engines.device import sums_in_order
-from trireme.trainer import ulysses
-from trireme.trainer.attention import Kernel, choose_kernel
-from trireme.trainer.compiled import compile_blocks
-from trireme.trainer.lora import Adapter, Lora
-from trireme.trainer.measure import Arithmetic, Phases, peak_flops
+from trireme.trainer.lora import Adapter, Part
+from trireme.trainer.measure import Measures
 from trireme.trainer.model import (
     checkpoint_activations,
-    empty_model,
-    fill_rows,
-    is_empty,
-    load_model,
-    prove_first_layers,
-    replace_weights,
     token_logprobs,
-    without_dropout,
-    without_numbers,
 )
-from trireme.trainer.optim import ScheduledOptimizer
 from trireme.trainer.ranks import (
     NotFinite,
     Ranks,
     Root,
-    Team,
-    blocks,
     dummy,
-    materialize,
     my_part,
-    shard,
     whole,
 )
-from trireme.trainer.write import Writing, shared_files
-
-Part = Literal["merged", "base", "adapter"]
-"""A part of the weights with LoRA."""
+from trireme.trainer.settings import TrainSettings
+from trireme.trainer.write import Writing
 
 # (part of the batch, logprobs [M], entropies [M] or None) -> the part's contribution to the loss.
 LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """The settings of training, made once from a plan, the same for policy and critic."""
-
-    optimizer: OptimizerConfig
-    max_token_len: int
-    """Tokens that a rank computes at a time."""
-    grad_clip: float
-    """Largest norm of a gradient."""
-    total_steps: int | None = None
-    """The step at which schedules end."""
-    device: str = "cpu"
-    """The device of a single process; ranks have their own."""
-    dtype: str = "float32"
-    lora: Lora | None = None
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    """Blocks run compiled, see trainer/compiled.py."""
-    offload: bool = False
-    """Whether shards and optimizer are in the CPU's memory; only with ranks."""
-    share_prefix: bool = True
-    attn_implementation: str = "auto"
-    """The implementation of attention: auto, or a `Kernel`."""
-    trust_remote_code: bool = False
-    seed: int = 0
-    """The seed of all random numbers in training."""
-    deterministic: bool = False
-    """Equal steps give equal bytes, also on a GPU, as far as torch has kernels for that."""
-    export_dtype: torch.dtype = torch.float32
-    """The dtype of exported weights."""
-    peak_tflops: float | None = None
-    """TFLOP/s that a rank's device could do, if its name is unknown."""
-
-    def load(
-        self, path: str | Path, ranks: Ranks | None, *, frozen: bool = False
-    ) -> PreTrainedModel:
-        """Load a model on its device; if it will be spread over ranks, on the CPU, or without
-        weights.
-
-        `frozen`: it is not trained, and its shards have the dtype of the computation.
-        """
-        trust = self.trust_remote_code
-        model = None
-        # A base that is not trained needs no float32 copy.
-        dtype = torch.bfloat16 if self.half and self.lora else torch.float32
-        if ranks and (self.lora is None or self.lora.leaves_base_alone):
-            model = empty_model(path, dtype=dtype if self.lora else None, trust_remote_code=trust)
-        if ranks and model is not None:
-            prove = partial(prove_first_layers, path, trust_remote_code=trust)
-            self.team(ranks).attempt(prove if ranks.rank == 0 else lambda: None)
-        else:
-            device = "cpu" if ranks else self.device
-            model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
-        without_dropout(model)
-        if self.compile:
-            compile_blocks(blocks(model))
-        if ranks and frozen and self.half:
-            for parameter in model.requires_grad_(False).parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
-        if ranks and ranks.sequence:
-            ulysses.switch(model, ranks.sequence)
-        return model.requires_grad_(not frozen)
-
-    def spread(self, model: PreTrainedModel, ranks: Ranks | None, path: str | Path) -> Root:
-        """Spread the model over ranks as shards, or leave it whole. If the model has no weights
-        yet, each rank reads its rows from the folder at `path`.
-        """
-        if ranks is None:
-            return Root(model)
-        empty = any(map(is_empty, model.parameters()))
-        if empty:  # an adapter has numbers and exists already
-            replace_weights(model, without_numbers)
-        root = shard(model, ranks.mesh, half=self.half, offload=self.offload)
-        if empty:
-            materialize(root, "cpu" if self.offload else ranks.device)
-            named = model.named_parameters()
-            fill_rows({Adapter.plain_name(name): weight for name, weight in named}, path)
-        return root
-
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> ScheduledOptimizer:
-        """The optimizer of a model's parameters."""
-        return ScheduledOptimizer(
-            parameters, self.optimizer, self.total_steps, grad_clip=self.grad_clip
-        )
-
-    def team(self, ranks: Ranks | None) -> Team:
-        """The ranks among which a batch is computed."""
-        return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
-
-    def kernel(self, path: str | Path, device: torch.device) -> Kernel:
-        """The attention kernel for the model in a folder; ValueError where it cannot run."""
-        model = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
-        text = model.get_text_config()
-        heads = text.num_attention_heads
-        return choose_kernel(
-            self.attn_implementation,
-            device,
-            half=self.half,
-            heads=heads,
-            key_heads=getattr(text, "num_key_value_heads", None) or heads,
-            width=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        )
-
-    def precision(self, ranks: Ranks | None) -> AbstractContextManager:
-        """Return bfloat16 autocast if requested; shards have their own policy."""
-        if ranks is None and self.half:
-            return torch.autocast(torch.device(self.device).type, torch.bfloat16)
-        return nullcontext()
-
-    @property
-    def half(self) -> bool:
-        """True if the forward pass is in bfloat16. On a CPU plans request float32."""
-        return self.dtype == "bfloat16"
 
 
 class Backend:
@@ -216,10 +80,9 @@ class Backend:
         if settings.gradient_checkpointing:
             checkpoint_activations(self.module)
         watched = [self.module, *([self._reference.model] if self._reference else [])]
-        self.arithmetic = Arithmetic(*watched)
-        self.phases = Phases(self.device)
-        self.peak = peak_flops(self.device, half=settings.half, tflops=settings.peak_tflops)
-        """FLOP/s that the device could do; None if not known."""
+        self.measures = Measures(
+            self.device, watched, half=settings.half, tflops=settings.peak_tflops
+        )
         self._root = settings.spread(self.module, ranks, model_path)
         self.optimizer = settings.make_optimizer(self.module.parameters())
         self._team = settings.team(ranks)
@@ -371,11 +234,9 @@ class Backend:
         `behind`: each rank writes a copy in the CPU's memory, in a thread; otherwise all is written
         now.
         """
-        plain = self.each_shard("base" if self.adapter else "merged")
-        alone = self.ranks is None
         export = self._settings.export_dtype if hf else None
-        files = shared_files(actor, plain, export=export, alone=alone)
-        self._writing = Writing(self._team, self, actor, files, alone=alone, behind=behind)
+        alone = self.ranks is None
+        self._writing = Writing(self._team, self, actor, export, alone=alone, behind=behind)
         if self._reference_moved:  # otherwise it is in the folder that the run began from
             self._team.write_whole((actor / REFERENCE).parent, self._reference_shards())
 
@@ -417,8 +278,7 @@ class Backend:
         saved.refuse_other(lora=self.adapter is not None)
         if self.adapter is None:
             saved.fill(dict(self.each_shard()))
-        if self._reference is not None and (actor / REFERENCE).exists():
-            fill_from_file(actor / REFERENCE, self._reference_shards())
+        if self._reference is not None and saved.fill_reference(self._reference_shards()):
             self._reference_moved = True
         self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer.inner)})
 

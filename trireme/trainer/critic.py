@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from trireme.batch import Batch
 from trireme.checkpoint.saved import read
 from trireme.trainer.attention import Kernel, select
-from trireme.trainer.backend import TrainSettings
 from trireme.trainer.measure import Arithmetic
 from trireme.trainer.model import checkpoint_activations, read_entries
 from trireme.trainer.pack import PackedBatch, pack_on
 from trireme.trainer.ranks import Ranks, dummy
+from trireme.trainer.settings import TrainSettings
 
 HEAD = "value_head"
 

@@ -18,10 +18,12 @@ from torch import Tensor
 from trireme.algorithms.recipes import Recipe
 from trireme.experience import Experience
 from trireme.sync.push import Noted, Pairs
-from trireme.trainer.backend import Backend, Part, TrainSettings
+from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Command, Commands, Leader
 from trireme.trainer.learning import TrainState
+from trireme.trainer.lora import Part
 from trireme.trainer.ranks import Ranks
+from trireme.trainer.settings import TrainSettings
 from trireme.trainer.step import train_step
 
 

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -30,6 +30,9 @@ from trireme.engines.weights import fingerprint
 
 if TYPE_CHECKING:
     from trireme.trainer.backend import Backend
+
+Part = Literal["merged", "base", "adapter"]
+"""A part of the weights with LoRA."""
 
 _ADAPTER, _START = "default", "start"
 _BASE_LAYER = ".base_layer."

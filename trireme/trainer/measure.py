@@ -177,6 +177,23 @@ class Phases:
         return seconds
 
 
+class Measures:
+    """The measures of one backend's train steps."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        models: Sequence[PreTrainedModel] = (),
+        *,
+        half: bool = False,
+        tflops: float | None = None,
+    ) -> None:
+        self.arithmetic = Arithmetic(*models)
+        self.phases = Phases(device)
+        self.peak = peak_flops(device, half=half, tflops=tflops)
+        """FLOP/s that the device could do; None if not known."""
+
+
 def peak_memory(device: torch.device) -> float:
     """Return the peak memory of this process's device in GiB since the last call; on a CPU the
     process's memory since it started.

@@ -109,9 +109,16 @@ def is_empty(weight: Tensor) -> bool:
     return weight.is_meta or weight.untyped_storage().nbytes() < weight.nbytes
 
 
-def without_numbers(weight: Tensor) -> Tensor:
-    """Return a weight of an `empty_model` without a device; any other as it is."""
-    return weight.new_empty(weight.shape, device="meta") if is_empty(weight) else weight
+def drop_numbers(model: nn.Module) -> bool:
+    """Take the weights of an `empty_model` off their device; False if the model has none such."""
+    if not any(map(is_empty, model.parameters())):
+        return False
+
+    def off_device(weight: Tensor) -> Tensor:  # an adapter has numbers and exists already
+        return weight.new_empty(weight.shape, device="meta") if is_empty(weight) else weight
+
+    replace_weights(model, off_device)
+    return True
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:

@@ -70,7 +70,9 @@ def train_step(
 
 def _measured(backend: Backend, train_state: TrainState, seconds: float) -> dict[str, float]:
     """Return the metrics of all ranks' devices in a train step that took `seconds`."""
-    counts = [backend.arithmetic, *([train_state.critic.arithmetic] if train_state.critic else [])]
+    counts = [backend.measures.arithmetic]
+    if train_state.critic:
+        counts.append(train_state.critic.arithmetic)
     flops = sum(count.take() for count in counts)
     readings = backend.gather([peak_memory(backend.device), flops], every=True)
     metrics: dict[str, float] = {"perf/peak_memory_gib": max(peak for peak, _ in readings)}
@@ -81,9 +83,9 @@ def _measured(backend: Backend, train_state: TrainState, seconds: float) -> dict
         rate = total / max(seconds, 1e-9) / backend.num_ranks
         metrics["perf/train_tflop"] = total / 1e12
         metrics["perf/tflops_per_device"] = rate / 1e12
-        if backend.peak is not None:
-            metrics["perf/mfu"] = rate / backend.peak
-    return metrics | backend.phases.take()
+        if backend.measures.peak is not None:
+            metrics["perf/mfu"] = rate / backend.measures.peak
+    return metrics | backend.measures.phases.take()
 
 
 def _learn(
@@ -98,7 +100,7 @@ def _learn(
     skip_idle: bool,
 ) -> dict[str, float]:
     sizes = _sizes(batch, version)
-    with backend.phases("time/train/prepare"):
+    with backend.measures.phases("time/train/prepare"):
         batch, prepared = prepare(backend, recipe, experiences, batch, train_state)
     if train_state.tokens is not None:
         train_state.tokens.begin(batch)
@@ -106,7 +108,7 @@ def _learn(
     for iteration in range(recipe.num_iterations):
         reselected: dict[str, float] = {}
         if iteration:
-            with backend.phases("time/train/prepare"):
+            with backend.measures.phases("time/train/prepare"):
                 batch, reselected = renewed(backend, recipe, experiences, batch)
         skips = skip_idle and recipe.idle_at_zero_advantage
         busy = _with_advantage(batch) if skips else batch
@@ -138,9 +140,9 @@ def _optimizer_step(
     totals = MetricTotals()
     options = {"totals": totals, "fresh": fresh, "iteration": iteration}
     loss = partial(batch_loss, recipe=recipe, train_state=train_state, **options)
-    with backend.phases("time/train/gradient"):
+    with backend.measures.phases("time/train/gradient"):
         backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
-    with backend.phases("time/train/optimizer"):
+    with backend.measures.phases("time/train/optimizer"):
         metrics = backend.step()
     if recipe.ref_sync_steps and backend.optimizer.steps % recipe.ref_sync_steps == 0:
         backend.move_reference(recipe.ref_mixup_alpha)

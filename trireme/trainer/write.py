@@ -19,7 +19,7 @@ from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, rank_file
 from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import my_parts
 from trireme.files import write_json
-from trireme.trainer.lora import Adapter
+from trireme.trainer.lora import Adapter, Part
 from trireme.trainer.ranks import Team
 
 
@@ -28,7 +28,7 @@ class Trained(Protocol):
 
     adapter: Adapter | None
 
-    def each_shard(self) -> Iterable[tuple[str, Tensor]]:
+    def each_shard(self, part: Part = "merged") -> Iterable[tuple[str, Tensor]]:
         """Each weight's part on this rank."""
         ...
 
@@ -45,12 +45,16 @@ class Writing:
         team: Team,
         trained: Trained,
         actor: Path,
-        files: list[SharedFiles],
+        export: torch.dtype | None,
         *,
         alone: bool,
         behind: bool,
     ) -> None:
-        """`files`: those that several ranks write rows of; `alone`: there is only one process."""
+        """`export`: the dtype of the exported weights, if there are to be any; `alone`: there is
+        only one process.
+        """
+        plain = trained.each_shard("base" if trained.adapter else "merged")
+        files = shared_files(actor, plain, export=export, alone=alone)
         state = trained.state()
         shards: Callable[[], Iterable[tuple[str, Tensor]]] = trained.each_shard
         if behind or not alone:  # with LoRA one merged layer at a time is on a GPU

@@ -39,7 +39,8 @@ from trireme.files import for_appending
 from trireme.launch.engines import engine_spec
 from trireme.log import get_logger
 from trireme.registry import PROGRAMS
-from trireme.trainer.backend import Backend, Part
+from trireme.trainer.backend import Backend
+from trireme.trainer.lora import Part
 
 
 def _program() -> str:

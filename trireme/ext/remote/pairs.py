@@ -15,7 +15,8 @@ import torch
 from trireme.ext.remote.push import HOST
 from trireme.ext.remote.weight_group import Meeting, NotTaken, WeightGroup
 from trireme.sync.push import Noted
-from trireme.trainer.backend import Backend, Part
+from trireme.trainer.backend import Backend
+from trireme.trainer.lora import Part
 
 
 class EnginePairs:

@@ -1,0 +1,142 @@
+"""Settings: how policy and critic are trained, and how a model is loaded and spread for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from trireme.config.schema import OptimizerConfig
+from trireme.trainer import ulysses
+from trireme.trainer.attention import Kernel, choose_kernel
+from trireme.trainer.compiled import compile_blocks
+from trireme.trainer.lora import Adapter, Lora
+from trireme.trainer.model import (
+    drop_numbers,
+    empty_model,
+    fill_rows,
+    load_model,
+    prove_first_layers,
+    without_dropout,
+)
+from trireme.trainer.optim import ScheduledOptimizer
+from trireme.trainer.ranks import Ranks, Root, Team, blocks, materialize, shard
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The settings of training, made once from a plan, the same for policy and critic."""
+
+    optimizer: OptimizerConfig
+    max_token_len: int
+    """Tokens that a rank computes at a time."""
+    grad_clip: float
+    """Largest norm of a gradient."""
+    total_steps: int | None = None
+    """The step at which schedules end."""
+    device: str = "cpu"
+    """The device of a single process; ranks have their own."""
+    dtype: str = "float32"
+    lora: Lora | None = None
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """Blocks run compiled, see trainer/compiled.py."""
+    offload: bool = False
+    """Whether shards and optimizer are in the CPU's memory; only with ranks."""
+    share_prefix: bool = True
+    attn_implementation: str = "auto"
+    """The implementation of attention: auto, or a `Kernel`."""
+    trust_remote_code: bool = False
+    seed: int = 0
+    """The seed of all random numbers in training."""
+    deterministic: bool = False
+    """Equal steps give equal bytes, also on a GPU, as far as torch has kernels for that."""
+    export_dtype: torch.dtype = torch.float32
+    """The dtype of exported weights."""
+    peak_tflops: float | None = None
+    """TFLOP/s that a rank's device could do, if its name is unknown."""
+
+    def load(
+        self, path: str | Path, ranks: Ranks | None, *, frozen: bool = False
+    ) -> PreTrainedModel:
+        """Load a model on its device; if it will be spread over ranks, on the CPU, or without
+        weights.
+
+        `frozen`: it is not trained, and its shards have the dtype of the computation.
+        """
+        trust = self.trust_remote_code
+        model = None
+        # A base that is not trained needs no float32 copy.
+        dtype = torch.bfloat16 if self.half and self.lora else torch.float32
+        if ranks and (self.lora is None or self.lora.leaves_base_alone):
+            model = empty_model(path, dtype=dtype if self.lora else None, trust_remote_code=trust)
+        if ranks and model is not None:
+            prove = partial(prove_first_layers, path, trust_remote_code=trust)
+            self.team(ranks).attempt(prove if ranks.rank == 0 else lambda: None)
+        else:
+            device = "cpu" if ranks else self.device
+            model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
+        without_dropout(model)
+        if self.compile:
+            compile_blocks(blocks(model))
+        if ranks and frozen and self.half:
+            for parameter in model.requires_grad_(False).parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        if ranks and ranks.sequence:
+            ulysses.switch(model, ranks.sequence)
+        return model.requires_grad_(not frozen)
+
+    def spread(self, model: PreTrainedModel, ranks: Ranks | None, path: str | Path) -> Root:
+        """Spread the model over ranks as shards, or leave it whole. If the model has no weights
+        yet, each rank reads its rows from the folder at `path`.
+        """
+        if ranks is None:
+            return Root(model)
+        empty = drop_numbers(model)
+        root = shard(model, ranks.mesh, half=self.half, offload=self.offload)
+        if empty:
+            materialize(root, "cpu" if self.offload else ranks.device)
+            named = model.named_parameters()
+            fill_rows({Adapter.plain_name(name): weight for name, weight in named}, path)
+        return root
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> ScheduledOptimizer:
+        """The optimizer of a model's parameters."""
+        return ScheduledOptimizer(
+            parameters, self.optimizer, self.total_steps, grad_clip=self.grad_clip
+        )
+
+    def team(self, ranks: Ranks | None) -> Team:
+        """The ranks among which a batch is computed."""
+        return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
+
+    def kernel(self, path: str | Path, device: torch.device) -> Kernel:
+        """The attention kernel for the model in a folder; ValueError where it cannot run."""
+        model = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        text = model.get_text_config()
+        heads = text.num_attention_heads
+        return choose_kernel(
+            self.attn_implementation,
+            device,
+            half=self.half,
+            heads=heads,
+            key_heads=getattr(text, "num_key_value_heads", None) or heads,
+            width=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        )
+
+    def precision(self, ranks: Ranks | None) -> AbstractContextManager:
+        """Return bfloat16 autocast if requested; shards have their own policy."""
+        if ranks is None and self.half:
+            return torch.autocast(torch.device(self.device).type, torch.bfloat16)
+        return nullcontext()
+
+    @property
+    def half(self) -> bool:
+        """True if the forward pass is in bfloat16. On a CPU plans request float32."""
+        return self.dtype == "bfloat16"
