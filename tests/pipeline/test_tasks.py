@@ -9,7 +9,7 @@ import pytest
 
 from trireme.data.rows import Rows
 from trireme.pipeline.operators import OperatorFailed
-from trireme.pipeline.pipeline import prepared
+from trireme.pipeline.tasks import prepared
 
 CALLS: list[int] = []
 

@@ -28,7 +28,7 @@ from trireme.envs.env import refuse_missing
 from trireme.files import read_text
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pipeline.operators import Operator, make_operator
-from trireme.pipeline.pipeline import prepared, task_operators
+from trireme.pipeline.tasks import prepared, task_operators
 from trireme.registry import OPERATORS, SOURCES
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.workflows.workflow import resolve

@@ -29,7 +29,7 @@ from trireme.launch.parts import Parts
 from trireme.launch.read import check_template, make_tasksets, read_data, read_train_data
 from trireme.model.tool_calls import format_of
 from trireme.pipeline.operators import make_operator
-from trireme.pipeline.pipeline import task_operators
+from trireme.pipeline.tasks import task_operators
 from trireme.registry import OPERATORS, TASK_OPERATORS
 
 

@@ -26,7 +26,7 @@ from trireme.ext.data_juicer.operators import VARIABLE
 from trireme.launch.check import draft, make_plans
 from trireme.launch.data import make_training_taskset
 from trireme.pipeline.operators import Operator, OperatorFailed, make_operator
-from trireme.pipeline.pipeline import task_operators
+from trireme.pipeline.tasks import task_operators
 from trireme.registry import OPERATORS, TASK_OPERATORS
 
 REAL = os.environ.get(VARIABLE)
