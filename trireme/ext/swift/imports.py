@@ -27,6 +27,7 @@ _GYM = "trireme.ext.multi_turn.gym_scheduler"
 _TIPS = "trireme.ext.multi_turn.math_tips"
 _SCALE = "trireme.ext.multi_turn.loss_scale"
 _GROUP = "trireme.rewards.orm"
+_REWARDS = "trireme.ext.swift.rewards"
 _HERE = "trireme.ext.swift.imports"
 _REQUIRED = "modelscope"
 """A package that every module of ms-swift imports, and Trireme does not need."""
@@ -62,10 +63,10 @@ NAMES = {
     "AsyncORM": f"{_HERE}:SwiftORM",
     "orms": "trireme.registry:ORMS",
     "MathAccuracy": _GROUP,
-    "MathORM": _GROUP,
-    "ReactORM": _GROUP,
+    "MathORM": _REWARDS,
+    "ReactORM": _REWARDS,
     "Format": _GROUP,
-    "ReActFormat": f"{_GROUP}:ReactFormat",
+    "ReActFormat": f"{_REWARDS}:ReactFormat",
     "CosineReward": f"{_GROUP}:Cosine",
     "RepetitionPenalty": f"{_GROUP}:Repetition",
     "SoftOverlong": _GROUP,
