@@ -37,8 +37,8 @@ def test_a_folder_that_holds_a_run_says_so(tmp_path):
     job = tmp_path / "out/p/n"
     for step, full, said in (
         (1, False, f"{job}\n"),  # weights alone: no run goes on from them
-        (3, True, f"{job} holds a run at step 3, which this one goes on from\n"),
-        (5, True, "at step 5, which this one goes on from, and 4 were asked for: nothing is left"),
+        (3, True, f"{job} holds a run at step 3, which this one resumes\n"),
+        (5, True, "at step 5, which this one resumes, of the 4 requested: nothing is left"),
     ):
         folder = job / f"global_step_{step}"
         folder.mkdir(parents=True)

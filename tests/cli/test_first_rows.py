@@ -125,9 +125,7 @@ def test_messages_of_a_workflow_that_are_none_are_told_with_its_line(
     own = "buffer.explorer_input.default_workflow_type=gives_text:GivesText"
     code, output = checked(tmp_path, good, own)
     assert code == 1 and output.count("chat takes a list of messages, not text") == 1
-    start = (
-        "problem: format_messages of workflow 'gives_text:GivesText' gave what is no conversation: "
-    )
+    start = "problem: format_messages of workflow 'gives_text:GivesText' did not return a "
     assert start in output and "Refused" not in output
     assert "gives_text.py:4: class GivesText(SimpleWorkflow)" in output
 
@@ -152,7 +150,7 @@ def test_messages_that_a_workflow_s_own_run_reads_are_left_to_it(
     workflow = f"buffer.explorer_input.default_workflow_type={module}:TwoChats"
     code, output = checked(tmp_path, good, workflow)
     assert code == (not own), output
-    assert ("no conversation: a message must be a dict" in output) == (not own)
+    assert ("did not return a conversation: a message must be a dict" in output) == (not own)
 
 
 def test_a_template_that_refuses_a_prompt_is_told(tmp_path: Path, good: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ def test_what_pairs_cannot_do_is_refused(tmp_path: Path, given: str, said: str) 
 def test_checkpoints_are_not_written_behind_where_places_take_turns(tmp_path: Path) -> None:
     notes = plan_of(tmp_path, *PAIRS, "trainer.save_behind=true").notes
     assert [note for note in notes if "save_behind" in note] == [
-        "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
+        "trainer.save_behind: checkpoints are still written at once, since trainer and "
         "engine take turns on their device"
     ]
 

@@ -201,4 +201,4 @@ def test_of_two_memory_planners_the_first_counts_and_a_note_names_the_other(tmp_
     plan = plan_of(tmp_path)
     assert plan.memory.needs == {"weights": 5}
     [note] = [note for note in plan.notes if "memory planner" in note]
-    assert note.startswith("memory planner 'estimate': it alone counts, and 'mine' is not asked")
+    assert note.startswith("memory planner 'estimate': only this one is used, and 'mine' is not")

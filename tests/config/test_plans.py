@@ -300,7 +300,7 @@ def test_one_gpu_is_shared(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "address", "says"),
     [
-        ([], "127.0.0.1", "for this machine alone"),
+        ([], "127.0.0.1", "for this machine only"),
         (["explorer.rollout_model.api_key=secret"], "0.0.0.0", ""),
         (["explorer.listen_address=localhost"], "localhost", ""),
     ],
@@ -419,14 +419,14 @@ OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"
         ),
         (
             ["algorithm.kl_loss_fn=none", "algorithm.kl_loss_fn_args={kl_coef: 0.1}"],
-            "algorithm.kl_loss_fn_args: kl_loss_fn is none, and they change nothing",
+            "algorithm.kl_loss_fn_args: without effect, since kl_loss_fn is none",
         ),
         (
             [
                 "algorithm.entropy_loss_fn=none",
                 "algorithm.entropy_loss_fn_args={entropy_coef: 0.1}",
             ],
-            "algorithm.entropy_loss_fn_args: entropy_loss_fn is none, and they change nothing",
+            "algorithm.entropy_loss_fn_args: without effect, since entropy_loss_fn is none",
         ),
     ],
 )

@@ -75,7 +75,7 @@ def test_blocks_that_cannot_be_compiled_are_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.config.check.find_spec", lambda name: None)
     texts = problems_of(tmp_path, asked, flex)
     assert [text.partition(",")[0] for text in texts] == [f"{key} is true"] * 2
-    assert "FlexAttention is compiled by itself" in texts[0]
+    assert "FlexAttention compiles itself" in texts[0]
     assert "Triton" in texts[1]
 
 
@@ -633,10 +633,10 @@ def test_an_adapter_to_go_on_from_is_looked_at_first(tmp_path):
     config.write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     assert said() == []
     (found,) = said("lora_rank: 4", "use_dora: true")
-    assert found.startswith("model.lora_configs[0].lora_rank is given beside path")
+    assert found.startswith("model.lora_configs[0].lora_rank is given together with path")
     assert found.endswith("leave out lora_rank, use_dora")
     apart = problems_of(tmp_path, f"model.lora_configs=[{{path: {folder}}}]", "mode=explore")
-    assert any("path is not taken with mode: explore" in problem for problem in apart)
+    assert any("path is not supported with mode: explore" in problem for problem in apart)
     stages = "stages=[{stage_name: a}, {stage_name: b}]"
     told = problems_of(tmp_path, f"model.lora_configs=[{{path: {folder}}}]", stages)
     assert (

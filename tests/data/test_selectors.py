@@ -180,7 +180,7 @@ def test_a_selector_in_the_class_form_of_trinity() -> None:
         ValueError, match=r"get_indices\(2\) gave \[99, 99\]: expected 2 of the rows"
     ):
         near("OffTheEnd").select(2)
-    with pytest.raises(ValueError, match="KeepsArrays': state_dict cannot be kept as JSON"):
+    with pytest.raises(ValueError, match="KeepsArrays': state_dict cannot be stored as JSON"):
         near("KeepsArrays")
 
 

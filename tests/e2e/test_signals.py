@@ -99,7 +99,7 @@ def test_a_signal_saves_what_was_learned_and_the_same_command_ends_with_equal_we
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     last = said.splitlines()[-1]
     assert last == (
-        f"stopped by {name}: the checkpoint of step 2 is saved; the same command goes on from it"
+        f"stopped by {name}: the checkpoint of step 2 is saved; the same command resumes from it"
     ), said
     assert (tmp_path / JOB / "global_step_2/manifest.json").exists()
     done = run(tmp_path, config)
@@ -112,7 +112,7 @@ def test_the_words_are_true_where_the_same_command_begins_anew(tmp_path: Path) -
     process = started(tmp_path, config)
     wait_for((tmp_path / "third_step").exists, process)
     code, said = told(process, signal.SIGTERM)
-    assert code == 143 and "begins anew (continue_from_checkpoint: false)" in said
+    assert code == 143 and "starts over (continue_from_checkpoint: false)" in said
     done = run(tmp_path, config, "name=job", "continue_from_checkpoint=true")
     assert "resuming from" in done.stdout and done.returncode == 0
 
@@ -121,7 +121,7 @@ def test_before_the_first_train_step_there_is_nothing_to_save(tmp_path: Path) ->
     process = started(tmp_path, job(tmp_path, "clings"))
     wait_for((tmp_path / "clinging").exists, process)
     code, said = told(process, signal.SIGTERM)
-    assert code == 143 and said.splitlines()[-1].endswith("the same command begins anew"), said
+    assert code == 143 and said.splitlines()[-1].endswith("the same command starts over"), said
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
@@ -146,7 +146,7 @@ def test_a_coroutine_that_ignores_its_cancellation_does_not_keep_a_run_from_endi
     done = run(tmp_path, config)
     assert done.returncode == 1, done.stderr
     assert "took longer than explorer.max_timeout" in done.stderr
-    assert "plugin.py" in done.stderr and "ignores that it is cancelled" in done.stderr
+    assert "plugin.py" in done.stderr and "ignores its cancellation" in done.stderr
 
 
 def test_two_commands_that_are_told_to_end_go_on_where_they_were(pair: Pair) -> None:  # noqa: F811

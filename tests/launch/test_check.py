@@ -204,7 +204,7 @@ def test_a_reference_that_follows_is_none_of_an_adapters(checked: Any) -> None:
     follows = "algorithm.sync_ref_model=true"
     assert "no problems" in checked(follows)
     output = checked(follows, "model.lora_configs=[{lora_rank: 4}]")
-    assert "algorithm.sync_ref_model is true, and the mean of two adapters" in output
+    assert "algorithm.sync_ref_model is true, but two adapters" in output
 
 
 @pytest.mark.extension("multi_turn")

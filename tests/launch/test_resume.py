@@ -53,7 +53,7 @@ def test_a_checkpoint_is_resumed_only_with_what_it_was_made_with(
     ):
         errors = started(tmp_path, capsys, "buffer.total_steps=2", override, expected=2)
         assert told in errors.splitlines()[0]
-        assert "expected as it was, or another name" in errors
+        assert "expected the former value, or another name" in errors
     assert {path: path.read_bytes() for path in before} == before
     started(tmp_path, capsys, "buffer.total_steps=2")  # as it was
 

@@ -73,7 +73,9 @@ def test_a_listener_that_raises_costs_one_warning_that_names_it(
     stream.close()
     assert other.heard == [*STEPS, Ended()]
     kind = type(error).__name__
-    assert warnings(caplog) == [f"the board failed: {kind}: no route (the run goes on without it)"]
+    assert warnings(caplog) == [
+        f"the board failed: {kind}: no route (the run continues without it)"
+    ]
 
 
 def test_a_listener_that_hangs_costs_one_warning_that_names_it(

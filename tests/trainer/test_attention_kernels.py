@@ -221,7 +221,7 @@ def test_a_kernel_is_tried_on_its_device_before_anything_is_trained(
         choose("varlen")
     gpu = torch.device("meta")  # stands for one: all that is asked of it fails
     with caplog.at_level(logging.WARNING):
-        assert choose("auto", gpu) == "sdpa" and "goes on with sdpa" in caplog.text
+        assert choose("auto", gpu) == "sdpa" and "continues with sdpa" in caplog.text
     assert choose("auto", gpu, half=False) == "sdpa"
 
 

@@ -47,7 +47,7 @@ def test_an_experience_without_a_reward_is_named():
 @pytest.mark.parametrize("given", [{"reward": float("nan")}, {"token_rewards": [0, float("inf")]}])
 def test_a_reward_that_is_no_finite_number_is_refused_by_the_experiences_id(given):
     e = Experience([1, 2], mask=[0, 1], eid=EID(3, 1), **{"reward": 0.0, **given})
-    with pytest.raises(ValueError, match="3/1/0/0 has a reward that is no finite number, which 'x"):
+    with pytest.raises(ValueError, match="3/1/0/0 has a reward that is not finite, which 'x"):
         token_rewards([e], flatten([e]), asked_by="'x'")
 
 

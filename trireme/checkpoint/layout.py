@@ -50,7 +50,7 @@ def world_of(actor: Path) -> int:
     """Return the number of ranks that wrote a policy's files. Raises ValueError if none did."""
     for path in actor.glob("optim_world_size_*_rank_0.pt"):
         return int(path.name.split("_")[3])
-    raise ValueError(f"{actor} holds no optim_world_size_*_rank_0.pt: no checkpoint to go on from")
+    raise ValueError(f"{actor} has no optim_world_size_*_rank_0.pt: no checkpoint to resume from")
 
 
 def step_in(path: Path) -> int | None:

@@ -254,7 +254,7 @@ def load_checkpoint(folder: JobFolder) -> Loaded | None:
     if damage:
         raise Damaged(
             f"no checkpoint in {folder.root} is whole ({damage[0]}): give the run another name, "
-            "set continue_from_checkpoint: false, or remove the damaged folders to begin anew"
+            "set continue_from_checkpoint: false, or remove the damaged folders to start over"
         )
     return None
 

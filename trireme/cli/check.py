@@ -107,7 +107,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         again = "; activations are computed again" * plan.memory.gradient_checkpointing
         where = "in each trainer process" if plan.device == "cpu" else "on each trainer GPU"
         share = plan.memory.engine_share
-        turns = "" if share is None else f"; in its turn the engine has {share:g} of it"
+        turns = "" if share is None else f"; while it works, the engine has {share:g} of it"
         rows.append(("memory", f"{in_gib(plan.memory.needs)} {where}{again}{turns}"))
     rows.append(("steps", _steps(plan.steps, explores, trains)))
     if plan.mode != "train":
@@ -140,8 +140,8 @@ def _held(plan: Plan) -> str:
     if step is None:
         return ""
     past = plan.steps.train is not None and step >= plan.steps.train
-    left = f", and {plan.steps.train} were asked for: nothing is left to do" if past else ""
-    return f" holds a run at step {step}, which this one goes on from{left}"
+    left = f", of the {plan.steps.train} requested: nothing is left to do" if past else ""
+    return f" holds a run at step {step}, which this one resumes{left}"
 
 
 def _exactness(plan: Plan) -> str:

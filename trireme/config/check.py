@@ -52,7 +52,7 @@ def check_algorithm(stage: StageFacts) -> Findings:
         text = f"is {stage.resamples}, and has no effect with {why}: expected none"
         findings.problem("algorithm.advantage_fn_args.max_resample_times", text)
     if algorithm.sync_ref_model and config.model.lora_configs:
-        text = "is true, and the mean of two adapters (model.lora_configs) is none: expected false"
+        text = "is true, but two adapters (model.lora_configs) have no mean: expected false"
         findings.problem("algorithm.sync_ref_model", text)
     last = config.trainer.total_steps
     if late := [step for step in config.trainer.profile.steps if last and step > last]:
@@ -83,7 +83,7 @@ def check_tasksets(stage: StageFacts) -> Findings:
         form = item.config.format
         if not item.workflow and not form.workflow_key:
             text = (
-                "is not given: expected the workflow that tries these tasks, such as "
+                "is not given: expected the workflow for these tasks, such as "
                 "simple_workflow for one prompt and one reply; `trireme workflows` lists all"
             )
             findings.problem(f"{item.key}.default_workflow_type", text)
@@ -218,9 +218,7 @@ def _check_compiler(stage: StageFacts, device: str, ranks: int) -> Findings:
     if not trainer.use_torch_compile or stage.config.mode not in ("both", "train"):
         return findings
     if trainer.attn_implementation == "flex":
-        findings.problem(
-            key, "is true, and FlexAttention is compiled by itself: take another kernel"
-        )
+        findings.problem(key, "is true, but FlexAttention compiles itself: choose another kernel")
     if ranks > 1 and trainer.ulysses_sequence_parallel_size > 1:
         text = "is true, and ranks that share a sequence talk to each other within a block"
         findings.problem(key, f"{text}: expected trainer.ulysses_sequence_parallel_size 1")
@@ -271,9 +269,9 @@ def _check_adapter(stage: StageFacts) -> Findings:
         if stage.config.mode in ("explore", "serve", "bench"):
             findings.problem(
                 f"{key}.path",
-                f"is not taken with mode: {stage.config.mode}, which would sample from the model "
-                "without the adapter until the trainer's first checkpoint: use mode: both, or "
-                "merge the adapter and begin with that model",
+                f"is not supported with mode: {stage.config.mode}, which would sample from "
+                "the model without the adapter until the trainer's first checkpoint: use "
+                "mode: both, or merge the adapter and start from that model",
             )
         try:
             folder = located(lora.path, "models")
@@ -286,8 +284,8 @@ def _check_adapter(stage: StageFacts) -> Findings:
         if said:
             findings.problem(
                 f"{key}.{said[0]}",
-                f"is given beside path, where adapter_config.json in {lora.path} says it: leave "
-                f"out {', '.join(said)}",
+                f"is given together with path, whose adapter_config.json ({lora.path}) has it: "
+                f"leave out {', '.join(said)}",
             )
     return findings
 
@@ -364,8 +362,8 @@ def check_folder(stage: StageFacts, root: Path) -> Findings:
     ):
         findings.problem(
             "continue_from_checkpoint",
-            "is false: expected true in mode train, since the explorer's experiences lie in the "
-            "job's folder, and false begins another one",
+            "is false: expected true in mode train, since the explorer's experiences are in the "
+            "job's folder, and false starts another one",
         )
     existing = next(path for path in (root, *root.parents) if path.exists())
     try:

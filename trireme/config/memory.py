@@ -92,7 +92,7 @@ def plan_memory(
     trainer = stage.config.trainer
     if request.takes_turns and trainer.save_behind:
         findings.note(
-            "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
+            "trainer.save_behind: checkpoints are still written at once, since trainer and "
             "engine take turns on their device"
         )
     planners = [*MEMORY_PLANNERS]
@@ -101,8 +101,8 @@ def plan_memory(
     first, *others = planners
     if others:
         findings.note(
-            f"memory planner '{first}': it alone counts, and {', '.join(map(repr, others))} "
-            f"{'is' if len(others) == 1 else 'are'} not asked, since a rank has one memory plan: "
+            f"memory planner '{first}': only this one is used, and {', '.join(map(repr, others))} "
+            f"{'is' if len(others) == 1 else 'are'} not, since a rank has one memory plan: "
             "leave one extension with a [memory_planner]"
         )
     return findings.take(MEMORY_PLANNERS[first](stage, places, request)), findings

@@ -225,6 +225,6 @@ def _check_present(places: Places) -> Findings:
         findings.problem(
             "cluster.gpu_per_node",
             f"is {places.per_node} and this machine has {present}: expected at most {present}, or "
-            f"cluster.launcher local to share what is here",
+            f"cluster.launcher local to share this machine's GPUs",
         )
     return findings

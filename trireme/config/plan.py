@@ -194,7 +194,7 @@ def _listen_address(stage: StageFacts) -> tuple[str, Findings]:
     if address == "0.0.0.0":
         findings.note(
             f"{key} ({address}): without explorer.rollout_model.api_key the server listens on "
-            f"{_LOOPBACK[0]}, for this machine alone"
+            f"{_LOOPBACK[0]}, for this machine only"
         )
     else:
         findings.problem(

@@ -369,7 +369,7 @@ class TrainerConfig(Section, place="trainer"):
     balance_batch: Annotated[bool, NoEffect()] = True
     """Give ranks equal numbers of tokens; always so here."""
     megatron: Annotated[
-        dict[str, Any], Mapped("weights are spread by FSDP2, whatever Megatron's options say")
+        dict[str, Any], Mapped("FSDP2 shards the weights, whatever Megatron's options say")
     ] = {}
     """Options of a Megatron trainer."""
     collective_timeout: Annotated[

@@ -506,11 +506,11 @@ class TaskPipelineConfig(Section):
     inputs: list[str] = []
     """At most one data set, whose rows are read in place of those of the taskset's path."""
     output: Annotated[
-        dict[str, Any] | None, Refused("is not read here: what is left lies in the job folder")
+        dict[str, Any] | None, Refused("is not read: the remaining rows are in the job folder")
     ] = None
     """Another place to write to."""
     target_fields: Annotated[
-        list[str], Mapped("operators get whole rows, and look at what they want")
+        list[str], Mapped("operators get whole rows, and choose the fields themselves")
     ] = []
     """Columns to look at."""
     priority_weights: Annotated[

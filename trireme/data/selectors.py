@@ -167,7 +167,9 @@ class _Selected:
         try:
             json.dumps(state)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{self._name}: state_dict cannot be kept as JSON: {error}") from error
+            raise ValueError(
+                f"{self._name}: state_dict cannot be stored as JSON: {error}"
+            ) from error
 
     def select(self, count: int) -> list[int]:
         """Return the user's choice. Raises ValueError for another number of rows, or for a row that

@@ -97,7 +97,7 @@ def _make_recipe(parts: Parts) -> None:
     if recipe is None:
         return
     for kind in recipe.unused_options:
-        findings.note(f"algorithm.{kind}_args: {kind} is none, and they change nothing")
+        findings.note(f"algorithm.{kind}_args: without effect, since {kind} is none")
     if recipe.weighs_by_length:
         findings.note(
             f"algorithm.loss_agg_mode ({recipe.loss_agg_mode}): {recipe.policy_loss.label} is a "

@@ -93,7 +93,7 @@ def lead_ranks(
     plan: Plan, model_path: str, recipe: Recipe, spec: RankSpec
 ) -> tuple[Models, Leader]:
     """Make rank 0's models and, through their leader, those of all other ranks. Waits for them."""
-    logger.info("%d trainer ranks meet at %s", spec.world, spec.address)
+    logger.info("%d trainer ranks connect at %s", spec.world, spec.address)
     ranks = Ranks(spec)
     leader = Leader(ranks)
     work = partial(make_models, plan, model_path, recipe, ranks, make=partial(Led, leader))

@@ -92,7 +92,7 @@ def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
         if _has_own_run(make):  # it may convert the messages before it sends them
             return None
         with UserCode(name, code):
-            raise Refused(f"{name} gave what is no conversation: {error}") from error
+            raise Refused(f"{name} did not return a conversation: {error}") from error
 
 
 def _has_own_run(workflow: type) -> bool:

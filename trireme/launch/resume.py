@@ -109,7 +109,7 @@ def refuse_meaningless(
 
 def _refused(text: str) -> ConfigError:
     """Make the error of an impossible resume, which says what makes it possible."""
-    expected = "expected as it was, or another name (or continue_from_checkpoint: false)"
+    expected = "expected the former value, or another name (or continue_from_checkpoint: false)"
     return ConfigError([Problem("", f"{text}; {expected}")])
 
 

@@ -205,8 +205,8 @@ def nothing_left(plan: Plan, steps: int) -> str:
     more = " and ".join(ends) or f"buffer.total_epochs ({config.buffer.total_epochs})"
     at = f"step {steps} was this run's last"
     if plan.steps.train and steps > plan.steps.train:  # perhaps another configuration's run
-        at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.steps.train} asked for"
-    remedies = f"To train on, raise {more}; to begin a run of its own, set another name"
+        at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.steps.train} requested"
+    remedies = f"To train on, raise {more}; to start a new run, set another name"
     return f"nothing was left to do: {at}. {remedies}"
 
 

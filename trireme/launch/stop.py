@@ -88,8 +88,8 @@ class Stop:
         if plan is None:
             return "nothing had begun"
         if plan.mode not in ("both", "train"):
-            again = {"explore": "goes on after the last explore step that was put"}
-            return f"the same command {again.get(plan.mode, 'begins anew')}"
+            again = {"explore": "continues after the last explore step in the buffer"}
+            return f"the same command {again.get(plan.mode, 'starts over')}"
         folder = JobFolder(plan.job_dir)
         steps = [step for step in folder.steps() if folder.is_full(step)]
         stage = f" of stage '{plan.stage_name}'" if plan.stage_name else ""
@@ -97,10 +97,10 @@ class Stop:
         saved += f"{stage} is saved"
         if not plan.config.continue_from_checkpoint:
             job = plan.root_dir.name
-            go_on = f"; add name={job} continue_from_checkpoint=true to go on" * bool(steps)
-            return f"{saved}; the same command begins anew (continue_from_checkpoint: false){go_on}"
-        begins = f"begins {stage.removeprefix(' of ')} anew".replace("  ", " ")
-        return f"{saved}; the same command {'goes on from it' if steps else begins}"
+            go_on = f"; add name={job} continue_from_checkpoint=true to resume" * bool(steps)
+            return f"{saved}; the same command starts over (continue_from_checkpoint: false){go_on}"
+        begins = f"starts {stage.removeprefix(' of ')} over".replace("  ", " ")
+        return f"{saved}; the same command {'resumes from it' if steps else begins}"
 
     def listen(self) -> None:
         """Receive signals from now on; call again after something else has installed handlers."""
@@ -237,7 +237,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
             _, stuck = loop.run_until_complete(asyncio.wait(left, timeout=LEFT_S))
             for task in stuck:
                 # the log is closed by now
-                say(f"warning: left behind: {_name(task)} ignores that it is cancelled",
+                say(f"warning: left running: {_name(task)} ignores its cancellation",
                       file=sys.stderr)  # fmt: skip
             if stuck:  # do not report them again when they are destroyed
                 loop.set_exception_handler(lambda loop, context: None)

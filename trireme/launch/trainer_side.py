@@ -224,9 +224,11 @@ class TrainerSide:
     def _push_named(self, way: str, pairs: Pairs | None = None) -> WeightPush:
         """Make the engine's own push for this method. Raises ValueError if it has none."""
         engine, plan = self.engine, self.stage.plan
-        assert engine is not None, "nothing is pushed where no engine is"
+        assert engine is not None, "a push needs an engine"
         if (name := engine.traits.pushes.get(way)) is None:
-            raise ValueError(f"an engine of the kind {plan.engine.kind} takes no weights by {way}")
+            raise ValueError(
+                f"an engine of the kind {plan.engine.kind} cannot receive weights by {way}"
+            )
         parts = PushParts(
             self._source,
             engine,

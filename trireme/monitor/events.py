@@ -153,7 +153,7 @@ class Stream:
         *,
         start: Callable[[], object] | None = None,
         awaited: bool = True,
-        remark: str = "the run goes on without it",
+        remark: str = "the run continues without it",
     ) -> None:
         """Deliver all events from now on to `listener`.
 
@@ -189,7 +189,7 @@ class Stream:
 class _Once:
     """Warns once about a listener's errors."""
 
-    def __init__(self, name: str, remark: str = "the run goes on without it") -> None:
+    def __init__(self, name: str, remark: str = "the run continues without it") -> None:
         self._name, self._remark, self._warned = name, remark, False
 
     def warn(self, what: str) -> None:

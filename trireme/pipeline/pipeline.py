@@ -206,7 +206,7 @@ def left_out_by(rows: Sequence[Figures]) -> str:
         if name.endswith(end) and any(values(rows, name))
     ]
     if filtered:
-        why = f" ({bad:.0f} have a reward that is no finite number or too large)" if bad else ""
+        why = f" ({bad:.0f} have a reward that is not finite or too large)" if bad else ""
         said.append(f"the algorithm left out {filtered:.0f}{why}")
     whom = ", ".join(said) or "nothing says by whom"
     return f"of {made:.0f} experiences of {span(rows)} {kept:.0f} are left to train on: {whom}"

@@ -111,7 +111,7 @@ def choose_kernel(
     text = f"attention kernel {kernel} on {device} with torch {torch.__version__} {failure}"
     if asked != "auto":
         raise ValueError(f"trainer.attn_implementation: {text}; sdpa works everywhere")
-    logger.warning("%s; training goes on with sdpa", text)
+    logger.warning("%s; training continues with sdpa", text)
     return "sdpa"
 
 

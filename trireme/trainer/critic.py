@@ -140,7 +140,7 @@ class Critic:
     def _load(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ValueError(
-                f"{folder.parent} holds no critic, which this algorithm goes on with: it was saved "
+                f"{folder.parent} has no critic, which this algorithm needs: it was saved "
                 "by another algorithm; take another name for this run"
             )
         saved = read(folder, self._team.rank)

@@ -314,8 +314,8 @@ def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: 
             rewards[-1] = e.reward
         if not bool(rewards.isfinite().all()):
             raise ValueError(
-                f"experience {e.eid.uid} has a reward that is no finite number, which {asked_by} "
-                "learns from: mend its division or logarithm, or leave such experiences out by the "
+                f"experience {e.eid.uid} has a reward that is not finite, which {asked_by} "
+                "learns from: fix its division or logarithm, or leave such experiences out by the "
                 "operator invalid_reward_filter"
             )
         rows.append(rewards)

@@ -128,7 +128,7 @@ def test_a_run_in_which_everything_is_left_out_says_by_whom(tmp_path: Path) -> N
     assert "reward_not_finite: 16 of 16 experiences of this step" in done.stderr
     assert (
         "error: of 64 experiences of the last 4 steps 0 are left to train on: the algorithm left "
-        "out 64 (64 have a reward that is no finite number or too large)" in done.stderr
+        "out 64 (64 have a reward that is not finite or too large)" in done.stderr
     )
     log = tmp_path / "checkpoints/tests/job/log/explorer_experience_pipeline.log"
     assert "1/0/0/0 (1e+38)" in log.read_text()

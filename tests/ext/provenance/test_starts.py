@@ -66,12 +66,12 @@ DATA = "buffer.explorer_input.taskset"
         (
             {"data": {DATA: {"path": "d", "rows": 5, "sha256": "x" * 64}}},
             {"data": {DATA: {"path": "d", "rows": 6, "sha256": "y" * 64}}},
-            [f"{DATA} rows: 5 -> 6: tasks from explore step 4 on: the run goes on at row 12"],
+            [f"{DATA} rows: 5 -> 6: tasks from explore step 4 on: the run continues at row 12"],
         ),
         (
             {"data": {DATA: {"path": "d", "rows": 5, "sha256": "x" * 64}}},
             {"data": {DATA: {"path": "d", "rows": 5, "sha256": "y" * 64}}},
-            [f"{DATA} contents differ: tasks from explore step 4 on: the run goes on at row 12"],
+            [f"{DATA} contents differ: tasks from explore step 4 on: the run continues at row 12"],
         ),
         (
             {"plugins": {"/a/mine.py": "x" * 64}, "code": {"trireme": "c1"}},

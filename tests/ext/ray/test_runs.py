@@ -177,7 +177,7 @@ def test_sigterm_saves_what_was_learned_and_the_same_command_goes_on(
     _, stderr = ended(process, code=128 + signal.SIGTERM)
     [step] = JobFolder(job).steps()
     assert JobFolder(job).is_full(step)
-    said = f"the checkpoint of step {step} is saved; the same command goes on from it"
+    said = f"the checkpoint of step {step} is saved; the same command resumes from it"
     assert stderr.splitlines()[-1] == f"stopped by SIGTERM: {said}"
     assert "Traceback" not in stderr and nobody_left(tmp_path)
     stdout, _ = ended(start(tmp_path, cluster, f"buffer.total_steps={step + 1}"))

@@ -151,7 +151,7 @@ def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
     assert any("only pauses while the trainer works" in note for note in found.notes)
     behind = plan_of(tmp_path, "mode=colocate", VLLM, "trainer.save_behind=true", head_dim=64)
     assert any(
-        "save_behind: checkpoints are written at once all the same" in note for note in behind.notes
+        "save_behind: checkpoints are still written at once" in note for note in behind.notes
     )
     options = engine_spec(found, "model").options
     assert (options["enable_sleep_mode"], options["gpu_memory_utilization"]) == (True, 0.25)

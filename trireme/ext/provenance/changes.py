@@ -102,15 +102,15 @@ _EFFECTS = {
     "their size",
     "algorithm.optimizer.": "from train step {train} on; the optimizer's moments stay",
     "algorithm.critic.optimizer.": "from train step {train} on; the optimizer's moments stay",
-    "buffer.batch_size": "explore steps from {explore} on; the tasks go on at row {row}",
+    "buffer.batch_size": "explore steps from {explore} on; the tasks continue at row {row}",
     "buffer.total_epochs": "moves the end of the run, and a schedule that spans it",
     "buffer.total_steps": "moves the end of the run, and a schedule that spans it",
-    "buffer.explorer_input.taskset": "tasks from explore step {explore} on: the run goes on at row "
-    "{row}, of whatever the data are now",
+    "buffer.explorer_input.taskset": "tasks from explore step {explore} on: the run continues at "
+    "row {row}, of whatever the data are now",
     "buffer.explorer_input.eval_tasksets": "evaluations from now on: not comparable with those "
     "before",
     "buffer.explorer_input.": "explore steps from {explore} on",
-    "buffer.trainer_input.": "from train step {train} on: the run goes on at its place in the "
+    "buffer.trainer_input.": "from train step {train} on: the run continues at its place in the "
     "data, whatever they are now",
     "buffer.trainer_input.experience_buffer.capacity": "from now on",
     "data_processor.": "experiences from explore step {explore} on",

@@ -124,7 +124,7 @@ _SWITCHES = {
 }
 """Maps options to the one that turns them off if it is set to null, false or 0."""
 _INSTEAD = {
-    "trainer.resume_*": "the same command resumes; continue_from_checkpoint=false begins anew",
+    "trainer.resume_*": "the same command resumes; continue_from_checkpoint=false starts over",
     "actor_rollout_ref.model.lora_*": "set model.lora_configs",
     "actor_rollout_ref.model.target_modules": "set model.lora_configs",
     "actor_rollout_ref.model.override_config*": "set it in the model's config.json",
