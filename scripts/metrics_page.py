@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = (
     "# Metrics\n\n"
     "Every metric that a run writes to `monitor/metrics.jsonl`, TensorBoard and trackers: what it "
-    "means, where it lies in a healthy run, and what to do when it leaves that range. `*` stands "
+    "means, its range in a healthy run, and what to do outside of that range. `*` stands "
     "for a name that the run gives: a taskset, a metric of a workflow, a cause. Trackers get the "
     "metrics with a usual name under that name too.\n\n"
     "A training step's reward is that of sampled replies. A held-out evaluation samples at the "
