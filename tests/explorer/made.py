@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from trireme.data.tasksets import Taskset
 from trireme.engines.engine import Sampling
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import Experience
-from trireme.explorer.explorer import Explorer
+from trireme.explorer.explorer import Explorer, ExplorerSettings
 from trireme.explorer.runner import Key, Runner, TimeLimit
 from trireme.explorer.scheduler import Scheduler
 from trireme.model.chat_tokens import ChatTokens
@@ -150,6 +151,8 @@ def make_explorer(
             shown.append(event.experience)
 
     made = [make_runner(engine, **(runner_options or {})) for _ in range(runners)]
+    names = [field.name for field in fields(ExplorerSettings)]
+    settings = ExplorerSettings(**{name: options.pop(name) for name in names if name in options})
     explorer = Explorer(
         taskset=taskset or make_taskset(workflow),
         eval_tasksets=evaluations,
@@ -157,10 +160,9 @@ def make_explorer(
         pipeline=Pipeline(ALGORITHMS.get("grpo")),
         buffer=buffer,
         sync=sync or Sync(),
-        eval_interval=options.pop("eval_interval", 0),
-        eval_on_startup=options.pop("eval_on_startup", False),
+        settings=settings,
         emit=emit,
-        **{"name": "explorer", **options},
+        **options,
     )
     return SimpleNamespace(
         explorer=explorer, engine=engine, buffer=buffer, reports=reports, shown=shown

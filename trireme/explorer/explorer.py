@@ -16,6 +16,7 @@ import copy
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,23 @@ class NothingToTrain(RuntimeError):
     """Operators or the algorithm dropped every experience of a run."""
 
 
+@dataclass(frozen=True)
+class ExplorerSettings:
+    """The settings of an explorer."""
+
+    name: str = "explorer"
+    """Part of the ids of its experiences, where several explorers share a store."""
+    eval_interval: int = 0
+    """Explore steps from one evaluation to the next; 0: none between steps."""
+    eval_on_startup: bool = False
+    eval_prefix: str = "eval"
+    """The name of evaluations in events."""
+    max_failures: float = 1.0
+    """The share of a step's rollouts that may fail before the run stops."""
+    max_pending: int = 1 << 30
+    """How many steps may run at once."""
+
+
 class Explorer:
     """Taskset.next ▸ Scheduler.submit ▸ results ▸ Pipeline.run ▸ Buffer.put, step after step."""
 
@@ -77,26 +95,14 @@ class Explorer:
         pipeline: Pipeline,
         buffer: Puts | None,
         sync: ExplorerSync,
-        eval_interval: int,
-        eval_on_startup: bool,
+        settings: ExplorerSettings,
         emit: Emit,
-        name: str,
-        eval_prefix: str = "eval",
-        max_failures: float = 1.0,
         folder: JobFolder | None = None,
-        max_pending: int = 1 << 30,
     ) -> None:
-        """`emit` receives an event for each step, a sample rollout, failures and evaluations, the
-        last under the name `eval_prefix`.
+        """`emit` receives an event for each step, a sample rollout, failures and evaluations.
 
         Explorers without taskset and buffer only evaluate. An explorer that runs without a trainer
         saves its own state in `folder` after every step.
-
-        Several explorers that share a store have a `name` each, which is part of the ids of their
-        experiences.
-
-        `max_failures` is the share of a step's rollouts that may fail before the run stops, and
-        `max_pending` how many steps may run at once.
         """
         self.taskset = taskset
         self.eval_tasksets = list(eval_tasksets)
@@ -104,14 +110,9 @@ class Explorer:
         self.pipeline = pipeline
         self.buffer = buffer
         self.sync = sync
-        self.eval_interval = eval_interval
-        self.eval_on_startup = eval_on_startup
+        self.settings = settings
         self.emit = emit
-        self.eval_prefix = eval_prefix
-        self.max_failures = max_failures
         self.folder = folder
-        self.max_pending = max_pending
-        self.name = name
         self.step = 0
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
@@ -140,12 +141,12 @@ class Explorer:
         self._load_own_state()
         collector = asyncio.create_task(self._collect())
         try:
-            if self.eval_on_startup and self.step == 0:
+            if self.settings.eval_on_startup and self.step == 0:
                 await self.evaluate(0)
             if self.step and self.sync.due(self.step):
                 await self.sync.pull(self.step)
             while not self.sync.finished and await self._begin_step():
-                await self._ended(collector, most=self.max_pending - 1)
+                await self._ended(collector, most=self.settings.max_pending - 1)
                 if self.sync.due(self.step):
                     self.feedback.release(self.step)
                     await self._ended(collector)
@@ -238,7 +239,7 @@ class Explorer:
         return True
 
     def _evaluates(self, step: int) -> bool:
-        return self.eval_interval > 0 and step % self.eval_interval == 0
+        return self.settings.eval_interval > 0 and step % self.settings.eval_interval == 0
 
     async def _collect(self) -> None:
         """Finish every step and its evaluation, in order; never returns."""
@@ -271,14 +272,14 @@ class Explorer:
         elapsed = time.monotonic() - max(self._started.pop(step), self._last_end)
         self._last_end = time.monotonic()
         self.seconds["explore"] += elapsed
-        self._look_at_failures(f"step {step}", outcomes, self.max_failures)
+        self._look_at_failures(f"step {step}", outcomes, self.settings.max_failures)
         if self._evaluates(step):
             # Before `put`: the trainer may change shared weights as soon as it has a batch.
             await self._finish_evaluation(step)
         experiences = [e for outcome in outcomes for e in outcome.experiences]
-        if self.name != "explorer":
+        if self.settings.name != "explorer":
             for experience in experiences:
-                experience.eid.batch = f"{step}/{self.name}"
+                experience.eid.batch = f"{step}/{self.settings.name}"
         metrics = rollout_metrics(outcomes)
         metrics["rollout/dropped_tasks"] = float(self.scheduler.dropped_tasks)
         sampled = sum(e.trained_tokens for e in experiences)
@@ -337,13 +338,14 @@ class Explorer:
             self._look_at_failures(when, outcomes, limit=1.0)
             evaluation[taskset.name] = metrics
             example = example or _example(outcomes)
-            named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
+            prefix = self.settings.eval_prefix
+            named = {f"{prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
             seconds = time.monotonic() - started
-            named[f"{self.eval_prefix}/{taskset.name}/seconds"] = seconds
+            named[f"{prefix}/{taskset.name}/seconds"] = seconds
             shown = in_words(metrics, "evaluation")
             logger.info("evaluation '%s' at step %d: %s", taskset.name, step, shown)
             rollouts = [e for o in outcomes for e in o.rollouts]
-            self.emit(Evaluated(self.eval_prefix, step, named, rollouts))
+            self.emit(Evaluated(prefix, step, named, rollouts))
         if self.first_evaluation is None and step == 0:
             self.first_evaluation, self.first_example = evaluation, example
         self.last_evaluation, self.last_example = evaluation, example
@@ -351,8 +353,8 @@ class Explorer:
 
     def _load_own_state(self) -> None:
         """Resume from the state of an explorer that runs without a trainer."""
-        if self.folder is not None and os.path.lexists(self.folder.state_of(self.name)):
-            state = explorer_state(self.folder.state_of(self.name))
+        if self.folder is not None and os.path.lexists(self.folder.state_of(self.settings.name)):
+            state = explorer_state(self.folder.state_of(self.settings.name))
             self.step = state["step"]
             if state["taskset"]:  # if empty, a server was the explorer so far
                 self.load_state(state)
@@ -362,7 +364,7 @@ class Explorer:
         if self.folder is not None:
             state = self.state()
             meta = {"latest_iteration": state.pop("step"), "taskset_states": [state.pop("taskset")]}
-            write_json(self.folder.state_of(self.name), meta | state)
+            write_json(self.folder.state_of(self.settings.name), meta | state)
 
 
 def explorer_state(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.engines.device import RolloutBarrier
 from trireme.engines.engine import Engine, Sampling, with_options
-from trireme.explorer.explorer import Explorer
+from trireme.explorer.explorer import Explorer, ExplorerSettings
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.launch.data import FAILED_BYTES, Text
@@ -62,6 +62,14 @@ class ExplorerSide:
             assert isinstance(first, Auxiliary), "check refuses one that scores no given tokens"
             theirs, ours = first.chat.tokenizer, stage.text.tokenizer
             refuse_other_vocabulary(first.model_path, theirs, ours)
+        settings = ExplorerSettings(
+            name=plan.explorer_name or "explorer",
+            eval_interval=plan.sync.eval_interval,
+            eval_on_startup=config.eval_on_startup,
+            eval_prefix="bench" if plan.mode == "bench" else "eval",
+            max_failures=config.max_failures,
+            max_pending=_max_pending(plan),
+        )
         self.explorer = Explorer(
             taskset=stage.taskset,
             eval_tasksets=stage.eval_tasksets,
@@ -78,14 +86,9 @@ class ExplorerSide:
             pipeline=stage.pipeline(),
             buffer=buffer,
             sync=sync,
-            eval_interval=plan.sync.eval_interval,
-            eval_on_startup=config.eval_on_startup,
-            eval_prefix="bench" if plan.mode == "bench" else "eval",
+            settings=settings,
             emit=stage.emit,
-            max_failures=config.max_failures,
             folder=stage.folder if plan.mode == "explore" else None,
-            name=plan.explorer_name or "explorer",
-            max_pending=_max_pending(plan),
         )
         # several explorers would write the same files, and bench would overwrite the run's
         # evaluations
