@@ -6,10 +6,12 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -41,6 +43,8 @@ Given = Mapping[str, list[str]]
 Source = Path | Mapping[str, Any] | None
 """A configuration: its file, the values of a file, or None: the demo's."""
 
+T = TypeVar("T")
+
 
 class FlagDialect(Protocol):
     """Another system's flags, by its name in FLAGS; made without arguments."""
@@ -70,6 +74,33 @@ def flag_dialects() -> list[FlagDialect]:
     out with a warning.
     """
     return [*FLAGS.make_all().values()]
+
+
+def with_options(
+    options: type[T],
+) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
+    """Decorator: the function `(ctx, options)` as a command that has the options of a dataclass,
+    those of its fields that are annotated with typer's.
+    """
+    kinds = get_type_hints(options, include_extras=True)
+    made: Any = inspect.signature(options)
+    parameters = [
+        p.replace(kind=p.KEYWORD_ONLY, annotation=kinds[p.name])
+        for p in made.parameters.values()
+        if get_origin(kinds[p.name]) is Annotated
+    ]
+
+    def mark(function: Callable[[typer.Context, T], None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(ctx: typer.Context, **given: Any) -> None:
+            function(ctx, options(**given))
+
+        ctx = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        command.__dict__["__signature__"] = inspect.Signature([ctx, *parameters])
+        command.__annotations__ = {p.name: p.annotation for p in [ctx, *parameters]}
+        return command
+
+    return mark
 
 
 class WithFlags(TyperCommand):

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import yaml
 
 from trireme.cli.listing import in_columns
 from trireme.config import ConfigError, Plan, Problem
+from trireme.ext.evaluation.options import EvalOptions
 from trireme.ext.evaluation.scores import Estimate, difference, estimate, pass_at
 from trireme.ext.external_model.api import Api
 from trireme.files import write_json
@@ -34,27 +35,6 @@ Measured = list[tuple[str, "list[Evaluated]"]]
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 LONGEST = 2048
 """Tokens of prompt and reply together, without a YAML and if the model allows as many."""
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """The command's flags."""
-
-    models: Sequence[str]
-    """Folders of models or runs, ids on the hub, addresses of rollout servers, or NAME@URL."""
-    config: Path | None = None
-    keys: Sequence[str] = ()
-    tasks: Sequence[str] = ()
-    workflow: str | None = None
-    reward: str | None = None
-    prompt_key: str = "question"
-    response_key: str = "answer"
-    rollouts: int | None = None
-    ks: Sequence[int] = ()
-    temperature: float | None = None
-    max_tokens: int | None = None
-    success: float = 1.0
-    out: Path | None = None
 
 
 def evaluate_models(options: EvalOptions) -> int:
@@ -195,7 +175,9 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
 
 def _tree(options: EvalOptions) -> dict[str, Any]:
     columns = {"prompt_key": options.prompt_key, "response_key": options.response_key}
-    names = [name.partition("=")[::2] if "=" in name else ("", name) for name in options.tasks]
+    names = [
+        name.partition("=")[::2] if "=" in name else ("", name) for name in options.tasks or ()
+    ]
     inputs: dict[str, Any] = {
         "default_workflow_type": options.workflow or "math_workflow",
         "eval_tasksets": [

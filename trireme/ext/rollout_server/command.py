@@ -2,73 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from trireme.cli.arguments import flag_dialects
+from trireme.cli.arguments import flag_dialects, with_options
+from trireme.ext.rollout_server.options import RolloutOptions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-ServerKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        "--api_key",
-        help="The key of clients, visible in the process list; or set TRIREME_API_KEY.",
-    ),
-]
-ServerKeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key.")
-]
-EngineType = Annotated[
-    str, typer.Option("--dtype", "--torch_dtype", help="auto, float32, bfloat16 or float16.")
-]
-ModelLength = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len",
-        "--max_model_len",
-        "--vllm_max_model_len",
-        min=2,
-        help="Tokens with the prompt.",
-    ),
-]
-ToolCallParser = Annotated[
-    str | None,
-    typer.Option(
-        "--tool-call-parser",
-        "--tool_call_parser",
-        help="The format of tool calls, or a function's path; by default the template's.",
-    ),
-]
-AsyncEngine = Annotated[
-    str,
-    typer.Option(
-        "--use_async_engine",
-        "--vllm_use_async_engine",
-        help="true: no request waits for the slowest one of its batch.",
-    ),
-]
-GymEnv = Annotated[
-    str | None, typer.Option("--gym_env", help="What gym_scheduler plays, where no row says.")
-]
-Thinking = Annotated[
-    str | None,
-    typer.Option("--enable_thinking", metavar="true|false", help="Passed to the chat template."),
-]
-
-
-def switch(name: str, text: str | None) -> bool | None:
-    """Convert a flag's `true` or `false`; None if it is not given. Raises BadParameter for other
-    texts.
-    """
-    if text is not None and text.lower() not in ("true", "false"):
-        raise typer.BadParameter(f"--{name} {text}: expected true or false")
-    return None if text is None else text.lower() == "true"
-
 
 _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
 _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
@@ -109,72 +52,9 @@ class WithEngineFlags(TyperCommand):
 
 
 @app.command(cls=WithEngineFlags)
-def rollout(
-    ctx: typer.Context,
-    model: Annotated[str, typer.Option("--model", help="A model's folder, or its id.")],
-    host: Annotated[str, typer.Option(help="Beyond loopback a key is needed.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
-    api_key: ServerKey = None,
-    api_key_file: ServerKeyFile = None,
-    engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
-    engine_python: Annotated[
-        str | None,
-        typer.Option("--engine-python", help="The Python interpreter of an environment with vLLM."),
-    ] = None,
-    dtype: EngineType = "auto",
-    max_model_len: ModelLength = None,
-    tool_call_parser: ToolCallParser = None,
-    use_async_engine: AsyncEngine = "true",
-    enable_thinking: Thinking = None,
-    multi_turn_scheduler: Annotated[
-        str | None, typer.Option("--multi_turn_scheduler", help="A registered name, or a path.")
-    ] = None,
-    gym_env: GymEnv = None,
-    max_turns: Annotated[
-        int | None,
-        typer.Option("--max_turns", "--multi_turns", min=0, help="The most turns; 0: no limit."),
-    ] = None,
-    external_plugins: Annotated[
-        list[Path] | None, typer.Option("--external_plugins", help="Python files to load first.")
-    ] = None,
-    plugins: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILE...", help="Further files of --external_plugins."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of sampling.")] = 42,
-    max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="At once.")] = 4096,
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor_parallel_size", "--vllm_tensor_parallel_size", min=1)
-    ] = 1,
-    data_parallel_size: Annotated[
-        int, typer.Option("--data_parallel_size", "--vllm_data_parallel_size", min=1)
-    ] = 1,
-) -> None:
+@with_options(RolloutOptions)
+def rollout(ctx: typer.Context, options: RolloutOptions) -> None:
     """Serve a model to trainers and agents, and as an OpenAI API."""
-    from trireme.ext.rollout_server.rollout import RolloutOptions
     from trireme.ext.rollout_server.rollout import rollout as command
 
-    options = RolloutOptions(
-        model=model,
-        host=host,
-        port=port,
-        api_key=api_key,
-        api_key_file=api_key_file,
-        engine=engine,
-        engine_python=engine_python,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        tool_call_parser=tool_call_parser,
-        use_async_engine=switch("use_async_engine", use_async_engine) is True,
-        enable_thinking=switch("enable_thinking", enable_thinking),
-        gym_env=gym_env,
-        engine_options=ctx.obj,
-        multi_turn_scheduler=multi_turn_scheduler,
-        max_turns=max_turns,
-        external_plugins=[*(external_plugins or []), *(plugins or [])],
-        seed=seed,
-        max_requests=max_requests,
-        tensor_parallel_size=tensor_parallel_size,
-        data_parallel_size=data_parallel_size,
-    )
-    raise typer.Exit(command(options))
+    raise typer.Exit(command(replace(options, engine_options=ctx.obj)))

@@ -13,8 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +21,12 @@ from trireme.config import ConfigError
 from trireme.config.engine_kind import EngineKind, kind_named, kind_names
 from trireme.engines.make import EngineSpec
 from trireme.ext.remote.engine_host import EngineHost
+from trireme.ext.rollout_server.options import RolloutOptions
 from trireme.text import say
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PARALLEL = ("tensor_parallel_size", "data_parallel_size")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class RolloutOptions:
-    """The command's flags."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    api_key_file: Path | None = None
-    engine: str = "torch"
-    engine_python: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    tool_call_parser: str | None = None
-    use_async_engine: bool = True
-    enable_thinking: bool | None = None
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further ones of its kind."""
-    multi_turn_scheduler: str | None = None
-    gym_env: str | None = None
-    max_turns: int | None = None
-    external_plugins: Sequence[Path] = ()
-    seed: int = 42
-    max_requests: int = 4096
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -68,7 +40,8 @@ def rollout(options: RolloutOptions) -> int:
     try:
         options = _with_key(options)
         _examine(options)
-        plugins = [str(path) for path in options.external_plugins]
+        files = [*(options.external_plugins or ()), *(options.plugins or ())]
+        plugins = [str(path) for path in files]
         load_plugins(plugins)
         kind = _examine_engine(options)
         with _listen(options.host, options.port) as listener:
@@ -225,8 +198,8 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
         device="cuda" if on_gpu else "cpu",
         seed=options.seed,
         scheduler=scheduler,
-        use_async_engine=options.use_async_engine,
-        enable_thinking=options.enable_thinking,
+        use_async_engine=options.is_async,
+        enable_thinking=options.thinks,
         kind=options.engine,
         options={name: getattr(options, name) for name in PARALLEL} | dict(options.engine_options),
         tool_call_parser=options.tool_call_parser,

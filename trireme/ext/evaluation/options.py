@@ -1,0 +1,55 @@
+"""Options: those of `trireme eval`, each with its default and its help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trireme.cli.arguments import PluginDirs, Words
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The command's options."""
+
+    models: Annotated[
+        list[str],
+        typer.Option(
+            "--model",
+            "-m",
+            help="The folder of a model, a run or a checkpoint, an id, a rollout server's address, "
+            "or NAME@URL for an OpenAI API; may be repeated.",
+        ),
+    ]
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="A YAML with eval_tasksets, in place of --tasks."),
+    ] = None
+    keys: Sequence[str] = ()
+    """The keys among the words of the command."""
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", help="A data set to try, PATH or NAME=PATH; instead of a YAML."),
+    ] = None
+    workflow: Annotated[str | None, typer.Option(help="With --tasks.")] = None
+    reward: Annotated[str | None, typer.Option(help="With --tasks.")] = None
+    prompt_key: Annotated[str, typer.Option("--prompt-key", help="With --tasks.")] = "question"
+    response_key: Annotated[str, typer.Option("--response-key", help="With --tasks.")] = "answer"
+    rollouts: Annotated[
+        int | None,
+        typer.Option("--rollouts", "-n", min=1, help="Of each task; by default the YAML's."),
+    ] = None
+    ks: Annotated[
+        list[int] | None,
+        typer.Option("--k", "-k", min=1, help="The k of pass@k; by default 1 and the rollouts."),
+    ] = None
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None
+    success: Annotated[float, typer.Option(help="The least value that passes.")] = 1.0
+    out: Annotated[Path | None, typer.Option(help="A JSON file.")] = None
+    plugin_dir: PluginDirs = None
+    words: Words = None
