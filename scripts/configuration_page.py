@@ -168,13 +168,23 @@ def _cells(section: type[Section], name: str, item: FieldInfo) -> tuple[str, ...
         f"`{name}`",
         f"{value} {range_text(item.metadata)}".strip(),
         shown,
-        sentences(section.joined.get(name, section))[name],
+        sentences(section)[name],
         "; ".join(filter(None, (_here(name, item), _owner(section, name)))),
     )
 
 
+_NAMED = {
+    "cluster.launcher": "launcher",
+    "explorer.rollout_model.engine_type": "engine",
+}
+"""Keys whose values are names that extensions add."""
+
+
 def _owner(section: type[Section], name: str) -> str:
-    """The extension that adds a key; empty for the kernel's keys."""
+    """The extension that adds a key, or those of its values that extensions add."""
+    if kind := _NAMED.get(f"{section.place}.{name}"):
+        names = [f"`{n}`" for e in extensions().values() for n in e.names.get(kind, {})]
+        return f"of extensions: {', '.join(names)}" * bool(names)
     declared = section.joined.get(name)
     if declared is None:
         return ""
@@ -211,10 +221,10 @@ def _yaml(value: Any) -> str:
 
 @cache
 def sentences(section: type[Section]) -> dict[str, str]:
-    """Field name -> the docstring under it."""
+    """Field name -> the docstring under it, also of the keys that extensions add."""
     tree = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(tree, ast.ClassDef)
-    out: dict[str, str] = {}
+    out = {name: sentences(declared)[name] for name, declared in section.joined.items()}
     for above, below in pairwise(tree.body):
         if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
             assert isinstance(above.target, ast.Name) and isinstance(below.value, ast.Constant)

@@ -46,7 +46,9 @@ class BadKeys(Section):
     owner: str
 '''
 NAMES = ("shop_address", "shelves", "size", "open", "shops", "goods")
-MANIFEST = "[field]\n" + "".join(f'"cluster.{name}" = "things:ShopKeys"\n' for name in NAMES)
+MANIFEST = "[field]\n" + "".join(
+    f'"{place}.{name}" = "things:ShopKeys"\n' for place in ("cluster", "shop") for name in NAMES
+)
 
 
 @pytest.fixture
@@ -124,21 +126,21 @@ def test_wrong_values_and_misspelt_keys_of_an_extension_have_sentences(tmp_path:
 
 @pytest.mark.usefixtures("shop")
 def test_a_section_takes_the_keys_that_a_manifest_lists_by_its_name() -> None:
-    class Cluster(Section, place="cluster"):
+    class Shop(Section, place="shop"):
         """A section of that place."""
 
         nodes: int = 1
         launcher: str = ""
         last: int = 0
 
-    class Other(Section, place="trainer"):
+    class Other(Section, place="market"):
         """A section of another place."""
 
-    assert [*Cluster.model_fields] == ["nodes", "launcher", "shop_address", "last", *NAMES[1:]]
-    assert {*Cluster.joined} == {*NAMES} and not Other.joined and not Other.model_fields
-    assert (fate_of(Cluster.model_fields["size"]), Cluster().model_dump()["shelves"]) != (None, 0)
-    declared = Cluster.joined["goods"]
-    one = Cluster.model_validate({"goods": {"pen": 2}})
+    assert [*Shop.model_fields] == ["nodes", "launcher", "shop_address", "last", *NAMES[1:]]
+    assert {*Shop.joined} == {*NAMES} and not Other.joined and not Other.model_fields
+    assert (fate_of(Shop.model_fields["size"]), Shop().model_dump()["shelves"]) != (None, 0)
+    declared = Shop.joined["goods"]
+    one = Shop.model_validate({"goods": {"pen": 2}})
     assert of(one, declared).model_dump(exclude_unset=True) == {"goods": {"pen": 2}}
 
 
@@ -146,7 +148,7 @@ def test_a_key_that_cannot_join_is_left_out_with_a_warning(
     shop: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     more = "".join(
-        f'"cluster.{name}" = "{place}"\n'
+        f'"shop.{name}" = "{place}"\n'
         for name, place in {
             "launcher": "things:BadKeys",
             "owner": "things:BadKeys",
@@ -157,14 +159,14 @@ def test_a_key_that_cannot_join_is_left_out_with_a_warning(
     (shop / "package_shop" / "ext.toml").write_text(MANIFEST + more)
     with manifests_read_anew(), caplog.at_level(logging.WARNING):
 
-        class Cluster(Section, place="cluster"):
+        class Shop(Section, place="shop"):
             """A section of that place."""
 
             launcher: str = ""
 
-    assert [*Cluster.model_fields] == ["launcher", *NAMES]
+    assert [*Shop.model_fields] == ["launcher", *NAMES]
     lines = "\n".join(caplog.messages)
-    assert "field 'cluster.launcher' is left out: Trireme has that key itself" in lines
-    assert "field 'cluster.owner' is left out: BadKeys declares no owner with a default" in lines
-    assert "field 'cluster.price' is left out: BadKeys declares no price with a default" in lines
-    assert "field 'cluster.sale' is left out: field 'package_shop.nothing:Keys': there is" in lines
+    assert "field 'shop.launcher' is left out: Trireme has that key itself" in lines
+    assert "field 'shop.owner' is left out: BadKeys declares no owner with a default" in lines
+    assert "field 'shop.price' is left out: BadKeys declares no price with a default" in lines
+    assert "field 'shop.sale' is left out: field 'package_shop.nothing:Keys': there is" in lines

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trireme.config import Findings
 from trireme.config.engine_kind import EMBEDDED
+from trireme.config.launcher import launchers_named
 from trireme.config.lookup import (
     ModelFacts,
     check_adapter,
@@ -431,7 +432,8 @@ def note_idle(stage: StageFacts, steps: Steps) -> Findings:
     if early and mode not in ("train", "serve"):
         findings.note(
             f"explorer.env_vars ({', '.join(early)}): read when a process begins, so that without "
-            "Ray only programs that rollouts start have it; for the run itself set it in the shell"
+            f"{launchers_named()} only programs that rollouts start have it; for the run itself "
+            "set it in the shell"
         )
     if mode in ("both", "explore") and not stage.reads_file:
         findings.notes += _idle_in_exploring(stage)

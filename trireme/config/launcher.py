@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trireme.config import Findings, Problem
 from trireme.config.lookup import num_gpus
@@ -39,6 +39,17 @@ class LauncherChoice:
     starts: bool
     notes: Sequence[str] = ()
     problems: Sequence[Problem] = ()
+    cluster_key: str = ""
+    """The key that names a cluster of other machines than this one; '': none does."""
+
+
+class ChosenLauncher(NamedTuple):
+    """What starts the parts of a stage, and where."""
+
+    name: str = LOCAL
+    """A name in LAUNCHERS, or `local`."""
+    cluster_key: str = ""
+    """See `LauncherChoice`."""
 
 
 class Launcher(Protocol):
@@ -88,15 +99,22 @@ def check_launcher(name: str) -> Findings:
     return findings
 
 
-def choose_launcher(config: Config, gpus: int) -> tuple[str, Findings]:
+def choose_launcher(config: Config, gpus: int) -> tuple[ChosenLauncher, Findings]:
     """Choose what starts the parts on a machine with `gpus` GPUs."""
-    findings, chosen = Findings(), LOCAL
+    findings, chosen = Findings(), ChosenLauncher()
     for name, launcher in _asked(config.cluster.launcher, findings):
         choice = launcher.examine(config, gpus)
         findings.add(Findings([*choice.problems], [*choice.notes]))
-        if choice.starts and chosen == LOCAL:
-            chosen = name
+        chosen = ChosenLauncher(
+            name if choice.starts and chosen.name == LOCAL else chosen.name,
+            chosen.cluster_key or choice.cluster_key,
+        )
     return chosen, findings
+
+
+def launchers_named() -> str:
+    """Name the launchers in a sentence, as products are written: `Ray`."""
+    return " or ".join(name.capitalize() for name in LAUNCHERS) or "a launcher"
 
 
 def _asked(name: str, findings: Findings) -> Iterator[tuple[str, Launcher]]:
@@ -120,11 +138,11 @@ def gpus_elsewhere(stages: Sequence[StageFacts]) -> tuple[int | None, Findings]:
     if num_gpus() or all(stage.asks_api for stage in stages):
         return None, findings
     config = stages[0].config
-    launcher, _ = choose_launcher(config, 0)  # its findings are those of the stages
-    if launcher == LOCAL:
+    chosen, _ = choose_launcher(config, 0)  # its findings are those of the stages
+    if chosen.name == LOCAL:
         return None, findings
     try:
-        return launcher_named(launcher).gpus_of(config.cluster), findings
+        return launcher_named(chosen.name).gpus_of(config.cluster), findings
     except (TimeoutError, ValueError, RuntimeError) as error:  # a run ends of it, and says so too
-        findings.note(f"cluster.ray_address: this plan counts no GPU, since {error}")
+        findings.note(f"{chosen.cluster_key or KEY}: this plan counts no GPU, since {error}")
         return None, findings

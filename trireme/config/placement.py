@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from trireme.config import Findings
 from trireme.config.engine_kind import SIZES, size_of, sizes_of
-from trireme.config.launcher import AUTO, LOCAL, choose_launcher
+from trireme.config.launcher import AUTO, LOCAL, ChosenLauncher, choose_launcher
 from trireme.config.stages import StageFacts
 
 
@@ -35,6 +35,8 @@ class Places:
     """Places for the auxiliary models in the explorer's process: one GPU for all."""
     paired: bool = False
     """Whether a rank and an engine share each place and take turns."""
+    elsewhere: bool = False
+    """Whether the launcher starts the parts on the machines of a named cluster."""
 
     @property
     def spread(self) -> bool:
@@ -85,12 +87,12 @@ def places_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
     """Decide the places of a stage on a machine with `present` GPUs."""
     findings = Findings()
     cluster, model = stage.config.cluster, stage.config.explorer.rollout_model
-    launcher = LOCAL
+    chosen = ChosenLauncher()
     if not stage.asks_api:
-        launcher = findings.take(choose_launcher(stage.config, present))
-    spread = launcher != LOCAL
+        chosen = findings.take(choose_launcher(stage.config, present))
+    spread = chosen.name != LOCAL
     if stage.colocated and spread:
-        return findings.take(_pairs_of(stage, launcher, present)), findings
+        return findings.take(_pairs_of(stage, chosen, present)), findings
     engines, size = model.engine_num, size_of(model)
     generates = stage.config.mode != "train" or stage.evaluates
     if stage.remote or stage.asks_api or not generates:
@@ -108,27 +110,33 @@ def places_of(stage: StageFacts, present: int) -> tuple[Places, Findings]:
         per_node = present or engines * size + trains
     rest = max(nodes * per_node - engines * size - auxiliary, 0)
     ranks = rest if stage.config.mode in ("both", "train") else 0
-    places = Places(launcher, present, nodes, per_node, engines, size, ranks, auxiliary)
+    elsewhere = spread and bool(chosen.cluster_key)
+    places = Places(
+        chosen.name, present, nodes, per_node, engines, size, ranks, auxiliary, elsewhere=elsewhere
+    )
     if places.total > 1 or spread:
         findings.add(_check_split(stage, places))
-    here = cluster.ray_address in ("auto", "local") and nodes == 1
+    here = not chosen.cluster_key and not stage.asks_api and nodes == 1
     if cluster.launcher == AUTO and here:
         findings.add(_check_present(places))
     return places, findings
 
 
-def _pairs_of(stage: StageFacts, launcher: str, present: int) -> tuple[Places, Findings]:
+def _pairs_of(stage: StageFacts, chosen: ChosenLauncher, present: int) -> tuple[Places, Findings]:
     """Decide the places of `mode: colocate` on several devices: a rank and an engine on each."""
     findings = Findings()
     cluster = stage.config.cluster
     nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node or max(present, 1)
     total = nodes * per_node
     engines = 0 if stage.reads_file and not stage.evaluates else total
-    places = Places(launcher, present, nodes, per_node, engines, 1, total, paired=True)
+    elsewhere = bool(chosen.cluster_key)
+    places = Places(
+        chosen.name, present, nodes, per_node, engines, 1, total, paired=True, elsewhere=elsewhere
+    )
     findings.add(_check_ranks(stage, total))
     if nodes > 1:
         findings.problem("cluster.node_num", f"is {nodes}: expected 1 in mode colocate")
-    if cluster.launcher == AUTO and cluster.ray_address in ("auto", "local"):
+    if cluster.launcher == AUTO and not chosen.cluster_key:
         findings.add(_check_present(places))
     return places, findings
 

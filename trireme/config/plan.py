@@ -106,7 +106,7 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
     findings.add(_note_engine(stage, places.spread or engine.hosts > 0))
     findings.add(note_idle(stage, steps))
     half = dtype == "bfloat16"
-    free = gpu_bytes() if present and gpus is None and not _is_elsewhere(config, places) else None
+    free = gpu_bytes() if present and gpus is None and not places.elsewhere else None
     request = request_of(lengths, places, engine, sync, half=half, free=free)
     memory = findings.take(plan_memory(stage, places, request))
     listen_address = findings.take(_listen_address(stage))
@@ -133,11 +133,6 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
         notes=tuple(findings.notes),
     )
     return plan, findings
-
-
-def _is_elsewhere(config: Config, places: Places) -> bool:
-    """Return True if a launcher starts the parts on another machine."""
-    return places.spread and config.cluster.ray_address not in ("auto", "", "local")
 
 
 def _dtype(stage: StageFacts, gpus: int) -> str:

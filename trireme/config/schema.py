@@ -222,26 +222,21 @@ class ClusterConfig(Section, place="cluster"):
     data_parallel_size` places, auxiliary models on GPUs one, the trainer the rest."""
 
     launcher: Annotated[str, BeforeValidator(small)] = "auto"
-    """local: one process; ray: Ray's actors; or another launcher's name. auto: Ray where several
-    GPUs are here and asked for, or `ray_address` names a cluster."""
-    ray_address: Annotated[str, Mapped("this run is one process and uses no Ray", on="spread")] = (
-        "auto"
-    )
-    """HOST:PORT of a Ray cluster; auto: the one that runs here, or one started for the run; local:
-    always one of its own."""
+    """local: one process; or the name of a launcher, which starts several. auto: a launcher where
+    several GPUs are here and asked for, or one of its keys names a cluster."""
     node_num: NonNegativeInt = 0
     """Number of machines; 0 is 1."""
     gpu_per_node: NonNegativeInt = 0
     """GPUs of each machine, or CPU processes where it has none; 0: what is there or needed."""
     heartbeat_timeout: PositiveFloat = 30.0
-    """Seconds without an answer after which a part of a Ray run counts as dead."""
+    """Seconds without an answer after which a part that a launcher started counts as dead."""
     engine_restarts: NonNegativeInt = 3
     """How often each engine that dies is started again; then the run ends."""
     stop_timeout: PositiveFloat = 25.0
     """Seconds that a run asked to stop (SIGTERM, SIGHUP, Ctrl-C) gets to save a checkpoint and end;
     Slurm and Kubernetes kill after 30 s."""
     start_timeout: PositiveFloat = 600.0
-    """Seconds in which placement groups, actors and engines of a Ray run must be ready."""
+    """Seconds in which the places and parts of a launcher's run must be ready."""
 
 
 class SynchronizerConfig(Section, place="synchronizer"):
@@ -397,8 +392,6 @@ class MonitorConfig(Section, place="monitor"):
     """Options of the tracker; of several, each one's under its name."""
     detailed_stats: Annotated[bool, NoEffect()] = False
     """Log maximum, minimum and spread of evaluation metrics in addition to their mean."""
-    enable_ray_timeline: Annotated[bool, NoEffect()] = False
-    """Write Ray's timeline."""
 
 
 class LogConfig(Section, place="log"):
@@ -475,10 +468,6 @@ class Config(Section, place=""):
     """Root of all jobs' folders; relative to the working directory."""
     continue_from_checkpoint: bool = True
     """Resume the run of this folder; false starts a new one, with the time in its name."""
-    ray_namespace: Annotated[
-        str, Mapped("this run is one process and uses no Ray", on="spread")
-    ] = ""
-    """Name of the job in a Ray cluster."""
     ignore_validator_suggestions: bool = False
     """Start although a GPU's memory looks too small: the estimate is then a note."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -14,7 +14,7 @@ from typing import Literal
 
 from trireme.config import Findings
 from trireme.config.engine_kind import KEY, EnginePlan, adapter_rank_of, kind_names, sizes_of
-from trireme.config.launcher import LOCAL
+from trireme.config.launcher import LOCAL, launchers_named
 from trireme.config.placement import Places
 from trireme.config.schema import SynchronizerConfig
 from trireme.config.sizes import Steps
@@ -310,7 +310,8 @@ def _takes_turns(
         findings.problem(
             "mode",
             f"is colocate, in one process with {gpus} GPUs: expected cluster.gpu_per_node {gpus}, "
-            "which Ray starts a rank and an engine for each, or one GPU in CUDA_VISIBLE_DEVICES",
+            f"which {launchers_named()} starts a rank and an engine for each, or one GPU in "
+            "CUDA_VISIBLE_DEVICES",
         )
     if model.engine_num not in (1, ranks):
         each = f"1 or {ranks}, one on each of the {ranks} places," if ranks > 1 else "1"

@@ -21,6 +21,7 @@ from trireme.experience import TOLD_TOKENS
 from trireme.ext.external_model.engine import ApiEngine, byte_tokenizer
 from trireme.ext.external_model.model import ApiModel, read_api_calls
 from trireme.ext.openai.answer import respond
+from trireme.extensions import extensions
 from trireme.launch.check import draft
 from trireme.model.chat_tokens import ChatTokens
 
@@ -42,10 +43,12 @@ def config(tmp_path: Path) -> Path:
         "model": {"model_path": "adder-of-theirs", "max_prompt_tokens": 8, "max_response_tokens": 9,
                   "external_model": {"enable": True, "model_name": "adder",
                                      "base_url_env": "THEIR_URL", "api_key_env": "THEIR_KEY"}},
-        "cluster": {"ray_address": "127.0.0.1:9", "gpu_per_node": 4},  # which is not asked
+        "cluster": {"gpu_per_node": 4},
         "buffer": {"explorer_input": {"eval_tasksets": [taskset],
                                       "default_workflow_type": "math_boxed_workflow"}},
     }  # fmt: skip
+    if "ray" in extensions():
+        tree["cluster"]["ray_address"] = "127.0.0.1:9"  # which is not asked
     path = tmp_path / "bench.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -195,9 +198,10 @@ def test_an_api_that_does_not_answer_is_told_with_its_limit(
     ("keys", "sentences"),
     [
         ((), []),
-        (
+        pytest.param(
             ("mode=explore", "cluster.ray_address=auto"),
             [f"{KEY}.enable is true in mode explore: bench alone measures"],
+            marks=pytest.mark.extension("ray"),
         ),
         (
             (f"{KEY}.base_url_env=NO_URL", f"{KEY}.api_key_env=NO_KEY"),

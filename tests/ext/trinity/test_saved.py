@@ -13,6 +13,8 @@ from tests.config.made import values
 from trireme.config.load import read_config
 from trireme.launch.check import examine
 
+pytestmark = pytest.mark.extension("ray", "verl", "vllm")  # the file has keys of these
+
 SAVED = Path(__file__).with_name("trinity_saved.yaml")
 """Every field of its classes with its default; for a small run as far as that says more."""
 

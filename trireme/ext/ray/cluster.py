@@ -24,6 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trireme.config import Plan
 from trireme.config.schema import ClusterConfig
+from trireme.config.section import of
+from trireme.ext.ray.keys import RayCluster, RayJob
 
 ANSWER_S = 30.0
 """Seconds in which a cluster has to answer."""
@@ -52,7 +54,7 @@ def cluster(plan: Plan) -> Iterator[bool]:
 
 def address_of(plan: Plan) -> str | None:
     """Return HOST:PORT of the cluster to join; None if there is none and the run starts its own."""
-    address = plan.config.cluster.ray_address
+    address = of(plan.config.cluster, RayCluster).ray_address
     if address == "local":
         return None
     if address not in ("auto", ""):
@@ -69,7 +71,7 @@ def gpus_of(config: ClusterConfig) -> int | None:
 
     Raises TimeoutError, ValueError or RuntimeError if its address does not answer.
     """
-    address = config.ray_address
+    address = of(config, RayCluster).ray_address
     if address in ("auto", "", "local") or address.startswith("ray://"):
         return None
     joined = ray.is_initialized()
@@ -88,7 +90,7 @@ def namespace_of(plan: Plan) -> str:
     """Return the run's name in the cluster."""
     config = plan.config
     parts = (config.project, config.group, config.name)
-    return config.ray_namespace or "/".join(filter(None, parts))
+    return of(config, RayJob).ray_namespace or "/".join(filter(None, parts))
 
 
 def _init(plan: Plan, address: str | None) -> None:

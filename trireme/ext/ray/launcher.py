@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from trireme.config import Plan, Problem
 from trireme.config.launcher import AUTO, KEY, LauncherChoice
 from trireme.config.schema import ClusterConfig, Config
+from trireme.config.section import of
+from trireme.ext.ray.keys import ADDRESS, RayCluster
 
 if TYPE_CHECKING:
     from trireme.explorer.metrics import Evaluated
@@ -27,24 +29,25 @@ class RayLauncher:
         or if a cluster is named.
         """
         cluster, problems = config.cluster, list[Problem]()
-        if cluster.ray_address.startswith("ray://"):
+        address = of(cluster, RayCluster).ray_address
+        if address.startswith("ray://"):
             text = (
-                f"is {cluster.ray_address}: expected auto, or HOST:PORT of the cluster's head, "
+                f"is {address}: expected auto, or HOST:PORT of the cluster's head, "
                 "from a machine of the cluster"
             )
-            problems.append(Problem("cluster.ray_address", text))
+            problems.append(Problem(ADDRESS, text))
         asked = max(cluster.node_num, 1) * cluster.gpu_per_node
-        named = names_cluster(cluster)
-        automatic = cluster.launcher == AUTO and (named or min(gpus, asked) > 1)
+        named = ADDRESS if names_cluster(cluster) else ""
+        automatic = cluster.launcher == AUTO and (bool(named) or min(gpus, asked) > 1)
         starts = cluster.launcher == NAME or automatic
         if not starts or find_spec("ray") is not None:
-            return LauncherChoice(starts, problems=problems)
+            return LauncherChoice(starts, problems=problems, cluster_key=named)
         lacks = "the package ray is not installed: pip install 'trireme-rl[ray]'"
         if cluster.launcher == NAME or named:
             problems.append(Problem(KEY, f"is {cluster.launcher}, and {lacks}"))
-            return LauncherChoice(False, problems=problems)
+            return LauncherChoice(False, problems=problems, cluster_key=named)
         note = f"{KEY} ({cluster.launcher}): one process, since {lacks}"
-        return LauncherChoice(False, [note], problems)
+        return LauncherChoice(False, [note], problems, named)
 
     def gpus_of(self, cluster: ClusterConfig) -> int | None:
         """Return the number of GPUs of the named cluster; None if none is named."""
@@ -72,7 +75,7 @@ class RayLauncher:
 
 def names_cluster(cluster: ClusterConfig) -> bool:
     """Return whether the section gives the address of a cluster."""
-    return cluster.ray_address not in ("auto", "", "local")
+    return of(cluster, RayCluster).ray_address not in ("auto", "", "local")
 
 
 def _quiet() -> None:
