@@ -141,7 +141,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> None:
         "dialect": {"kahless": "gone"},
         "flags": {"kahless": "gone"},
     }
-    owners["key"]["trainer.trainer_config"] = "gone"
+    owners["key"]["trainer.callbacks"] = "gone"
     monkeypatch.setattr(extensions, "_owners", lambda: owners)
 
 
@@ -152,9 +152,9 @@ NEEDS = "needs the extension 'gone', which is not here: `trireme extensions` lis
 def test_keys_of_a_dialect_that_is_not_here_name_its_extension(tmp_path: Path) -> None:
     _, problems = read_config(written(tmp_path, pagh=1))
     assert [str(problem) for problem in problems] == [f"pagh {NEEDS}"]
-    config, _ = read_config(written(tmp_path, trainer={"trainer_config": {"nothing": 1}}))
+    config, _ = read_config(written(tmp_path, trainer={"callbacks": ["nothing"]}))
     (problem,) = check_fates(stages_of(config)[0]).problems
-    assert str(problem) == f"trainer.trainer_config ({{'nothing': 1}}) {NEEDS}"
+    assert str(problem) == f"trainer.callbacks (['nothing']) {NEEDS}"
     file = written(tmp_path, algorithm={"policy_loss_fn_args": {"pagh": 1}})
     (problem,) = examine(file).problems
     assert str(problem) == f"algorithm.policy_loss_fn_args.pagh {NEEDS}"

@@ -103,6 +103,7 @@ def test_shards_are_a_divisor_of_the_trainers_places(tmp_path):
             plan_of(tmp_path, *asked, f"trainer.fsdp_size={size}")
 
 
+@pytest.mark.extension("verl")
 def test_megatron_is_said_to_be_fsdp2(tmp_path):
     overrides = ("cluster.launcher=ray", "cluster.gpu_per_node=3")
     plan = plan_of(tmp_path, *overrides, "trainer.trainer_strategy=megatron")

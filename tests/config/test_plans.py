@@ -263,7 +263,7 @@ def test_micro_batches_hold_two_sequences_by_default(tmp_path):
     assert plan_of(tmp_path, "trainer.max_token_len_per_gpu=300").lengths.max_token_len == 300
 
 
-@pytest.mark.extension("vllm")
+@pytest.mark.extension("vllm", "verl")
 def test_keys_of_other_engines_are_listed_and_others_mapped(tmp_path):
     plan = plan_of(
         tmp_path,
@@ -314,8 +314,7 @@ def test_a_server_without_a_key_is_on_loopback(tmp_path, overrides, address, say
     assert (plan.store.kind, plan.sync.method) == ("sql", "checkpoint")
 
 
-@pytest.mark.extension("http")
-@pytest.mark.extension("sql")
+@pytest.mark.extension("http", "sql", "verl")
 def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
     given = values(tmp_path)
     del given["buffer"]["explorer_input"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from trireme.config import Findings
 from trireme.config.engine_kind import SIZES, size_of, sizes_of
 from trireme.config.launcher import AUTO, LOCAL, ChosenLauncher, choose_launcher
-from trireme.config.stages import StageFacts
+from trireme.config.stages import StageFacts, note_among_ranks
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,8 @@ def note_places(stage: StageFacts, places: Places) -> Findings:
                 f"cluster: this machine has no GPU, so each of the {asked} places is a CPU process "
                 f"with one thread"
             )
-        if stage.config.trainer.trainer_strategy == "megatron" and places.trainer_ranks > 1:
-            findings.note(
-                "trainer.trainer_strategy (megatron): FSDP2 shards the model in its place"
-            )
+        if places.trainer_ranks > 1:
+            findings.add(note_among_ranks(stage.config))
     elif asked or nodes > 1:
         here = "on one GPU, which explorer and trainer share" if present else "on the CPU"
         wanted = f"{asked} GPUs" if asked else f"{nodes} nodes"

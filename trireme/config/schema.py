@@ -208,11 +208,6 @@ class ModelConfig(Section, place="model"):
         float | None, Gt(0), Refused("is not supported yet: set it in the model's config.json")
     ] = None
     """Replaces the model's own rotary base."""
-    tinker: Annotated[
-        dict[str, Any],
-        Refused("is not supported: leave it out, and this machine or your cluster trains"),
-    ] = {}
-    """Options of the Tinker service."""
     external_model: ExternalModelConfig = ExternalModelConfig()
     """A model behind someone else's API, which `mode: bench` measures."""
 
@@ -282,16 +277,6 @@ class TrainerConfig(Section, place="trainer"):
 
     name: str = "trainer"
     """Name of the part, its log and its state file."""
-    trainer_type: Annotated[
-        Literal["torch", "verl", "verl_legacy", "tinker"],
-        Refused(values={"tinker": "is not supported yet: expected torch or verl"}),
-    ] = "verl"
-    """Training backend; torch and verl both mean Trireme's own."""
-    trainer_strategy: Annotated[
-        Literal["fsdp", "fsdp2", "megatron"],
-        Mapped("one process trains, so nothing is sharded", on="spread"),
-    ] = "fsdp"
-    """How weights are spread over ranks: always by FSDP2; one process spreads nothing."""
     save_interval: NonNegativeInt = 0
     """Train steps between checkpoints; 0 saves at the end only."""
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
@@ -363,10 +348,6 @@ class TrainerConfig(Section, place="trainer"):
     """Train without padding; always so here."""
     balance_batch: Annotated[bool, NoEffect()] = True
     """Give ranks equal numbers of tokens; always so here."""
-    megatron: Annotated[
-        dict[str, Any], Mapped("FSDP2 shards the weights, whatever Megatron's options say")
-    ] = {}
-    """Options of a Megatron trainer."""
     collective_timeout: Annotated[
         PositiveFloat, Mapped("one process trains, and waits for no other", on="spread")
     ] = 1800
@@ -375,12 +356,6 @@ class TrainerConfig(Section, place="trainer"):
     """Single train steps under torch's profiler."""
     peak_tflops: PositiveFloat | None = None
     """TFLOP/s that a trainer's device could do, for `perf/mfu`; not given: by its name."""
-    trainer_config: Annotated[dict[str, Any], Mapped("is read key by key")] = {}
-    """Options of verl, as it spells them: docs/migrate/verl.md says what each is read as."""
-    trainer_config_path: Annotated[
-        str, Refused("is not read: write what this file holds under trainer.trainer_config")
-    ] = ""
-    """A file of verl's options."""
 
 
 class MonitorConfig(Section, place="monitor"):

@@ -159,19 +159,17 @@ class RolloutModelConfig(Section, place="explorer.rollout_model"):
         Refused(
             values={
                 "external": "is for explorer.auxiliary_models alone, since an OpenAI API takes "
-                "no new weights: expected torch, vllm or remote (a server of trireme rollout)",
-                "tinker": "is not supported yet: expected torch, vllm or remote",
+                "no new weights: expected {engines} or remote (a server of trireme rollout)",
+                "tinker": "is not supported yet: expected {engines} or remote",
             },
             on="auxiliary",
         ),
     ] = None
-    """torch, vllm, sglang, an engine of a plug-in, or remote. Not given: the best that is there;
-    without vLLM or a GPU: torch, embedded."""
+    """torch, an engine of an extension or of a plug-in, or remote. Not given: the best that is
+    there; without another one or a GPU: torch, embedded."""
     engine_python: str | None = None
-    """Python of an environment that has vLLM; not given: this one, or TRIREME_VLLM_PYTHON's."""
-    enable_lora: bool = True
-    """Whether vLLM loads a LoRA adapter in addition to its weights, so that only the adapter is
-    pushed."""
+    """Python of an environment that has the engine; not given: this one, or what the engine's
+    variable names, such as TRIREME_VLLM_PYTHON."""
     engine_num: Count = 1
     """Engines, each a process of its own; an embedded one is one, and only runners multiply."""
     tensor_parallel_size: Annotated[
@@ -263,8 +261,6 @@ class RolloutModelConfig(Section, place="explorer.rollout_model"):
     """Log every request in the engine's own log."""
     weight_sync_buffer_size: Annotated[int | None, Ge(1), NoEffect()] = None
     """Bytes of a bucket of weights on their way to the engine."""
-    use_v1: Annotated[bool, NoEffect()] = True
-    """Version of vLLM's core."""
     extra_engine_args: Annotated[dict[str, Any], NoEffect(on="engine")] = {}
     """Further options of the engine."""
     base_port: Annotated[int | None, Ge(1), Le(65535), NoEffect()] = None

@@ -117,11 +117,16 @@ class Refused(Fate):
     """A key without which the run would not be what the user wants, so it does not start."""
 
     values: Mapping[str, str] = field(default_factory=dict)
-    """Single values that are refused, each with its sentence; the others work."""
+    """Single values that are refused, each with its sentence; the others work. `{engines}` in it
+    stands for the kinds of engines."""
 
 
+@dataclass(frozen=True, eq=False)
 class Mapped(Fate):
     """A key that this machine serves in another way with the same result; one line says how."""
+
+    among_ranks: Mapping[str, str] = field(default_factory=dict)
+    """Single values that several ranks serve in another way, each with its sentence."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from trireme.config import Findings
 from trireme.config.dialect import options_in, unread
+from trireme.config.engine_kind import kind_names
 from trireme.config.hidden import without_secrets
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import TasksetConfig
@@ -298,7 +299,8 @@ def check_fates(
         elif isinstance(fate, Refused) and not _is_off(value):
             if refused := fate.values.get(value) if fate.values else fate.text:
                 idle += (key,)
-                findings.problem(key, f"({_short(key, value)}) {refused}")
+                text = refused.replace("{engines}", ", ".join(kind_names()))
+                findings.problem(key, f"({_short(key, value)}) {text}")
         elif (spread and fate.on == "spread") or (
             fate.on == "engine" and key.rpartition(".")[2] in engine_keys
         ):
@@ -315,6 +317,16 @@ def check_fates(
         findings.note(f"read, where those are not given: {', '.join(moved)}")
     if no_effect:
         findings.note(f"without effect here: {', '.join(no_effect)}")
+    return findings
+
+
+def note_among_ranks(config: Config) -> Findings:
+    """Note the keys whose values several training ranks serve in another way."""
+    findings = Findings()
+    for key, fate, value in given_keys(config):
+        among = fate.among_ranks if isinstance(fate, Mapped) else {}
+        if isinstance(value, str) and value in among:
+            findings.note(f"{key} ({value}): {among[value]}")
     return findings
 
 

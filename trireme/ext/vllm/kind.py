@@ -27,6 +27,8 @@ from trireme.config.engine_kind import (
     size_of,
 )
 from trireme.config.lookup import model_config
+from trireme.config.section import of
+from trireme.ext.vllm.keys import VllmModel
 from trireme.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -260,7 +262,8 @@ def largest_adapter(config: Config) -> int:
     supports none.
     """
     model_type = model_config(config.model.model_path).get("model_type")
-    holds = config.explorer.rollout_model.enable_lora and model_type not in _WITHOUT_LORA
+    asked = of(config.explorer.rollout_model, VllmModel).enable_lora
+    holds = asked and model_type not in _WITHOUT_LORA
     return RANKS[-1] if holds else 0
 
 

@@ -1,0 +1,15 @@
+"""Keys: declares the keys of the section `explorer.rollout_model` that only vLLM reads."""
+
+from typing import Annotated
+
+from trireme.config.section import After, NoEffect, Section
+
+
+class VllmModel(Section):
+    """vLLM's own keys."""
+
+    enable_lora: Annotated[bool, After("engine_python")] = True
+    """Whether vLLM loads a LoRA adapter in addition to its weights, so that only the adapter is
+    pushed."""
+    use_v1: Annotated[bool, After("weight_sync_buffer_size"), NoEffect()] = True
+    """Version of vLLM's core."""
