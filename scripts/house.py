@@ -21,7 +21,11 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"import circles": 0, "methods called by a string": 0}
+LIMITS = {
+    "import circles": 0,
+    "methods called by a string": 0,
+    "lines that name another system": 1,  # the default of `project`
+}
 """Figures that may not rise above these numbers, kernel and extensions together."""
 MANY_NAMES = 20
 MANY_PARAMETERS = 10

@@ -120,7 +120,7 @@ def program(
 
 
 def main() -> None:
-    """Run the command line: the entry point of `trireme` and `trinity`."""
+    """Run the command line: the entry point of both of its names."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character must not end a run of hours

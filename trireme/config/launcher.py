@@ -113,7 +113,7 @@ def choose_launcher(config: Config, gpus: int) -> tuple[ChosenLauncher, Findings
 
 
 def launchers_named() -> str:
-    """Name the launchers in a sentence, as products are written: `Ray`."""
+    """Name the launchers in a sentence, with a capital as products have it."""
     return " or ".join(name.capitalize() for name in LAUNCHERS) or "a launcher"
 
 

@@ -106,9 +106,8 @@ class TasksetConfig(Section):
     storage_type: Literal["file", "sql"] = "file"
     """Files, or a table of a database: the one that `subset_name` names, or `name`, or the only."""
     path: str = ""
-    """A local file or folder, a folder of task folders (harbor.md), an id on the hub, sqlite:///FILE
-    or another database, or reasoning_gym:NAME?OPTIONS and verifiers:NAME?OPTIONS
-    (environments.md)."""
+    """A local file or folder, a folder of task folders, an id on the hub, sqlite:///FILE or another
+    database, or reasoning_gym:NAME?OPTIONS and verifiers:NAME?OPTIONS (environments.md)."""
     split: str = "train"
     """Split of the data set."""
     subset_name: str | None = None
