@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import (
     Annotated,
     Any,
@@ -52,7 +53,7 @@ class Section(BaseModel):
             return
         own, joined = dict(cls.__annotations__), dict[str, type[Section]]()
         for name, declared in _joining(place, own):
-            kind = get_type_hints(declared, include_extras=True)[name]
+            kind = _kinds(declared)[name]
             after = next((m.key for m in get_args(kind) if isinstance(m, After)), None)
             names = [*own]
             names.insert(names.index(after) + 1 if after in own else len(names), name)
@@ -81,6 +82,12 @@ def _joining(place: str, own: Mapping[str, Any]) -> Iterator[tuple[str, type[Sec
             logger.warning("field '%s' is left out: %s", key, error)
             continue
         yield name, declared
+
+
+@cache
+def _kinds(declared: type[Section]) -> dict[str, Any]:
+    """Return the annotations of a section's keys, with their marks."""
+    return get_type_hints(declared, include_extras=True)
 
 
 _S = TypeVar("_S", bound=Section)

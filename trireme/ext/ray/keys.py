@@ -8,7 +8,7 @@ ADDRESS = "cluster.ray_address"
 _ELSEWHERE = Mapped("this run is one process and uses no Ray", on="spread")
 
 
-class RayCluster(Section):
+class RayCluster(Section, defer_build=True):
     """The cluster that a run joins."""
 
     ray_address: Annotated[str, After("launcher"), _ELSEWHERE] = "auto"
@@ -16,14 +16,14 @@ class RayCluster(Section):
     always one of its own. An address starts a run of `launcher: auto` there."""
 
 
-class RayJob(Section):
+class RayJob(Section, defer_build=True):
     """The run as a job of a cluster."""
 
     ray_namespace: Annotated[str, After("continue_from_checkpoint"), _ELSEWHERE] = ""
     """Name of the job in a Ray cluster."""
 
 
-class RayMonitor(Section):
+class RayMonitor(Section, defer_build=True):
     """Ray's own records of a run."""
 
     enable_ray_timeline: Annotated[bool, NoEffect()] = False

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from trireme.config.section import After, Refused, Section
 
 
-class TrinityModel(Section):
+class TrinityModel(Section, defer_build=True):
     """Trinity-RFT's keys of the section `model`."""
 
     tinker: Annotated[

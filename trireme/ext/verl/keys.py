@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from trireme.config.section import After, Mapped, Refused, Section
 
 
-class VerlTrainer(Section):
+class VerlTrainer(Section, defer_build=True):
     """verl's backend and its options."""
 
     trainer_type: Annotated[

@@ -5,7 +5,7 @@ from typing import Annotated
 from trireme.config.section import After, NoEffect, Section
 
 
-class VllmModel(Section):
+class VllmModel(Section, defer_build=True):
     """vLLM's own keys."""
 
     enable_lora: Annotated[bool, After("engine_python")] = True
