@@ -33,7 +33,7 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
     config = plan.config.buffer.trainer_input.experience_buffer
     text = make_text(plan, plan.model_path)
     rows = load_rows(plan.store.path, config.subset_name, config.split, on_error=config.on_error)
-    form = FORMATS[row_of(plan.config.algorithm.algorithm_type).schema](
+    to_experience = FORMATS[row_of(plan.config.algorithm.algorithm_type).schema](
         rows,
         text.tokenizer,
         max_model_len=plan.lengths.max_model_len,
@@ -42,8 +42,8 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
         enable_thinking=plan.config.model.enable_thinking,
         on_error=config.on_error,
     )
-    for index in range(min(count, len(form))):
-        experience = form(index, eid=EID(0, index))
+    for index in range(min(count, len(to_experience))):
+        experience = to_experience(index, eid=EID(0, index))
         if experience is None:
             yield Sample(f"row {index}: left out, nothing of it is trained")
             continue
@@ -51,7 +51,7 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
 
 
 def of_experience(title: str, e: Experience, tokenizer: Any) -> Iterator[Sample]:
-    """Split the tokens of an experience by trained and untrained parts; a pair gives two
+    """Split the tokens of an experience into trained and untrained parts; a pair gives two
     samples.
     """
     if e.chosen is not None and e.rejected is not None:
@@ -66,11 +66,13 @@ def of_experience(title: str, e: Experience, tokenizer: Any) -> Iterator[Sample]
 
 def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer: Any) -> Sample:
     special = set(tokenizer.all_special_ids)
-    kinds = [(weight, not weight and token in special)
-             for token, weight in zip(ids, weights, strict=True)]  # fmt: skip
+    kinds = [
+        (weight, weight == 0 and token in special)
+        for token, weight in zip(ids, weights, strict=True)
+    ]
     parts = [
-        (tokenizer.decode([ids[index] for index in places]), weight, dim)
-        for (weight, dim), places in groupby(range(len(ids)), key=lambda index: kinds[index])
+        (tokenizer.decode([ids[index] for index in places]), weight, is_special)
+        for (weight, is_special), places in groupby(range(len(ids)), key=lambda i: kinds[i])
     ]
     trained = sum(weight != 0 for weight in weights)
     return Sample(f"{title}: {len(ids)} tokens, {trained} trained", parts, len(ids))

@@ -32,17 +32,16 @@ EMBEDDED = "torch"
 SERVER = "engine_server"
 """The program in PROGRAMS that serves an engine from a separate process."""
 REMOTE = "remote"
-"""The value of `engine_type` for the user's servers, and the name in SERVERS of what reaches them.
-"""
+"""The value of `engine_type` for the user's servers, and the name in SERVERS of their client."""
 ELSEWHERE = (REMOTE, "external", "tinker")
-"""Values of `engine_type` that name no kind: someone else runs the engine."""
+"""Values of `engine_type` that name no kind, since the run does not start such engines."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Keys that may multiply the places of one engine."""
 LEAST_SHARE = 0.25
 """The smallest share of a GPU's memory for an engine that takes turns with the trainer, and the
 share if that GPU's size is not known."""
-_ENDS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
-"""Names of heads and embeddings."""
+_NOT_IN_BLOCKS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
+"""Names of layers outside the blocks: heads and embeddings."""
 
 
 class EngineRequest(NamedTuple):
@@ -163,7 +162,7 @@ def kind_named(name: str) -> EngineKind:
 
 
 def kind_names() -> list[str]:
-    """Return the kinds that generate themselves, in the order of the manifests."""
+    """Return the kinds that do not stand in for another one, in the order of the manifests."""
     names = dict.fromkeys([*ENGINES.built_in(), *ENGINES])
     return [name for name in names if kind_named(name).name == name]
 
@@ -180,7 +179,7 @@ def size_of(model: RolloutModelConfig) -> int:
 
 
 def check_engine_types(stage: StageFacts) -> Findings:
-    """Report as a problem each engine, also of an auxiliary model, of unknown kind."""
+    """Report engines of an unknown kind, the auxiliary models' included."""
     findings = Findings()
     explorer = stage.config.explorer
     models = {KEY: explorer.rollout_model}
@@ -240,9 +239,14 @@ def _choose(stage: StageFacts, gpus: int, spread: bool) -> tuple[EngineChoice, F
 
 
 def _lacks_servers() -> str:
-    """The rest of a sentence on what engine processes need and is not here; else ''."""
+    """Return the rest of a sentence on the extension that engine processes need and that is
+    missing; else ''.
+    """
     needed = (("program", SERVER, PROGRAMS), ("servers", REMOTE, SERVERS))
-    return next((missing(kind, name) for kind, name, there in needed if name not in there), "")
+    for kind, name, registry in needed:
+        if name not in registry:
+            return missing(kind, name)
+    return ""
 
 
 def _default_kind(model: RolloutModelConfig, gpus: int) -> str:
@@ -268,13 +272,15 @@ def adapter_rank_of(stage: StageFacts, method: str, largest: int | None = None) 
             except ValueError:  # `check_model` reports the error
                 return 0
         fits = largest is None or rank <= largest
-        if _inner(targets) and not dora and fits:
+        if _only_in_blocks(targets) and not dora and fits:
             return rank
     return 0
 
 
-def _inner(targets: str | list[str]) -> bool:
-    """Return True if the layers certainly belong to blocks: an expression's matches are unknown."""
+def _only_in_blocks(targets: str | list[str]) -> bool:
+    """Return True if all these layers are known to be in blocks: what a regular expression matches
+    is not known.
+    """
     if isinstance(targets, str):
-        return targets.lower() == "all-linear"  # this leaves the head out
-    return not _ENDS & {target.rpartition(".")[2] for target in targets}
+        return targets.lower() == "all-linear"  # the head is none of these
+    return not _NOT_IN_BLOCKS & {target.rpartition(".")[2] for target in targets}

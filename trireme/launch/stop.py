@@ -37,7 +37,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 25.0
 """The time limit before a plan is known."""
 LEFT_S = 5.0
+"""Seconds that cancelled coroutines have to end."""
 SAY_S = 1.0
+"""Seconds that a message on stderr may wait for a reader."""
 PYTHON = (sys.prefix, sys.base_prefix)
 """Files below these are Python's own, or a package's."""
 
@@ -55,14 +57,14 @@ class Stop:
         """Names what the work waits for, as a noun; empty if it cannot tell."""
         self.gently: Callable[[], bool] = lambda: False
         """Asks the work to end by itself; False if it has nothing to save."""
-        self._left = 0
-        """The number of coroutines that did not end."""
+        self._abandoned = 0
+        """The number of coroutines that ignored their cancellation."""
         self._lock = threading.RLock()  # a handler may interrupt itself
         self._ending = threading.Lock()
         """Locked by the one thread that ends the process: two may receive a second Ctrl-C."""
-        self._asked = self._heard = False
-        """Whether a first signal has reached the main thread, and whether it has reached the signal
-        thread."""
+        self._main_heard = self._thread_heard = False
+        """Whether the main thread's handler has received a first signal, and whether the signal
+        thread has."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
 
@@ -88,8 +90,9 @@ class Stop:
         if plan is None:
             return "nothing had begun"
         if plan.mode not in ("both", "train"):
-            again = {"explore": "continues after the last explore step in the buffer"}
-            return f"the same command {again.get(plan.mode, 'starts over')}"
+            if plan.mode == "explore":
+                return "the same command continues after the last explore step in the buffer"
+            return "the same command starts over"
         folder = JobFolder(plan.job_dir)
         steps = [step for step in folder.steps() if folder.is_full(step)]
         stage = f" of stage '{plan.stage_name}'" if plan.stage_name else ""
@@ -97,33 +100,35 @@ class Stop:
         saved += f"{stage} is saved"
         if not plan.config.continue_from_checkpoint:
             job = plan.root_dir.name
-            go_on = f"; add name={job} continue_from_checkpoint=true to resume" * bool(steps)
-            return f"{saved}; the same command starts over (continue_from_checkpoint: false){go_on}"
-        begins = f"starts {stage.removeprefix(' of ')} over".replace("  ", " ")
-        return f"{saved}; the same command {'resumes from it' if steps else begins}"
+            over = f"{saved}; the same command starts over (continue_from_checkpoint: false)"
+            to_resume = f"; add name={job} continue_from_checkpoint=true to resume"
+            return over + to_resume if steps else over
+        if steps:
+            return f"{saved}; the same command resumes from it"
+        begun = f"stage '{plan.stage_name}' " if plan.stage_name else ""
+        return f"{saved}; the same command starts {begun}over"
 
     def listen(self) -> None:
         """Receive signals from now on; call again after something else has installed handlers."""
         if threading.current_thread() is threading.main_thread():
-            _hear_for(self)
+            _report_to(self)
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    signal.signal(number, self._came)
+                    signal.signal(number, self._on_signal)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on a new event loop and return its result. Raises KeyboardInterrupt if it was
         stopped.
         """
-        from trireme.trainer.trainer import (
-            Stopped,
-        )  # imports torch, which is still to be loaded
+        # imports torch, which takes seconds: not before the configuration has been checked
+        from trireme.trainer.trainer import Stopped
 
         loop = self._loop = asyncio.new_event_loop()
         try:
             asyncio.set_event_loop(loop)
             self._task = loop.create_task(work)
             if self.number is not None:
-                self._ask()
+                self._end_work()
             return loop.run_until_complete(self._task)
         except (asyncio.CancelledError, Stopped):
             if self.number is None:
@@ -132,20 +137,20 @@ class Stop:
         finally:
             self.gently = lambda: False
             self._loop = self._task = None
-            self._left += _close(loop)
+            self._abandoned += _close(loop)
 
     def request(self) -> None:
         """Request a stop as Ctrl-C does, from another thread; without the time limit."""
         self.number = self.number or signal.SIGINT
-        self._asked = self._heard = True
+        self._main_heard = self._thread_heard = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._ask)
+            self._loop.call_soon_threadsafe(self._end_work)
 
     def ended(self, code: int) -> int:
         """Return the exit code; if coroutines are left, exit at once, since Python would throw into
         them.
         """
-        if self._left:
+        if self._abandoned:
             sys.stdout.flush()
             sys.stderr.flush()
             end_now()
@@ -154,20 +159,20 @@ class Stop:
 
     def hear(self, number: int) -> None:
         """Handle a signal at once; its Python handler may yet have to wait for the main thread."""
-        if number not in SIGNALS or signal.getsignal(number) != self._came:
+        if number not in SIGNALS or signal.getsignal(number) != self._on_signal:
             return
-        first, self._heard = not self._heard, True
-        self._begin_to_end(number, first)
+        first, self._thread_heard = not self._thread_heard, True
+        self._begin_ending(number, first)
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        first, self._asked = not self._asked, True
-        self._begin_to_end(number, first)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        first, self._main_heard = not self._main_heard, True
+        self._begin_ending(number, first)
         if first and self._loop is None:
             raise KeyboardInterrupt  # nothing is running that could save anything
         if first and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._ask)
+            self._loop.call_soon_threadsafe(self._end_work)
 
-    def _begin_to_end(self, number: int, first: bool) -> None:
+    def _begin_ending(self, number: int, first: bool) -> None:
         """Start the time limit, once; a second Ctrl-C ends the process."""
         if not first:
             if number == signal.SIGINT:
@@ -177,7 +182,7 @@ class Stop:
             if self.number is not None:
                 return
             self.number = number
-        timer = threading.Timer(self.limit, self._late)
+        timer = threading.Timer(self.limit, self._time_is_up)
         timer.daemon = True
         timer.start()
         if self._loop is not None:
@@ -186,15 +191,15 @@ class Stop:
                 "(cluster.stop_timeout); Ctrl-C: at once\n"
             )
 
-    def _ask(self) -> None:
+    def _end_work(self) -> None:
         if self._task is not None and not self.gently():
             self._task.cancel()
 
-    def _late(self) -> None:
+    def _time_is_up(self) -> None:
         frames = sys._current_frames().get(threading.main_thread().ident or 0)
         calls = traceback.extract_stack(frames) if frames else []
-        busy = [f for f in calls if not f.filename.startswith(PYTHON)][-1:]
-        where = "".join(f"; the event loop is at {f.filename}:{f.lineno}" for f in busy)
+        busy = next((f for f in reversed(calls) if not f.filename.startswith(PYTHON)), None)
+        where = f"; the event loop is at {busy.filename}:{busy.lineno}" if busy else ""
         awaited, left = "the parts of the run to end", ""
         with suppress(Exception):  # the folder may be gone: the process ends all the same
             awaited = self.waits_for() or awaited
@@ -209,8 +214,8 @@ class Stop:
         if not self._ending.acquire(blocking=False):
             return
         with suppress(Exception):
-            shows = "\x1b[?25h" if sys.stdout.isatty() else ""  # a live display hides the cursor
-            _write(f"{shows}{shown(text)}\n")
+            cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # a live display hides it
+            _write(f"{cursor}{shown(text)}\n")
         end_now()
         os._exit(self.code)
 
@@ -237,7 +242,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
             _, stuck = loop.run_until_complete(asyncio.wait(left, timeout=LEFT_S))
             for task in stuck:
                 # the log is closed by now
-                say(f"warning: left running: {_name(task)} ignores its cancellation",
+                say(f"warning: left running: {_place_of(task)} ignores its cancellation",
                       file=sys.stderr)  # fmt: skip
             if stuck:  # do not report them again when they are destroyed
                 loop.set_exception_handler(lambda loop, context: None)
@@ -251,8 +256,8 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
     return len(stuck)
 
 
-def _name(task: asyncio.Task[Any]) -> str:
-    """Locate a task: the innermost line outside Python's own files and packages."""
+def _place_of(task: asyncio.Task[Any]) -> str:
+    """Return where a task is: its innermost line outside Python's own files and packages."""
     coroutine, line = task.get_coro(), repr(task.get_coro())
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         code = frame.f_code
@@ -262,36 +267,34 @@ def _name(task: asyncio.Task[Any]) -> str:
     return line
 
 
-_hearing: list[Stop] = []
-"""The Stop that receives the signals."""
-_mouth: list[socket.socket] = []
-"""The socket that Python's handler in C writes signals to; never closed, since it keeps writing."""
+_receiver: list[Stop] = []
+"""The Stop that receives the signals; empty before the first."""
+_wakeup: list[socket.socket] = []
+"""The socket to which Python's handler in C writes signals. It is never closed, since the handler
+may write at any time."""
 
 
-def _hear_for(stop: Stop) -> None:
+def _report_to(stop: Stop) -> None:
     """Start a thread that also reports signals to `stop`."""
-    _hearing[:] = [stop]
-    if not _mouth:
-        ear, mouth = socket.socketpair()
-        mouth.setblocking(False)
-        _mouth.append(mouth)
-        os.register_at_fork(after_in_child=_close_mouth)
-        threading.Thread(target=_hear, args=(ear,), name="signals", daemon=True).start()
-    number = _mouth[0].fileno()
+    _receiver[:] = [stop]
+    if not _wakeup:
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        _wakeup.append(writer)
+        os.register_at_fork(after_in_child=_disconnect_child)
+        threading.Thread(target=_read_signals, args=(reader,), name="signals", daemon=True).start()
+    number = _wakeup[0].fileno()
     before = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
-    if before not in (
-        -1,
-        number,
-    ):  # that of the event loop around the run
+    if before not in (-1, number):  # it belongs to an event loop around the run: restore it
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
 
 
-def _hear(ear: socket.socket) -> None:
-    while numbers := ear.recv(16):
+def _read_signals(reader: socket.socket) -> None:
+    while numbers := reader.recv(16):
         for number in numbers:
-            _hearing[0].hear(number)
+            _receiver[0].hear(number)
 
 
-def _close_mouth() -> None:
+def _disconnect_child() -> None:
     """Disconnect a child process, whose signals are not ours."""
     signal.set_wakeup_fd(-1)

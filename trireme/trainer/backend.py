@@ -48,7 +48,9 @@ LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
 
 
 class Backend:
-    """All ranks make the same calls; without ranks there is one process and one device."""
+    """The trained weights on this rank. All ranks make the same calls; without ranks there is one
+    process with one device.
+    """
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Backend:
         self._writing: Writing | None = None
 
     def in_order(self) -> AbstractContextManager:
-        """A context in which a deterministic run computes a train step."""
+        """Return the context of a train step: a deterministic run sums in a fixed order."""
         return sums_in_order(self.device) if self._settings.deterministic else nullcontext()
 
     def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
@@ -128,7 +130,7 @@ class Backend:
         return metrics
 
     def broken_weights(self) -> list[str]:
-        """Names of this rank's weights that hold NaN or an infinite number."""
+        """Return the names of this rank's weights that have a NaN or an infinite number."""
         named = {name: my_part(p.detach()) for name, p in self.module.named_parameters()}
         named = {name: tensor for name, tensor in named.items() if tensor.numel()}
         largest = torch.nn.utils.get_total_norm(list(named.values()), norm_type=math.inf)
@@ -211,7 +213,7 @@ class Backend:
         return ((name, tensor.detach()) for name, tensor in named if name in weight_names)
 
     def unmoved(self, dtype: str) -> dict[str, float]:
-        """Return the fingerprints of weights that no push sends: none."""
+        """Return the fingerprints of weights that no push sends; here every weight is sent."""
         return {}
 
     def gather(self, value: Any, *, every: bool = False) -> list[Any]:
@@ -312,7 +314,8 @@ class Backend:
         are in the backward pass, which needs this rank too.
         """
         logprobs, entropies = self._logprobs(self._root, part or dummy(), entropy=entropy)
-        total, error = logprobs.sum() * 0, None
+        error: Exception | None = None
+        total = logprobs.sum() * 0  # a gradient of 0: every rank has to make the backward pass
         if part is not None:
             try:
                 part_loss = loss(part, logprobs, entropies)
@@ -326,13 +329,13 @@ class Backend:
 
     def _blame(self) -> str:
         """Name the sample whose own gradient is not finite. Slow: one sample after the other."""
-        first = self.ranks is None or self.ranks.data_rank == 0
+        is_first = self.ranks is None or self.ranks.data_rank == 0
         for batch, loss, entropy in self._since_step:
             for sample in range(batch.num_samples):
                 if not batch.counts[sample]:
                     continue
                 self.optimizer.inner.zero_grad()
-                self._gradient(batch.select([sample]) if first else None, loss, entropy)
+                self._gradient(batch.select([sample]) if is_first else None, loss, entropy)
                 grads = [p.grad for p in self.module.parameters() if p.grad is not None]
                 norm = float(whole(torch.nn.utils.get_total_norm(grads)))
                 if not math.isfinite(norm):

@@ -37,7 +37,7 @@ class TrainSettings:
     max_token_len: int
     """Tokens that a rank computes at a time."""
     grad_clip: float
-    """Largest norm of a gradient."""
+    """The norm to which larger gradients are scaled down."""
     total_steps: int | None = None
     """The step at which schedules end."""
     device: str = "cpu"
@@ -46,7 +46,7 @@ class TrainSettings:
     lora: Lora | None = None
     gradient_checkpointing: bool = False
     compile: bool = False
-    """Blocks run compiled, see trainer/compiled.py."""
+    """Whether the blocks are compiled, see trainer/compiled.py."""
     offload: bool = False
     """Whether shards and optimizer are in the CPU's memory; only with ranks."""
     share_prefix: bool = True
@@ -60,7 +60,7 @@ class TrainSettings:
     export_dtype: torch.dtype = torch.float32
     """The dtype of exported weights."""
     peak_tflops: float | None = None
-    """TFLOP/s that a rank's device could do, if its name is unknown."""
+    """The peak TFLOP/s of a rank's device; None: looked up by its name."""
 
     def load(
         self, path: str | Path, ranks: Ranks | None, *, frozen: bool = False
@@ -107,17 +107,19 @@ class TrainSettings:
         return root
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> ScheduledOptimizer:
-        """The optimizer of a model's parameters."""
+        """Make the optimizer of a model's parameters."""
         return ScheduledOptimizer(
             parameters, self.optimizer, self.total_steps, grad_clip=self.grad_clip
         )
 
     def team(self, ranks: Ranks | None) -> Team:
-        """The ranks among which a batch is computed."""
+        """Return the ranks that share the computation of a batch."""
         return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
 
     def kernel(self, path: str | Path, device: torch.device) -> Kernel:
-        """The attention kernel for the model in a folder; ValueError where it cannot run."""
+        """Choose the attention kernel for the model in a folder. Raises ValueError if the requested
+        one cannot run.
+        """
         model = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         text = model.get_text_config()
         heads = text.num_attention_heads

@@ -1,7 +1,7 @@
 """Reader: finds and reads the weights of another trainer's checkpoint.
 
-Each form of a checkpoint is a class by its name in READERS, found by the files of a folder.
-Manifests list them, so that each can be left out.
+Each format of a checkpoint is a class by its name in READERS, and is recognized by the files of a
+folder. Manifests list them, so that each can be left out.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from trireme.registry import READERS
 
 
 class Reader(Protocol):
-    """One form of checkpoint. Its class is called without arguments."""
+    """Reads one format of checkpoint. Its class is called without arguments."""
 
     form: str
-    """Its files, for the sentence `there is no … in FOLDER`."""
+    """The names of its files, as in the error `there is no … in FOLDER`."""
     mark: str | None
-    """The file that makes any folder a checkpoint of this form; None: it is in a step's folder."""
+    """The file by which any folder is recognized as such a checkpoint; None: by its place alone."""
     beside_own: bool
-    """Whether a `model.safetensors` next to such weights is only a copy, and these are read."""
+    """Whether these weights are read even next to a `model.safetensors`, which is only a copy."""
 
     def find(self, folder: Path) -> list[Path]:
-        """Find the files in a checkpoint's folder; none if it has no such weights.
+        """Find the files in a checkpoint's folder; an empty list if it has no such weights.
 
-        Raises ValueError if some are missing, or if it is ambiguous which are meant.
+        Raises ValueError if some are missing, or if several sets of them could be meant.
         """
         ...
 
@@ -51,7 +51,7 @@ class Weights:
 
 
 def readers() -> list[Reader]:
-    """Make a reader of every form, in the order in which they are tried."""
+    """Make a reader of every format, in the order in which they are tried."""
     return [READERS[name]() for name in READERS]
 
 

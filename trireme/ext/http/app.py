@@ -43,10 +43,10 @@ def create_app(
     most: int = MOST,
     sessions: Sessions | None = None,
 ) -> FastAPI:
-    """Make all endpoints over one engine. `key`: the key that clients must send, or one per path,
-    see Limits; `most`: requests in flight.
+    """Make the app with all endpoints of one engine.
 
-    With `sessions` only the agents' routes: no client may control the engine.
+    `key`: the key that clients must send, or one per path, see Limits. `most`: requests in flight.
+    With `sessions` it has only the agents' routes: no client may control the engine.
     """
     app = FastAPI(title="Trireme rollout server", version="1", default_response_class=Answer)
     app.state.rollouts = rollouts
@@ -67,8 +67,8 @@ def create_app(
     )
     kinds = (Exception, RuntimeError, RecursionError, *(kind for kind, _ in STATUS), StarletteError)
     for kind in kinds:
-        app.add_exception_handler(kind, _failed)
-    app.add_exception_handler(RequestValidationError, _failed)
+        app.add_exception_handler(kind, _error_response)
+    app.add_exception_handler(RequestValidationError, _error_response)
     return app
 
 
@@ -77,7 +77,7 @@ async def _health(rollouts: Rollouts) -> dict[str, str]:
     return {"status": "ok"}
 
 
-async def _failed(request: Request, error: Exception) -> JSONResponse:
+async def _error_response(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError | ValidationError):
         status = 422 if isinstance(error, RequestValidationError) else 400
         return JSONResponse(error_body(status, what_is_wrong(error.errors())), status)
@@ -108,7 +108,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class AppServer:
-    """One app on one socket: the one way in which Trireme serves."""
+    """Serves one app on one socket; all servers of Trireme are such."""
 
     def __init__(self, app: Any, listener: socket.socket, *, grace: float = GRACE_S) -> None:
         """`grace`: seconds that pending answers get when the server is asked to end."""
@@ -119,11 +119,11 @@ class AppServer:
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server: Any = uvicorn.Server(config)
-        # its own would raise signals again, and end us before `finally`
+        # uvicorn's own handler would raise the signals again, and end the process before `finally`
         self._server.capture_signals = nullcontext
         self._listener = listener
         self.stopped_by: list[int] = []
-        """The signals received; 0 for `stop`."""
+        """The signals received, by number; 0 for a call of `stop`."""
         listener.listen(config.backlog)
 
     @property
@@ -132,7 +132,7 @@ class AppServer:
         return bool(self._server.server_state.tasks)
 
     def stop(self, number: int = 0) -> bool:
-        """Let pending answers finish, and return True; on a second request, end them."""
+        """Let pending answers finish, and return True; on a second call, end them."""
         self._server.force_exit = bool(self.stopped_by)
         self._server.should_exit = True
         self.stopped_by.append(number)
@@ -153,13 +153,14 @@ class AppServer:
         """Serve until stopped, or until `watch` ends, whose error is raised here.
 
         `limit`: seconds that user code (a plug-in's scheduler, for example) may block the event
-        loop; None: it is not ended. Without `watches_loop` the caller does that.
+        loop before the process is ended; None: it is never ended for that. Without `watches_loop`
+        the caller watches the loop.
         """
         blocked = LoopWatch(limit) if watches_loop else None
         try:
             async with running(*filter(None, [watch])) as watching:
                 for task in watching:
-                    task.add_done_callback(self._watch_has_ended)
+                    task.add_done_callback(self._stop_serving)
                 await self._server.serve(sockets=[self._listener])
                 for task in watching:
                     if task.done():
@@ -168,5 +169,5 @@ class AppServer:
             if blocked is not None:
                 blocked.stop()
 
-    def _watch_has_ended(self, _: asyncio.Future[None]) -> None:
+    def _stop_serving(self, _: asyncio.Future[None]) -> None:
         self._server.should_exit = True

@@ -1,7 +1,7 @@
 """Bodies: parses and refuses requests' bodies, encodes answers, and cancels abandoned requests.
 
-The body of every route is read by one function, which refuses NaN and half surrogate pairs. Its
-size in values was checked before, see `room.py`.
+The body of every route is read by one function, which refuses NaN and half surrogate pairs. The
+number of its values has been checked by then, see `room.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from trireme.text import as_json, has_half
 
 T = TypeVar("T")
 MOST_NAME = 100
-"""Characters of a key at a body's top."""
+"""The longest key at the top level of a body, in characters."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Answer(JSONResponse):
-    """JSON that is sent as it is, or is our failure: never the client's."""
+    """A response of JSON. What cannot be encoded is the server's failure, never the client's."""
 
     def render(self, content: Any) -> bytes:
         """Encode the answer as JSON. Raises RuntimeError if JSON cannot hold it, such as a NaN."""
@@ -104,7 +104,7 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
-            pass  # the body has been read: only the end may still arrive
+            pass  # the body has been read: only the disconnection may still arrive
 
     async with running(work, disconnected()) as (task, gone):
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,12 +1,12 @@
 """Sessions: conversations of agents of other processes, recorded until they are rewarded and sent.
 
 A session is a URL prefix `/s/<id>/v1`, the header x-session-id, or the key `session:<id>` if no
-other key is required. Calls outside of any get a session each. Sampled ids stay unchanged.
+other key is required. A call outside of any gets its own session. Sampled ids stay unchanged.
 
 Invariants:
 - A commit takes whole groups: all sessions of a task that have a reward. These sessions then end,
   and are never sent again.
-- Only sessions without a reward are dropped: when they were idle for long, or are too many.
+- Only sessions without a reward are dropped: if they are idle for too long, or too many are open.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ logger = get_logger("explorer")
 
 Ship = Callable[[list[Experience]], Awaitable[None]]
 MOST_REMEMBERED = 1 << 16
-"""Names of ended sessions that are known still."""
+"""How many names of ended sessions are remembered."""
 LONGEST_NAME = 200
-"""Characters."""
+"""The longest name of a session, in characters."""
 MOST_HELD = 2**30
-"""Bytes, about, of all that sessions have recorded, before the oldest are dropped."""
+"""About how many bytes all sessions may record before the oldest are dropped."""
 
 
 @dataclass
 class Session:
-    """One conversation, or all that one agent does in one run."""
+    """One conversation, or everything that one agent does in one run."""
 
     name: str
     model: Model
     alone: bool = False
-    """Of one call that named no session: a reward for the reply is the session's."""
+    """Whether a single call made it that named no session: the reply's reward is the session's."""
     reward: float | None = None
     rewards: dict[Call, float] = field(default_factory=dict)
-    """Of single calls."""
+    """The rewards of single calls."""
     task: str = ""
     run: int | None = None
     touched: float = field(default_factory=time.monotonic)
     replies: list[str] = field(default_factory=list)
-    """Ids of its responses."""
+    """The ids of its responses."""
     size: int = 0
     """Approximate bytes of its records."""
 
@@ -59,7 +59,7 @@ class Session:
 
     @property
     def group(self) -> str:
-        """The group with which its reward is compared: its task's sessions, or none."""
+        """The name of the group in which its reward is compared: its task, or itself alone."""
         return self.task or self.name
 
     def experiences(self) -> list[Experience]:
@@ -105,7 +105,7 @@ class Sessions:
         self.ship = ship
         self.dropped = 0
         self._make = make_model
-        self._most, self._most_held, self._held = most, most_held, 0
+        self._max_sessions, self._max_bytes, self._held = most, most_held, 0
         self._keep = keep
         self._sessions: dict[str, Session] = {}
         self._replies: dict[str, tuple[Session, Sequence[Call]]] = {}
@@ -113,19 +113,19 @@ class Sessions:
         self._count = itertools.count(1)
 
     def open(self, name: str | None = None) -> Session:
-        """Return the session of a name, which is new if there was none.
+        """Return the session of this name; a new one if there is none, or no name.
 
-        Raises ValueError if it is one too many and none can be dropped, and for a name that no
-        answer's header could repeat.
+        Raises ValueError if too many are open and none can be dropped, and for a name that cannot
+        be sent back in a header.
         """
         alone = not name
         if name:
-            _look_at_name(name)
+            _check_name(name)
         while not name or (alone and name in self._sessions):
             name = f"call-{next(self._count)}"
         session = self._sessions.get(name)
         if session is None:
-            if len(self._sessions) >= self._most or self._held >= self._most_held:
+            if len(self._sessions) >= self._max_sessions or self._held >= self._max_bytes:
                 self._drop_oldest()
             times = self._past[name].times if name in self._past else 0
             session = self._sessions[name] = Session(name, self._make(name, times), alone)
@@ -157,16 +157,19 @@ class Sessions:
         """Set the reward of a whole session, or of single replies by their ids; returns their
         number.
 
-        Raises ValueError for an unknown session or reply; then no session has got it.
+        Raises ValueError for an unknown session or reply; no session gets the reward then.
         """
         if session is None and not replies:
-            raise ValueError("feedback is for nobody: expected session_id, or msg_ids")
+            raise ValueError(
+                "feedback names no session and no reply: expected session_id, or msg_ids"
+            )
         for reply in replies:
             if reply not in self._replies:
                 raise ValueError(f"reply '{reply}' is not known, or was sent already")
         rated: list[tuple[Session, Sequence[Call]]] = [self._replies[reply] for reply in replies]
         for owner, calls in rated or [(self._known(session or ""), ())]:
-            owner.task, owner.run = task or owner.task, owner.run if run is None else run
+            owner.task = task or owner.task
+            owner.run = owner.run if run is None else run
             if calls and not owner.alone:
                 owner.rewards |= dict.fromkeys(calls, reward)
             else:
@@ -213,8 +216,8 @@ class Sessions:
         number.
         """
         oldest = time.monotonic() - self._keep
-        old = [s for s in self._sessions.values() if s.touched < oldest and not s.rewarded]
-        return self._drop(old, f"quiet for {self._keep:g} s")
+        idle = [s for s in self._sessions.values() if s.touched < oldest and not s.rewarded]
+        return self._drop(idle, f"idle for {self._keep:g} s")
 
     def close(self, name: str, *, sent: bool = False) -> None:
         """Remove a session, if there is one; a pending call in it fails."""
@@ -235,15 +238,15 @@ class Sessions:
 
     def _drop_oldest(self) -> None:
         """Drop an eighth of the sessions at once, so that one log line covers many."""
-        waiting = sorted(
+        droppable = sorted(
             (s for s in self._sessions.values() if not s.rewarded), key=lambda s: s.touched
         )
-        if not waiting:
+        if not droppable:
             raise ValueError(
                 f"all {len(self)} sessions have a reward: send them by POST /commit, then go on"
             )
-        why = f"{len(self)} are open with {self._held >> 20} MiB, the most there are"
-        self._drop(waiting[: max(len(self) // 8, 1)], why)
+        why = f"{len(self)} are open with {self._held >> 20} MiB, which is the limit"
+        self._drop(droppable[: max(len(self) // 8, 1)], why)
 
     def _drop(self, sessions: Sequence[Session], why: str) -> int:
         for session in sessions:
@@ -266,10 +269,10 @@ def _size(call: Call) -> int:
     return characters(call.messages or []) + 8 * (len(call.inserted) + len(call.completion.ids))
 
 
-def _look_at_name(name: str) -> None:
-    """Raise ValueError for a name that cannot be part of a header, or cannot be remembered."""
-    good = name.isprintable() and name.isascii() and name == name.strip()
-    if not good or len(name) > LONGEST_NAME:
+def _check_name(name: str) -> None:
+    """Raise ValueError for a name that cannot be part of a header, or is too long to remember."""
+    printable = name.isprintable() and name.isascii() and name == name.strip()
+    if not printable or len(name) > LONGEST_NAME:
         raise ValueError(
             f"the session's name is {name[:60]!a}, {len(name)} characters: expected up to "
             f"{LONGEST_NAME} printable ones of ASCII"

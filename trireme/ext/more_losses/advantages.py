@@ -1,4 +1,7 @@
-"""Advantages of rollouts by their group; see algorithms/advantage.py for their form."""
+"""Computes advantages of rollouts in their group (gdpo, gigpo, opmd, asymre, rec, raft).
+
+Their form is that of algorithms/advantage.py.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ def gdpo(
     """A = whitened sum of w_k A_k, A_k being GRPO's of reward k alone (GDPO, arXiv:2601.05242).
 
     A_k = (R_k - mean) / (std + epsilon) over the group; whitened: less the mean over the batch,
-    divided by std + epsilon. Rewards of different scales keep their say, which GRPO of their sum
-    loses. A reward that does not apply to a rollout adds nothing to it. A run that left several
-    experiences with the same rewards counts once.
+    divided by std + epsilon. Each reward has its weight whatever its scale; in GRPO of the sum the
+    largest scale dominates. A reward that does not apply to a rollout adds nothing to it. Several
+    experiences of one run with the same rewards count once.
     """
     counts = counted(reward_parts.nan_to_num(nan=torch.inf), groups, runs)
     summed = torch.zeros(len(groups), dtype=reward_parts.dtype)
@@ -67,7 +70,7 @@ def gigpo(
 
     A_E compares the returns (sum of step rewards) of a task's runs. A_S compares the discounted
     returns from a step on among all steps of the batch with the same anchor state; a state that was
-    met once has A_S = 0. `fnorm` is what the differences are divided by: 1, or the std + epsilon.
+    seen once has A_S = 0. `fnorm: std` divides the differences by std + epsilon.
     """
     if fnorm not in ("none", "std"):
         raise ValueError(f"algorithm.advantage_fn_args.fnorm is '{fnorm}': 'none' or 'std'")
@@ -80,11 +83,12 @@ def gigpo(
             following = step_rewards[step_index] + gamma * following
             to_go[step_index] = following
     totals = torch.zeros_like(rewards[last]).index_add(0, run_of, step_rewards)
-    episode = _centred(totals, groups[last], fnorm == "std", epsilon)[run_of]
-    return episode + omega * _centred(to_go, anchors, fnorm == "std", epsilon)
+    divide = fnorm == "std"
+    episode = _centred(totals, groups[last], divide=divide, epsilon=epsilon)[run_of]
+    return episode + omega * _centred(to_go, anchors, divide=divide, epsilon=epsilon)
 
 
-def _centred(values: Tensor, groups: Tensor, divide: bool, epsilon: float) -> Tensor:
+def _centred(values: Tensor, groups: Tensor, *, divide: bool, epsilon: float) -> Tensor:
     """Return value - mean of its group, divided by the group's std if requested; 0 for a group of
     one.
     """
@@ -116,12 +120,13 @@ def opmd(
     if opmd_baseline == "logavgexp" and tau <= 0:
         raise ValueError(f"algorithm.advantage_fn_args.tau is {tau:g}: expected more than 0")
 
-    def score(member: Tensor, group_rewards: Tensor) -> Tensor:
-        if len(group_rewards) == 1:
-            return member
+    def score(values: Tensor, counted_values: Tensor) -> Tensor:
+        if len(counted_values) == 1:
+            return values
         if opmd_baseline == "mean":
-            return member - group_rewards.mean()
-        return member - tau * ((group_rewards / tau).logsumexp(0) - math.log(len(group_rewards)))
+            return values - counted_values.mean()
+        log_sum = (counted_values / tau).logsumexp(0)
+        return values - tau * (log_sum - math.log(len(counted_values)))
 
     return each_group(rewards, groups, runs, score)
 
@@ -135,10 +140,10 @@ def asymre(
     A group of one has a baseline of 0.
     """
 
-    def score(member: Tensor, group_rewards: Tensor) -> Tensor:
-        return (
-            member if len(group_rewards) == 1 else member - (group_rewards.mean() + baseline_shift)
-        )
+    def score(values: Tensor, counted_values: Tensor) -> Tensor:
+        if len(counted_values) == 1:
+            return values
+        return values - (counted_values.mean() + baseline_shift)
 
     return each_group(rewards, groups, runs, score)
 
@@ -154,8 +159,8 @@ def rec(
 ) -> Tensor:
     """A = R - mean, over the population's std + epsilon where asked (REC, arXiv:2509.24203).
 
-    `drop: balance` gives A = 0 to as many below-mean rollouts, drawn at random, as there are more
-    of them than of the others; mean and std are then those of the rest, so that it sums to 0. A
+    `drop: balance` gives A = 0 to random rollouts below the mean if most are, until as many remain
+    as there are others; mean and std are then those of the remaining ones, so that A sums to 0. A
     group of one has A = 0: there is nothing to compare it with.
     """
     if drop not in (None, "balance"):
@@ -163,17 +168,17 @@ def rec(
     # The rollouts of a task are exchangeable: the same draw for every batch is as random as any.
     draws = torch.Generator().manual_seed(0)
 
-    def score(member: Tensor, group_rewards: Tensor) -> Tensor:
-        dropped = torch.zeros(len(member), dtype=torch.bool)
-        rest = group_rewards
+    def score(values: Tensor, counted_values: Tensor) -> Tensor:
+        dropped = torch.zeros(len(values), dtype=torch.bool)
+        remaining = counted_values
         if drop == "balance":
-            below = (member < group_rewards.mean()).nonzero().flatten()
-            surplus = max(2 * len(below) - len(member), 0)
+            below = (values < counted_values.mean()).nonzero().flatten()
+            surplus = max(2 * len(below) - len(values), 0)
             dropped[below[torch.randperm(len(below), generator=draws)[:surplus]]] = True
-            rest = member[~dropped] if surplus else group_rewards
-        out = member - rest.mean()
+            remaining = values[~dropped] if surplus else counted_values
+        out = values - remaining.mean()
         if std_normalize:
-            out = out / (rest.std(correction=0) + epsilon)
+            out = out / (remaining.std(correction=0) + epsilon)
         return out.masked_fill(dropped, 0)
 
     return each_group(rewards, groups, runs, score)

@@ -37,8 +37,8 @@ class Tokens:
         self._buffer = run.folder / "buffer"
         self._lock = threading.Lock()
         self._steps: dict[str, set[int]] = {}
-        self._read: dict[int, int] = {}
-        """The time at which each step's file was written: a resumed run rewrites it."""
+        self._read_at: dict[int, int] = {}
+        """The modification time of each step's file when it was read: a resumed run rewrites it."""
 
     def of(self, eid: str, kind: str = "train") -> dict[str, Any]:
         """Return text, ids and every number of the tokens of a rollout, or of a data set's row.
@@ -49,8 +49,8 @@ class Tokens:
         learned, step = self._learned(eid)
         if experience is None and learned is None:
             raise ValueError(
-                f"no tokens of '{eid}' are kept: a copy in a database "
-                "(data_processor.experience_pipeline.save_input) or buffer/trained holds them"
+                f"no tokens of '{eid}' are stored: expected a copy in a database "
+                "(data_processor.experience_pipeline.save_input), or in buffer/trained"
             )
         rows: dict[str, Any] = {}
         if experience is not None:
@@ -61,16 +61,8 @@ class Tokens:
                 rows[name] = None if row is None else _plain(row.tolist())
         if learned is not None:
             _add_learned(rows, learned)
-        notes = [] if learned is not None or kind != "train" else [
-            "No train step kept this rollout's tokens (a large step keeps some of its groups, "
-            "and steps are thinned at the limit of copies), or none has trained it yet: "
-            "new log-probability, ratio and advantage are unknown."
-        ]  # fmt: skip
-        if learned is not None and all(value is None for value in rows["trained_logprobs"]):
-            notes = ["All its advantages are 0: the step left it out, and computed no ratio."]
+        notes = _notes(rows, kind, is_learned=learned is not None)
         mask = rows["mask"]
-        if learned is not None and not any(mask):
-            notes = ["It has no trained token."]
         if rows.get("logprobs") is not None:  # 0 means none if nothing was sampled
             rows["logprobs"] = [
                 v if m else None for v, m in zip(rows["logprobs"], mask, strict=True)
@@ -98,16 +90,16 @@ class Tokens:
     def _learned(self, eid: str) -> tuple[dict[str, Any] | None, int | None]:
         """Return the values of the last train step that used it, and the number of that step."""
         with self._lock:
-            kept = dict(trained.files(self._buffer / trained.FOLDER))
-            for step, path in kept.items():
-                written = path.stat().st_mtime_ns
-                if self._read.get(step) != written:
-                    self._read[step] = written
-                    for one in trained.eids_of(path):
-                        self._steps.setdefault(one, set()).add(step)
+            files = dict(trained.files(self._buffer / trained.FOLDER))
+            for step, path in files.items():
+                written_at = path.stat().st_mtime_ns
+                if self._read_at.get(step) != written_at:
+                    self._read_at[step] = written_at
+                    for trained_eid in trained.eids_of(path):
+                        self._steps.setdefault(trained_eid, set()).add(step)
             steps = sorted(self._steps.get(eid, ()), reverse=True)
         for step in steps:  # some may have been removed since: thinned, or rewound by a resume
-            learned = trained.read_trained(kept[step], eid) if step in kept else None
+            learned = trained.read_trained(files[step], eid) if step in files else None
             if learned is not None:
                 return learned, step
         return None, None
@@ -117,6 +109,21 @@ class Tokens:
         if path is None:
             return [f"{token} " for token in ids]
         return texts_of(path, ids)
+
+
+def _notes(rows: Mapping[str, Any], kind: str, *, is_learned: bool) -> list[str]:
+    """Explain which numbers are missing, if any."""
+    if not is_learned and kind == "train":
+        return [
+            "No train step kept this rollout's tokens (a large step keeps some of its groups, "
+            "and steps are thinned at the limit of copies), or none has trained it yet: "
+            "new log-probability, ratio and advantage are unknown."
+        ]
+    if is_learned and not any(rows["mask"]):
+        return ["It has no trained token."]
+    if is_learned and all(value is None for value in rows["trained_logprobs"]):
+        return ["All its advantages are 0: the step left it out, and computed no ratio."]
+    return []
 
 
 def _add_learned(rows: dict[str, Any], learned: Mapping[str, Any]) -> None:
@@ -131,7 +138,7 @@ def _add_learned(rows: dict[str, Any], learned: Mapping[str, Any]) -> None:
     rows["trained_logprobs"] = spread("trained_logprobs")
     rows["advantages"] = spread("advantages") or rows.get("advantages")
     rows["logprobs"] = rows.get("logprobs") or spread("old_logprobs")
-    sampled = (learned.get("versions", np.array(-1)) >= 0).any()  # rows of a data set were not
+    sampled = (learned.get("versions", np.array(-1)) >= 0).any()  # not the rows of a data set
     rows["versions"] = rows.get("versions") or (spread("versions") if sampled else None)
     if "old_logprobs" in learned:
         difference = learned["trained_logprobs"] - learned["old_logprobs"]
@@ -139,18 +146,23 @@ def _add_learned(rows: dict[str, Any], learned: Mapping[str, Any]) -> None:
         rows["ratio"] = _spread(total, at, _plain(ratios))
 
 
-def _spread(total: int, at: Sequence[int], values: Sequence[Any], rest: Any = None) -> list[Any]:
-    out = [rest] * total
+def _spread(total: int, at: Sequence[int], values: Sequence[Any], fill: Any = None) -> list[Any]:
+    """Return `total` values: those `at` the given places, and `fill` elsewhere."""
+    out = [fill] * total
     for index, value in zip(at, values, strict=True):
         out[index] = value
     return out
 
 
 def _plain(values: Sequence[Any]) -> list[Any]:
-    return [
-        value if isinstance(value, int) else float(f"{value:.6g}") if math.isfinite(value) else None
-        for value in values
-    ]
+    """Round numbers to six digits for JSON; None for one that is not finite."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, int):
+            return value
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+
+    return [plain(value) for value in values]
 
 
 def tokenizer_file(run: RunFolder) -> Path | None:

@@ -42,7 +42,7 @@ def merge_adapter(
     try:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         if rank < 1:
-            raise ValueError("r is no rank")
+            raise ValueError("r is below 1")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"the adapter's configuration needs 'r' and 'lora_alpha', numbers above 0: {error}"
@@ -51,16 +51,16 @@ def merge_adapter(
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
         raise ValueError("the adapter uses DoRA or ranks of its own for some layers: not supported")
     merged = dict(base)
-    odd = [name for name in adapter if not name.endswith((_A, _B))]
-    if odd:
-        raise ValueError(f"the adapter has '{odd[0]}': expected names that end in {_A} or {_B}")
+    unknown = [name for name in adapter if not name.endswith((_A, _B))]
+    if unknown:
+        raise ValueError(f"the adapter has '{unknown[0]}': expected names that end in {_A} or {_B}")
     for name, a in adapter.items():
         if not name.endswith(_A):
             continue
         stem = name.removesuffix(_A)
         target = f"{stem.removeprefix(_PREFIX)}.weight"
         if target not in base or stem + _B not in adapter:
-            raise ValueError(f"the adapter's '{name}' has no {_B[1:]} beside it, or no {target}")
+            raise ValueError(f"the adapter's '{name}' has no {_B[1:]} next to it, or no {target}")
         b = adapter[stem + _B]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise ValueError(
@@ -70,12 +70,12 @@ def merge_adapter(
         change = scale * (b.double() @ a.double())
         if config.get("fan_in_fan_out"):
             change = change.T
-        whole = base[target]
-        if change.shape != whole.shape:
+        weight = base[target]
+        if change.shape != weight.shape:
             raise ValueError(
-                f"the adapter's '{stem}' is {list(change.shape)}: expected {list(whole.shape)}"
+                f"the adapter's '{stem}' is {list(change.shape)}: expected {list(weight.shape)}"
             )
-        merged[target] = (whole.double() + change).to(whole.dtype)
+        merged[target] = (weight.double() + change).to(weight.dtype)
     return merged
 
 
@@ -88,7 +88,7 @@ def base_weights(model_path: str) -> dict[str, Tensor]:
 
 
 class AnnouncedWeights:
-    """The server's side of the group: rank 0 of two, the trainer is the last."""
+    """The server's side of the group: rank 0 of two; the trainer is rank 1."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class AnnouncedWeights:
         timeout: float | None = None,
         max_bytes: int = 2**36,
     ) -> None:
-        """`model_path`: the base of adapters until full weights arrive; `max_bytes`: of tensors
-        that are not in use yet.
+        """`model_path`: the base of adapters until full weights arrive. `max_bytes`: the most that
+        may be received before it is applied.
         """
         self._max_bytes = max_bytes
         self._engine = engine
@@ -110,9 +110,9 @@ class AnnouncedWeights:
         self._group: WeightGroup | None = None
         self._joining: asyncio.Future[None] | None = None
         self._last: asyncio.Future[None] | None = None
-        """The broadcast that was announced last."""
+        """The newest announced broadcast, until it has been awaited."""
         self._tensors: dict[str, Tensor] = {}
-        self._one_by_one = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def join(self, host: str, port: int, *, reached: str = "127.0.0.1") -> None:
         """Open the meeting point and wait for the trainer there, in the background.
@@ -128,7 +128,7 @@ class AnnouncedWeights:
                 f"host is {host}: expected {reached}, where this client has asked; the weight "
                 "group's port has no key"
             )
-        async with self._one_by_one:
+        async with self._lock:
             await self._apply()
             self._joining = asyncio.ensure_future(
                 in_thread(lambda: self._connect(host, port), name="weights")
@@ -136,15 +136,15 @@ class AnnouncedWeights:
 
     async def receive_tensor(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         """Wait for one tensor, in the background."""
-        empty = self._empty(name, dtype, shape)
+        empty = self._allocate(name, dtype, shape)
 
         def receive() -> None:
             self._broadcast(empty)
             self._tensors[name] = empty
 
-        async with self._one_by_one:
-            await self._after_last()
-            self._background(receive)
+        async with self._lock:
+            await self._await_running()
+            self._start(receive)
 
     async def receive_bucket(
         self, parts: Sequence[BucketEntry], adapter: Mapping[str, Any] | None = None
@@ -152,7 +152,7 @@ class AnnouncedWeights:
         """Wait for a bucket of bytes, in the background. `adapter`: they are LoRA weights of this
         configuration.
         """
-        empty = {p.name: self._empty(p.name, p.dtype, p.shape) for p in parts}
+        empty = {p.name: self._allocate(p.name, p.dtype, p.shape) for p in parts}
         for p in parts:
             expected = empty[p.name].nbytes
             if p.start_idx < 0 or p.end_idx - p.start_idx != expected:
@@ -162,17 +162,17 @@ class AnnouncedWeights:
                 )
 
         size = max((p.end_idx for p in parts), default=0)
-        self._look_at_size(size, "the bucket")
+        self._check_size(size, "the bucket")
         bucket = torch.empty(size, dtype=torch.uint8)
 
         def receive() -> None:
             self._broadcast(bucket)
             self._tensors |= dict(unpack(parts, bucket))
 
-        async with self._one_by_one:
-            await (self._after_last() if adapter is None else self._apply())
+        async with self._lock:
+            await (self._await_running() if adapter is None else self._apply())
             self._adapter = adapter
-            self._background(receive)
+            self._start(receive)
 
     async def load(self, path: str) -> None:
         """Load the weights of a folder."""
@@ -182,7 +182,7 @@ class AnnouncedWeights:
 
     async def ready(self) -> int:
         """Apply the received weights and return the version. Raises a broadcast's error."""
-        async with self._one_by_one:
+        async with self._lock:
             await self._apply()
         return self._engine.health().version
 
@@ -195,33 +195,35 @@ class AnnouncedWeights:
         try:
             await self.ready()
         except ValueError as error:
-            raise RuntimeError(f"the weights that a trainer sent are of no use: {error}") from error
+            raise RuntimeError(
+                f"the weights that a trainer sent cannot be used: {error}"
+            ) from error
 
     async def close(self) -> None:
         """Leave the group, after applying the received weights."""
-        async with self._one_by_one:
+        async with self._lock:
             try:
                 await self._apply()
             finally:
                 self._group = None
 
-    def _empty(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+    def _allocate(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
         kind, size = dtype_named(dtype), math.prod(shape)
         if any(not 0 <= length < 2**40 for length in shape):
             raise ValueError(f"shape of {name} is {list(shape)!s:.80}: expected sizes of a tensor")
-        self._look_at_size(size * kind.itemsize, name)
+        self._check_size(size * kind.itemsize, name)
         return torch.empty(tuple(shape), dtype=kind)
 
-    def _look_at_size(self, size: int, what: str) -> None:
-        held = sum(tensor.nbytes for tensor in self._tensors.values())
-        if held + size > self._max_bytes:
+    def _check_size(self, size: int, what: str) -> None:
+        received = sum(tensor.nbytes for tensor in self._tensors.values())
+        if received + size > self._max_bytes:
             raise ValueError(
-                f"{what} has {size} bytes, behind {held} that are not in use yet: expected at most "
-                f"{self._max_bytes} for this model"
+                f"{what} has {size} bytes, after {received} that are not applied yet: expected at "
+                f"most {self._max_bytes} for this model"
             )
 
     async def _apply(self) -> None:
-        await self._after_last()
+        await self._await_running()
         if self._tensors:
             tensors, self._tensors = self._tensors, {}
             if self._adapter is not None:
@@ -258,23 +260,25 @@ class AnnouncedWeights:
                 "there is no group to receive weights in: call init_communicator first"
             )
         try:
-            self._group.broadcast(tensor, 1, failure="the weights that were announced did not come")
+            self._group.broadcast(tensor, 1, failure="the announced weights did not arrive")
         except RuntimeError:
             self._group, self._tensors = None, {}
             raise
 
-    def _background(self, function: Callable[[], None]) -> None:
+    def _start(self, function: Callable[[], None]) -> None:
         """Run in a daemon thread, which does not keep the process alive."""
         self._last = asyncio.ensure_future(in_thread(function, name="weights"))
 
-    async def _after_last(self) -> None:
+    async def _await_running(self) -> None:
         """Wait for the running work. Raises its exception, once."""
-        for name in ("_joining", "_last"):
-            task: asyncio.Future[None] | None = getattr(self, name)
-            if task is not None:
-                await asyncio.wait({task})  # a client that disconnects does not end it
-                setattr(self, name, None)
-                task.result()
+        if (joining := self._joining) is not None:
+            await asyncio.wait({joining})  # a client that disconnects does not end it
+            self._joining = None
+            joining.result()
+        if (last := self._last) is not None:
+            await asyncio.wait({last})
+            self._last = None
+            last.result()
 
 
 async def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

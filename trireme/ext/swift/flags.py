@@ -32,11 +32,10 @@ from trireme.ext.swift.flag_names import (
 )
 from trireme.ext.swift.flag_values import needs, number_of, scalar, system_of, text_of
 
-_ONE_OF = "expected one of "
 _ADVANTAGE = "algorithm.advantage_fn_args."
-_PLAIN = (None, "ppo", "grpo")
-"""Default values of keys there: another flag may override them."""
-_RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
+_DEFAULTS = (None, "ppo", "grpo")
+"""Values that are defaults, which another flag may override."""
+_RESAMPLES = f"{_ADVANTAGE}max_resample_times"
 SDAR = "sdar_loss_coef"
 
 
@@ -62,8 +61,8 @@ class SwiftFlags:
 
 
 def overrides(flags: Given, config: Source) -> list[str]:
-    """Return `key=value` for each flag, and for every taskset of the file. A file that cannot be
-    read gives the first taskset's; loading it reports why. Flags without effect are reported.
+    """Return `key=value` for each flag, and for every taskset of the file. If the file cannot be
+    read, one taskset is assumed; loading it reports why. Flags without effect are reported.
     """
     for name in flags:
         if name in IDLE:
@@ -82,13 +81,13 @@ def overrides(flags: Given, config: Source) -> list[str]:
     ]
     if "multi_turn_scheduler" in flags:
         out.append(f"{INPUT}.default_workflow_type=multi_turn_scheduler")
-    each, keys = _each_batch(flags), _chosen(flags)
+    per_batch, keys = _in_train_steps(flags), _chosen(flags)
     out += [
-        f"{KEYS[name]}={_value(name, each.get(name, values))}"
+        f"{KEYS[name]}={_value(name, per_batch.get(name, values))}"
         for name, values in flags.items()
         if name in KEYS and name not in SERVERS
     ]
-    if steps := _explore_steps(flags, each, keys.get(_RESAMPLES, 0)):
+    if steps := _explore_steps(flags, per_batch, keys.get(_RESAMPLES, 0)):
         out.append(f"buffer.total_steps={steps}")
     out += _translated(flags, config, keys)
     if urls := list(_urls(flags)):
@@ -130,8 +129,8 @@ def _columns(flags: Given) -> Iterator[tuple[str, str]]:
 
 
 def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list[str]:
-    """Return `key=value` of the flags that become several keys, after the `chosen` ones. Raises
-    BadParameter for other values.
+    """Return `key=value` for the flags that set several keys, after the `chosen` ones. Raises
+    BadParameter for invalid values.
     """
     keys = dict(chosen)
     number = {name: number_of(name, flags[name][0]) for name in NUMBERS if name in flags}
@@ -141,13 +140,19 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
         keys["algorithm.kl_loss_fn"] = "none"
     if (beta := number.get("beta")) is not None:
         part = "algorithm.kl_penalty_fn" if in_reward else "algorithm.kl_loss_fn"
-        keys[part] = ("k1" if in_reward else "k3") if beta else "none"
-        keys |= {f"{part}_args.kl_coef": beta} if beta else {}
+        if beta:
+            keys[part] = "k1" if in_reward else "k3"
+            keys[f"{part}_args.kl_coef"] = beta
+        else:
+            keys[part] = "none"
     low, high = number.get("epsilon"), number.get("epsilon_high", number.get("epsilon"))
-    if keys.get("algorithm.policy_loss_fn") == "cispo":  # there the bound itself, not its distance
+    if keys.get("algorithm.policy_loss_fn") == "cispo":
+        # CISPO's epsilon_high is the bound of the ratio itself, not its distance from 1
         low, high = None, None if high is None else high - 1
-    keys |= {f"{loss}clip_range_low": low} if low is not None else {}
-    keys |= {f"{loss}clip_range_high": high} if high is not None else {}
+    if low is not None:
+        keys[f"{loss}clip_range_low"] = low
+    if high is not None:
+        keys[f"{loss}clip_range_high"] = high
     for name in (*LOSS_OPTIONS, *REWEIGHT_OPTIONS):
         if name in flags:
             option = LOSS_OPTIONS.get(name)
@@ -184,34 +189,34 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
 
 
 def _chosen(flags: Given) -> dict[str, Any]:
-    """Return the keys of the flags with few values. Raises BadParameter for another value, and for
-    two flags that set one key to different values.
+    """Return the keys of the flags that take one of a few values. Raises BadParameter for another
+    value, and for two flags that set one key to different values.
     """
     keys: dict[str, Any] = {}
-    whose: dict[str, str] = {}
+    set_by: dict[str, str] = {}
     for name, choices in CHOICES.items():
         if name not in flags:
             continue
-        value = flags[name][0].lower()
-        word = f"--{name} {flags[name][0]}"
-        if value not in choices:
-            raise typer.BadParameter(f"{word}: {_ONE_OF}{', '.join(choices)}")
-        for key, item in choices[value].items():
-            if keys.get(key) not in (*_PLAIN, item):
+        choice = flags[name][0].lower()
+        flag = f"--{name} {flags[name][0]}"
+        if choice not in choices:
+            raise typer.BadParameter(f"{flag}: expected one of {', '.join(choices)}")
+        for key, value in choices[choice].items():
+            if keys.get(key) not in (*_DEFAULTS, value):
                 raise typer.BadParameter(
-                    f"{whose[key]} and {word} both set algorithm.{key}, to {keys[key]} and {item}: "
-                    "expected one of them"
+                    f"{set_by[key]} and {flag} both set algorithm.{key}, to {keys[key]} and "
+                    f"{value}: expected one of them"
                 )
-            keys[key], whose[key] = item, word
+            keys[key], set_by[key] = value, flag
     norm, level = "advantage_fn_args.norm_by_std", "advantage_fn_args.std_cal_level"
     estimator = keys.get("advantage_fn")
     if estimator == "rloo":
-        keys.pop(norm, None)  # it never divides
+        keys.pop(norm, None)  # rloo never divides by a std
     elif estimator == "reinforceplusplus_baseline" and keys.get(level) == "batch":
-        del keys[level]  # so it does
+        del keys[level]  # it uses the std of the batch anyway
     elif estimator == "reinforceplusplus_baseline" and (norm in keys or level in keys):
-        keys["advantage_fn"] = "grpo"  # which it is then
-    chosen = {f"algorithm.{key}": item for key, item in keys.items()}
+        keys["advantage_fn"] = "grpo"  # with such options the two are the same
+    chosen = {f"algorithm.{key}": value for key, value in keys.items()}
     if _RESAMPLES in chosen and "max_resample_times" in flags:
         times = number_of("max_resample_times", flags["max_resample_times"][0])
         chosen[_RESAMPLES] = int(times)
@@ -260,8 +265,8 @@ def in_effect(flags: Given) -> Given:
     and, with another use of the teacher, without `--teacher_kl_coef 0`.
     """
     for name in (SDAR, "teacher_kl_coef"):
-        alone = name != SDAR and not {"advantage_reweight", SDAR} & flags.keys()
-        if name in flags and not alone and number_of(name, flags[name][0]) == 0:
+        only_use = name != SDAR and not {"advantage_reweight", SDAR} & flags.keys()
+        if name in flags and not only_use and number_of(name, flags[name][0]) == 0:
             flags = {other: values for other, values in flags.items() if other != name}
     return flags
 
@@ -305,12 +310,12 @@ def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[
     return keys
 
 
-def _each_batch(flags: Given) -> dict[str, list[str]]:
-    """Convert the flags that count optimizer steps to train steps: several of the former belong to
-    one batch.
+def _in_train_steps(flags: Given) -> dict[str, list[str]]:
+    """Convert the flags that count optimizer steps to train steps, of which each has
+    `--num_iterations` optimizer steps.
 
-    Shares, below 1, count nothing and stay; `--max_steps -1`, the default there, is no limit.
-    Raises BadParameter for a number that is not a multiple.
+    Values below 1 are shares and stay as they are; `--max_steps -1`, ms-swift's default, is no
+    limit. Raises BadParameter for a number that is not a multiple.
     """
     iterations = number_of("num_iterations", flags.get("num_iterations", ["1"])[0])
     out: dict[str, list[str]] = {}
@@ -331,11 +336,12 @@ def _each_batch(flags: Given) -> dict[str, list[str]]:
     return out
 
 
-def _explore_steps(flags: Given, each: Given, resamples: int) -> int:
-    """Return the most explore steps for `--max_steps` train steps, which override the epochs; 0:
-    the flag sets no limit. `each` has the flag in train steps, each of which `resamples` repeat.
+def _explore_steps(flags: Given, per_batch: Given, resamples: int) -> int:
+    """Return the most explore steps that `--max_steps` train steps take, which override the epochs;
+    0: the flag sets no limit. `per_batch` are the flags in train steps, each of which may take
+    `resamples` further explore steps.
     """
-    text = each.get("max_steps", flags.get("max_steps", ["0"]))[0]
+    text = per_batch.get("max_steps", flags.get("max_steps", ["0"]))[0]
     steps = 0.0 if text == "null" else number_of("max_steps", text)
     return int(steps * (1 + resamples)) if steps >= 1 else 0
 
