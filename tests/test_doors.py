@@ -22,7 +22,8 @@ from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.rows import NoRows, load_rows
 from trireme.experience import EID, Experience
 from trireme.launch.check import draft, make_plans
-from trireme.launch.data import make_buffer, rows_of
+from trireme.launch.data import make_buffer
+from trireme.launch.tasksets import rows_of
 from trireme.registry import STORES
 
 MANIFEST = """

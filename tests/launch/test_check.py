@@ -12,7 +12,7 @@ from tests.config.made import config_of, values, write_model, write_rows
 from trireme.cli.check import check
 from trireme.data.tasksets import Taskset
 from trireme.launch.check import draft
-from trireme.launch.data import make_eval_tasksets, make_training_taskset
+from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
 from trireme.monitor.terminal import Terminal
 
 PLUGIN = """

@@ -9,7 +9,7 @@ import pytest
 
 from tests.model.fake import TOKENIZER, FakeEngine, make
 from trireme import Experience, Task
-from trireme.launch.data import examine_taskset
+from trireme.launch.tasksets import examine_taskset
 from trireme.workflows.single_turn import BOXED, THINK_ANSWER, MathWorkflow, SimpleWorkflow
 from trireme.workflows.workflow import resolve
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.config import Findings
-from trireme.config.check import note_idle
+from trireme.config.check import check_kernels, note_idle
 from trireme.config.engine_kind import EnginePlan, choose_engine, kind_named
 from trireme.config.external import ExternalModel, external_of
 from trireme.config.lookup import gpu_bytes, num_gpus
@@ -110,6 +110,8 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
     request = request_of(lengths, places, engine, sync, half=half, free=free)
     memory = findings.take(plan_memory(stage, places, request))
     listen_address = findings.take(_listen_address(stage))
+    device = "cuda" if present else "cpu"
+    findings.add(check_kernels(stage, device, dtype, places.trainer_ranks))
     plan = Plan(
         config=config,
         stage_name=stage.name,
@@ -118,7 +120,7 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
         colocated=stage.colocated,
         job_dir=job_dir,
         seed=config.seed,
-        device="cuda" if present else "cpu",
+        device=device,
         dtype=dtype,
         model_path=config.model.model_path,
         listen_address=listen_address,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trireme.config import ConfigError, Plan, Problem
-from trireme.config.check import check_folder, check_kernels, job_folder
+from trireme.config.check import check_folder, job_folder
 from trireme.config.launcher import gpus_elsewhere
 from trireme.config.load import read_config
 from trireme.config.plan import derive
@@ -110,5 +110,4 @@ def _plan_of(parts: Parts, root: Path, gpus: int | None) -> Plan:
     """Derive the Plan of a stage, with all its notes; its problems join those of the parts."""
     stage = parts.stage
     plan = parts.findings.take(derive(stage, root, gpus))
-    parts.findings.add(check_kernels(stage, plan.device, plan.dtype, plan.places.trainer_ranks))
     return replace(plan, notes=(*parts.findings.notes, *parts.file_notes))

@@ -7,18 +7,13 @@ from functools import partial
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.lookup import located
-from trireme.launch.data import (
-    examine_taskset,
-    make_buffer,
-    make_eval_tasksets,
-    make_text,
-    make_training_taskset,
-)
+from trireme.launch.data import make_buffer, make_text
 from trireme.launch.engines import examine_auxiliary, teacher_len
 from trireme.launch.listeners import listeners
 from trireme.launch.parts import Parts
 from trireme.launch.prompts import check_teacher_prompts, first_prompts
 from trireme.launch.read import prepares_tasks
+from trireme.launch.tasksets import examine_taskset, make_eval_tasksets, make_training_taskset
 from trireme.registry import STEERINGS
 from trireme.trainer.steering import examine_steering
 from trireme.usercode import fault_of

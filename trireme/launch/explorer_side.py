@@ -20,7 +20,8 @@ from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.explorer.explorer import Explorer, ExplorerSettings
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
-from trireme.launch.data import FAILED_BYTES, Text
+from trireme.launch.copies import FAILED_BYTES
+from trireme.launch.data import Text
 from trireme.launch.engines import (
     Auxiliary,
     Endpoint,

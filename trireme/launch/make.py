@@ -15,7 +15,6 @@ from trireme.algorithms.recipes import get_recipe, row_of
 from trireme.config.check import (
     check_algorithm,
     check_auxiliary_models,
-    check_experts,
     check_model,
     check_tasksets,
 )
@@ -24,13 +23,10 @@ from trireme.config.external import check_external
 from trireme.config.launcher import check_launcher
 from trireme.config.stages import StageFacts, with_inputs
 from trireme.extensions import missing
-from trireme.launch.data import OPERATORS_KEY
+from trireme.launch.operators import try_operators
 from trireme.launch.parts import Parts
-from trireme.launch.read import check_template, make_tasksets, read_data, read_train_data
+from trireme.launch.read import check_template, make_tasksets, read_experts, read_train_data
 from trireme.model.tool_calls import format_of
-from trireme.pipeline.operators import make_operator
-from trireme.pipeline.tasks import task_operators
-from trireme.registry import OPERATORS, TASK_OPERATORS
 
 
 def make_parts(
@@ -56,11 +52,9 @@ def make_parts(
         findings.add(check_tasksets(stage))
         make_tasksets(parts, names_are_known)
     read_train_data(parts)
-    findings.add(check_experts(stage))
-    for name, data in stage.config.buffer.trainer_input.auxiliary_buffers.items():
-        read_data(parts, f"buffer.trainer_input.auxiliary_buffers.{name}", data, "sft")
+    read_experts(parts)
     if names_are_known:
-        _make_operators(parts)
+        try_operators(parts)
     findings.add(check_external(stage))
     model, model_findings = check_model(stage)
     findings.problems += model_findings.problems
@@ -119,24 +113,3 @@ def _make_recipe(parts: Parts) -> None:
             f"is {algorithm.repeat_times}: expected at least 2, since {recipe.name} compares the "
             "rollouts of one task",
         )
-
-
-def _make_operators(parts: Parts) -> None:
-    """Make the operators on experiences, and those on the tasks' rows, where the mode has them."""
-    config = parts.stage.config
-    data, mode = config.data_processor, config.mode
-    experiences = data.experience_pipeline.operators if mode in ("both", "explore", "serve") else ()
-    named = {f"{OPERATORS_KEY}[{i}]": item for i, item in enumerate(experiences)}
-    sets = [(OPERATORS, named)]
-    sets += [(TASK_OPERATORS, task_operators(config))] if mode in ("both", "explore") else []
-    for registry, operators in sets:
-        for key, item in operators.items():
-            make = partial(make_operator, registry, item.name, item.args, key)
-            made, recipe = parts.tried(make), parts.recipe
-            if made and made.changes_reward and recipe and recipe.asks("reward_parts"):
-                parts.findings.problem(
-                    f"{key}.name",
-                    f"is '{item.name}', which changes the reward and not its parts, and "
-                    f"{recipe.parts['advantage_fn'].label} compares these one by one: expected the "
-                    "same as one more reward function, such as soft_overlong, or advantage_fn grpo",
-                )

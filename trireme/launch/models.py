@@ -18,7 +18,7 @@ from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.config import Plan
 from trireme.config.lookup import located, model_config
 from trireme.engines.device import expand_segments
-from trireme.launch.data import make_trained_tokens
+from trireme.launch.copies import make_trained_tokens
 from trireme.launch.servers import engine_servers
 from trireme.launch.stage import Stage
 from trireme.sync.push import Pairs

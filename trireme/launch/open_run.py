@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 from trireme.config import ConfigError, Plan, Problem
 from trireme.engines.device import Device
-from trireme.launch.data import examine_taskset
 from trireme.launch.engines import examine_auxiliary
 from trireme.launch.listeners import RunListener, listeners
 from trireme.launch.resume import refuse_other_run
 from trireme.launch.stage import Stage, open_stage
+from trireme.launch.tasksets import examine_taskset
 from trireme.log import get_logger
 from trireme.monitor.events import Listener, Noted
 from trireme.monitor.monitor import JsonLinesMonitor

@@ -6,22 +6,20 @@ up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from trireme.config.check import check_experts
 from trireme.config.lookup import ModelFacts
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import StageFacts, UsedTaskset, used_tasksets
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import Rows, is_remote, load_rows
 from trireme.data.tasksets import Taskset
-from trireme.launch.data import data_set, make_taskset, rows_of, together
 from trireme.launch.parts import Parts
 from trireme.launch.prompts import first_messages
-from trireme.registry import REWARDS
-from trireme.rewards.grouped import is_grouped, judge_of
+from trireme.launch.tasksets import data_set, make_taskset, rows_of, together
+from trireme.rewards.grouped import refuse_reward
 from trireme.workflows.workflow import resolve
 
 
@@ -89,7 +87,7 @@ def _resolve(parts: Parts, used: UsedTaskset, taskset: Taskset | None) -> bool:
     named = [(used.workflow, used.reward)] if used.workflow else []
     if taskset is not None:
         named = [(task.workflow, task.reward_fn) for task in taskset.kinds()]
-    one = bool(named)
+    one, models = bool(named), len(parts.stage.config.explorer.auxiliary_models)
     for workflow, reward in named:
         if workflow is None and not used.workflow:
             continue  # a missing name is reported by the YAML's checks
@@ -99,18 +97,9 @@ def _resolve(parts: Parts, used: UsedTaskset, taskset: Taskset | None) -> bool:
         if spec and recipe and recipe.asks("reward_parts") and not used.is_eval:
             parts.tried(partial(spec.refuse_no_parts, recipe.parts["advantage_fn"].label), key)
         reward = reward or getattr(getattr(spec, "code", None), "default_reward", None)
-        parts.tried(partial(_resolve_reward, parts, reward, used.config.reward_fn_args), key)
+        parts.tried(partial(refuse_reward, reward, used.config.reward_fn_args, models), key)
         one = one and spec is not None and spec.one_experience
     return one
-
-
-def _resolve_reward(parts: Parts, reward: Any, args: Mapping[str, Any]) -> None:
-    """Raise ValueError if a reward does not exist, or asks a model that does not exist."""
-    if is_grouped(reward, args):
-        models = len(parts.stage.config.explorer.auxiliary_models)
-        judge_of(reward, args).refuse_missing_models(models)
-    elif isinstance(reward, str):
-        REWARDS.get(reward)
 
 
 def read_train_data(parts: Parts) -> None:
@@ -122,12 +111,19 @@ def read_train_data(parts: Parts) -> None:
     if recipe.schema == "kto" and stage.config.buffer.train_batch_size == 1:
         text = "is 1: KTO compares rows; expected at least 2"
         parts.findings.problem("buffer.train_batch_size", text)
-    rows = read_data(parts, "buffer.trainer_input.experience_buffer", data, recipe.schema)
+    rows = _read_data(parts, "buffer.trainer_input.experience_buffer", data, recipe.schema)
     if rows is not None and FORMATS[recipe.schema].one_each:
         parts.stage = replace(stage, train_rows=len(rows))
 
 
-def read_data(parts: Parts, key: str, data: ExperienceBufferConfig, schema: str) -> Rows | None:
+def read_experts(parts: Parts) -> None:
+    """Read the experts' data sets, which are mixed into the trainer's batches."""
+    parts.findings.add(check_experts(parts.stage))
+    for name, data in parts.stage.config.buffer.trainer_input.auxiliary_buffers.items():
+        _read_data(parts, f"buffer.trainer_input.auxiliary_buffers.{name}", data, "sft")
+
+
+def _read_data(parts: Parts, key: str, data: ExperienceBufferConfig, schema: str) -> Rows | None:
     """Read a data set whose columns are those of a schema."""
     rows = _read(parts, key, data)
     if rows is not None:

@@ -25,12 +25,13 @@ from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_engine
 from trireme.explorer.explorer import explorer_state
-from trireme.launch import data
-from trireme.launch.copies import Copy
-from trireme.launch.data import Text, make_text
+from trireme.launch.copies import Copy, make_raw_record, make_shown_record
+from trireme.launch.data import Text, end_ids_of, make_buffer, make_text
 from trireme.launch.engines import engine_spec
+from trireme.launch.operators import make_operators
 from trireme.launch.results import StageResult
 from trireme.launch.resume import made_with
+from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
 from trireme.log import get_logger, setup_logging
 from trireme.monitor.events import Emit, Listener, Noted, Stream
 from trireme.pipeline.operators import Operator
@@ -136,23 +137,23 @@ class Stage:
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
         """Make the tasks to explore."""
-        return data.make_training_taskset(self.plan)
+        return make_training_taskset(self.plan)
 
     @cached_property
     def eval_tasksets(self) -> list[Taskset]:
         """Make the evaluation tasks."""
-        return data.make_eval_tasksets(self.plan)
+        return make_eval_tasksets(self.plan)
 
     @cached_property
     def operators(self) -> list[Operator]:
         """Make the operators that process a step's experiences before training."""
-        return data.make_operators(self.plan)
+        return make_operators(self.plan)
 
     @cached_property
     def buffer(self) -> Buffer:
         """Open the store between the two sides, in the state of the checkpoint."""
-        ends = data.end_ids_of(self.model_path, self.text) if self.reads_file else ()
-        buffer = data.make_buffer(
+        ends = end_ids_of(self.model_path, self.text) if self.reads_file else ()
+        buffer = make_buffer(
             self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
         )
         if isinstance(buffer, InMemory) and buffer.record is not None:
@@ -179,7 +180,7 @@ class Stage:
 
     def pipeline(self) -> Pipeline:
         """Make the pipeline of operators, with a copy of its input if the YAML wants one."""
-        raw = data.make_raw_record(self.plan, self.folder)
+        raw = make_raw_record(self.plan, self.folder)
         if raw is not None:
             self.keep(raw)
         plan, most, resampling = self.plan, self.recipe.max_resample_times, None
@@ -197,7 +198,7 @@ class Stage:
         if file in self._copied:
             return
         self._copied.add(file)
-        record = data.make_shown_record(self.plan, self.folder, file, most)
+        record = make_shown_record(self.plan, self.folder, file, most)
         if record is None:
             return
         if file == DATA_ROWS:

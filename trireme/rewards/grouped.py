@@ -367,6 +367,14 @@ def is_grouped(reward: Any, args: Mapping[str, Any]) -> bool:
     return several or (reward is not None and of_groups(reward))
 
 
+def refuse_reward(reward: Any, args: Mapping[str, Any], models: int) -> None:
+    """Raise ValueError if a reward does not exist, or asks one of `models` that does not exist."""
+    if is_grouped(reward, args):
+        judge_of(reward, args).refuse_missing_models(models)
+    elif isinstance(reward, str):
+        REWARDS.get(reward)
+
+
 def judge_of(reward: Any, args: Mapping[str, Any]) -> Judge:
     """Return the reward functions of a task; an environment's own reward needs none.
 

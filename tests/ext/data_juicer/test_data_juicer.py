@@ -24,7 +24,7 @@ from trireme.experience import EID, Experience
 from trireme.ext.data_juicer import operators as data_juicer
 from trireme.ext.data_juicer.operators import VARIABLE
 from trireme.launch.check import draft, make_plans
-from trireme.launch.data import make_training_taskset
+from trireme.launch.tasksets import make_training_taskset
 from trireme.pipeline.operators import Operator, OperatorFailed, make_operator
 from trireme.pipeline.tasks import task_operators
 from trireme.registry import OPERATORS, TASK_OPERATORS

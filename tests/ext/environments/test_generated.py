@@ -6,7 +6,7 @@ import pytest
 
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.ext.environments.generated import generated
-from trireme.launch.data import rows_of
+from trireme.launch.tasksets import rows_of
 
 
 def test_options_are_read_as_yaml_reads_them() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: mak
 from tests.model.fake import make
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.ext.environments.generated import problems
-from trireme.launch.data import rows_of
+from trireme.launch.tasksets import rows_of
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

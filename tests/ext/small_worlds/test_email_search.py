@@ -15,7 +15,7 @@ import pytest
 from tests.model.fake import make
 from trireme.experience import Experience
 from trireme.ext.small_worlds.mailbox import Mailbox, make_mail, write_mailbox
-from trireme.launch.data import examine_taskset
+from trireme.launch.tasksets import examine_taskset
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

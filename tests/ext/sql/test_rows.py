@@ -10,7 +10,7 @@ import pytest
 
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.rows import NoRows, load_rows
-from trireme.launch.data import rows_of
+from trireme.launch.tasksets import rows_of
 
 
 @pytest.fixture

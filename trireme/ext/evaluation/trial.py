@@ -36,10 +36,11 @@ from trireme.explorer.scheduler import Scheduler
 from trireme.ext.external_model.api import Api
 from trireme.ext.train.train import Reward, config_from
 from trireme.launch.check import checked
-from trireme.launch.data import Text, make_eval_tasksets, make_text, make_training_taskset
+from trireme.launch.data import Text, make_text
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary
 from trireme.launch.explorer_side import make_scheduler
 from trireme.launch.servers import with_servers
+from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
 from trireme.processes import ending_leftovers, environment

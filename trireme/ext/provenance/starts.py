@@ -43,7 +43,7 @@ from trireme.files import (
     write_json,
     write_text,
 )
-from trireme.launch.data import data_set
+from trireme.launch.tasksets import data_set
 from trireme.log import get_logger, hide_passwords
 
 logger = get_logger("launcher")
