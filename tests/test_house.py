@@ -9,6 +9,7 @@ import pytest
 
 from scripts import layout_page
 from scripts.house import (
+    KERNEL_LIMITS,
     LIMITS,
     LISTS,
     circles,
@@ -67,6 +68,12 @@ def figures() -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("what", sorted(LIMITS))
 def test_the_laws_of_the_house_hold(what: str, figures: dict[str, tuple[int, int]]) -> None:
     assert sum(figures[what]) <= LIMITS[what], f"python scripts/house.py --list '{what}' names them"
+
+
+@pytest.mark.parametrize("what", sorted(KERNEL_LIMITS))
+def test_the_laws_of_the_kernel_hold(what: str, figures: dict[str, tuple[int, int]]) -> None:
+    hint = f"python scripts/house.py --list '{what}' names them"
+    assert figures[what][0] <= KERNEL_LIMITS[what], hint
 
 
 def test_lines_of_code_leave_out_comments_docstrings_and_blank_lines(house: Path) -> None:
