@@ -54,6 +54,20 @@ def test_the_mode_is_the_one_that_was_asked_for(tmp_path):
     assert "n: grpo, colocate\n" in printed(tmp_path / "config.yaml", "mode=colocate")[1]
 
 
+def test_a_plan_without_a_place_for_an_engine_is_printed_with_its_problem(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    requested = "explorer.rollout_model.engine_type=remote"
+    code, text = printed(tmp_path / "config.yaml", requested, "cluster.launcher=local")
+    assert code == 1 and "problem: explorer.rollout_model.base_urls is empty" in text
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    code, text = printed(
+        tmp_path / "config.yaml", "algorithm.algorithm_type=sft", "mode=colocate",
+        f"buffer.trainer_input.experience_buffer={{name: data, path: {tmp_path / 'data.jsonl'}}}",
+        "cluster.launcher=ray", "cluster.gpu_per_node=2", "cluster.node_num=1",
+    )  # fmt: skip
+    assert code == 1 and "problem: mode is 'colocate'" in text and "runners" not in text
+
+
 def test_problems_of_the_file_and_of_what_it_names_are_told_together(tmp_path):
     config_of(tmp_path, values(tmp_path))
     code, text = printed(tmp_path / "config.yaml", "trainer.grad_clp=1", "algorithm.repeat_times=1")

@@ -114,9 +114,11 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         engine = ", ".join(plan.engine.urls) or _engines(plan)
         engine = f"the API at {plan.api.base_url}" if plan.api else engine
         at_once = min(plan.engine.runners, plan.steps.batch_size) * plan.steps.repeat_times
-        each = -(-at_once // max(plan.places.num_engines, len(plan.engine.urls)))
-        requests = f"at most {each} requests at once{' an engine' * (each < at_once)}"
-        rows.append(("runners", f"{plan.engine.runners} on {engine}: {requests}"))
+        engines = max(plan.places.num_engines, len(plan.engine.urls))
+        if engines:  # a plan with problems may have none
+            each = -(-at_once // engines)
+            requests = f"at most {each} requests at once{' an engine' * (each < at_once)}"
+            rows.append(("runners", f"{plan.engine.runners} on {engine}: {requests}"))
         rows.append(("evaluation", f"every {plan.sync.eval_interval} explore steps"))
     if plan.mode in ("both", "explore"):
         rows.append(("sync", _sync(plan.sync)))

@@ -63,8 +63,8 @@ def sync_of(
 ) -> tuple[SyncPlan, Findings]:
     """Decide how a stage's weights go from the trainer to the engine."""
     findings, config, sync = Findings(), stage.config, stage.config.synchronizer
-    style = findings.take(_style_of(stage, steps.own_batch))
-    method = findings.take(_method_of(stage, places.spread, engine.hosts))
+    style: SyncStyle = findings.take(_style_of(stage, steps.own_batch))
+    method: SyncMethod = findings.take(_method_of(stage, places.spread, engine.hosts))
     one_process = not places.spread and not engine.hosts
     in_turns = not stage.reads_file and method == "memory" and (places.paired or one_process)
     lock_step = in_turns and not _against_turns(stage, steps.own_batch)
