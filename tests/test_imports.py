@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -14,8 +15,15 @@ HEAVY = ("torch", "transformers", "datasets", "ray", "vllm", "peft", "pandas")
 
 
 def run_python(code: str) -> str:
+    # a user's Python writes and reads bytecode; without it our modules are compiled each time, and
+    # those of other packages, which pip has compiled, are not
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

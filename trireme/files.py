@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import stat
 import subprocess
@@ -374,7 +373,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 def beside(path: Path) -> Path:
     """An unused name in the same folder, which `clean` recognises."""
-    return path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(3)}"
+    return path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
 def clean(folder: Path) -> list[Path]:

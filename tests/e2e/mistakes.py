@@ -459,7 +459,7 @@ MISTAKES = [
             "buffer.total_steps=8", "algorithm.repeat_times=8", "model.max_response_tokens=40",
         ),
         "equal_rewards: in ",
-        "where rewards differed at first, all replies may have become one: a smaller "
+        "if rewards differed at first, the policy may have collapsed to one reply: a smaller "
         "algorithm.optimizer.lr", code=0, extension="diagnosis",
     ),
 ]  # fmt: skip

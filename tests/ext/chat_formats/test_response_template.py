@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -153,10 +152,8 @@ def test_a_pattern_that_takes_too_long_is_one_error(monkeypatch: pytest.MonkeyPa
         tokenizer: Any = make_tokenizer()
         tokenizer.response_template = template
         read = format_of("response_template", tokenizer=tokenizer).read
-        begun = time.monotonic()
         _, [call] = read(text, TOOLS)
         assert "response template takes too long" in str(call.error)
-        assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -171,7 +171,7 @@ def test_a_wrong_question_is_answered_in_a_sentence(client: TestClient) -> None:
         ("rollouts", {**RUN, "least": "much"}, "least is 'much': expected a number"),
         ("rollouts", {**RUN, "order": "x"}, "one of newest, oldest"),
         ("rollout", {**RUN, "eid": "9/9"}, "no rollout '9/9'"),
-        ("tokens", {**RUN, "eid": "9/9"}, "no tokens of '9/9' are kept"),
+        ("tokens", {**RUN, "eid": "9/9"}, "no tokens of '9/9' are stored"),
         ("export", {**RUN, "format": "xml"}, "expected jsonl or parquet"),
     ):
         answer = client.get(f"/api/{path}", params=query)

@@ -275,7 +275,8 @@ def test_an_interrupted_run_saves_and_goes_on(
         return float(len(answer))
 
     options = {"reward": stopping, "name": "mine", "buffer": {"total_steps": 20, "batch_size": 4}}
-    with pytest.raises(KeyboardInterrupt, match=r"step \d+ is saved; the same call goes on"):
+    sentence = r"step \d+ is saved; the same call resumes from it"
+    with pytest.raises(KeyboardInterrupt, match=sentence):
         start(tiny_dir, tmp_path, **options)
     saved = trireme_steps(tmp_path)
     assert saved and saved[-1] < 20
