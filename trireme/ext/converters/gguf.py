@@ -8,12 +8,11 @@ without `quantization_config`, complete under its name or not there at all.
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from trireme.files import whole_folder, write_json
 
 MAGIC = b"GGUF"
 ORIGIN = "origin.json"
@@ -52,17 +51,10 @@ def convert_gguf(file: Path, folder: Path, dtype: str | None = None) -> str:
     plain.load_state_dict(read.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = read.generation_config
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    writing = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with whole_folder(folder) as writing:
         plain.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
-        (writing / ORIGIN).write_text(json.dumps(_origin(file), indent=2) + "\n", encoding="utf-8")
-        writing.chmod(0o755)
-        writing.rename(folder)
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
+        write_json(writing / ORIGIN, _origin(file))
     template = "with" if tokenizer.chat_template else "without"
     return (
         f"{type(plain).__name__}, {plain.num_parameters():,} weights in {str(chosen)[6:]}, "
@@ -91,10 +83,8 @@ def _origin(file: Path) -> dict[str, str]:
     """Describe the file: its name, SHA-256, and what it says about its origin and licence."""
     from gguf import GGUFReader
 
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
+        digest = hashlib.file_digest(stream, "sha256")
     fields = GGUFReader(file).fields
     about = {
         name: str(fields[key].contents()) for name in ABOUT if (key := f"general.{name}") in fields
