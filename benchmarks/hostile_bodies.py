@@ -236,6 +236,7 @@ def make_folder(folder: Path, length: int) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # a script's own path is its folder
     from tests.tiny import CHATML
 
     inner = Tokenizer(models.BPE())

@@ -28,6 +28,8 @@ from typing import Any
 import httpx
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script's own path is its folder
+
 from tests.e2e.job import command as run_command
 from tests.e2e.job import small_config
 from tests.ext.http import bad, fuzz

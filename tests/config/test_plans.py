@@ -258,8 +258,9 @@ def test_a_job_begun_anew_gets_the_time_in_its_name(tmp_path):
     assert plan_of(tmp_path, "group=g").job_dir == tmp_path / "out" / "p" / "g" / "n"
 
 
-def test_micro_batches_hold_two_sequences_by_default(tmp_path):
-    assert plan_of(tmp_path).lengths.max_token_len == 512
+def test_micro_batches_hold_two_sequences_and_at_least_1024_tokens(tmp_path):
+    assert plan_of(tmp_path).lengths.max_token_len == 1024
+    assert plan_of(tmp_path, "model.max_model_len=800").lengths.max_token_len == 1600
     assert plan_of(tmp_path, "trainer.max_token_len_per_gpu=300").lengths.max_token_len == 300
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from tests.config.made import config_of, values, write_model, write_rows
 from trireme.config import ConfigError
+from trireme.config.stages import used_tasksets
 from trireme.launch.check import draft, make_plans
 from trireme.registry import ALGORITHMS
 
@@ -280,6 +281,24 @@ def test_a_taskset_without_a_workflow(tmp_path):
     assert found.startswith(f"{TASKSET}.default_workflow_type is not given")
     fallback = "buffer.explorer_input.default_workflow_type=math_workflow"
     assert problems_of(tmp_path, f"{TASKSET}.default_workflow_type=null", fallback) == []
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        (f"{TASKSET}.default_reward_fn_type=accuracy_reward",),
+        ("buffer.explorer_input.default_reward_fn_type=accuracy_reward",),
+        (f"{TASKSET}.reward_fn_args.funcs=[accuracy]", f"{TASKSET}.reward_fn_args.weights=[1]"),
+    ],
+)
+def test_a_reward_without_a_workflow_scores_one_reply(tmp_path, reward):
+    unnamed = f"{TASKSET}.default_workflow_type=null"
+    [plan] = make_plans(config_of(tmp_path, values(tmp_path), unnamed, *reward))
+    [used] = used_tasksets(plan.config)
+    assert used.workflow == "simple_workflow"
+    [plan] = make_plans(config_of(tmp_path, values(tmp_path), *reward))
+    [used] = used_tasksets(plan.config)
+    assert used.workflow == "math_workflow"
 
 
 def test_batches_that_give_no_step(tmp_path):

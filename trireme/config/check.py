@@ -84,8 +84,9 @@ def check_tasksets(stage: StageFacts) -> Findings:
         form = item.config.format
         if not item.workflow and not form.workflow_key:
             text = (
-                "is not given: expected the workflow for these tasks, such as "
-                "simple_workflow for one prompt and one reply; `trireme workflows` lists all"
+                "is not given, and neither is default_reward_fn_type, which suffices for one "
+                "prompt and one reply: expected the workflow for these tasks; "
+                "`trireme workflows` lists all"
             )
             findings.problem(f"{item.key}.default_workflow_type", text)
         # tasks are rendered by the model's own template: a taskset's template is ignored

@@ -307,7 +307,7 @@ class TrainerConfig(Section, place="trainer"):
     ] = True
     """Cut batches into micro-batches by tokens instead of rows."""
     max_token_len_per_gpu: Annotated[int | None, Ge(1)] = None
-    """Tokens of a micro-batch; not given: twice `max_model_len`."""
+    """Tokens of a micro-batch; not given: twice `max_model_len`, and at least 1,024."""
     ulysses_sequence_parallel_size: Annotated[
         Count, Mapped("one process trains, on whole sequences", on="spread")
     ] = 1

@@ -115,7 +115,8 @@ class TasksetConfig(Section):
     format: FormatConfig = FormatConfig()
     """Names of the columns."""
     default_workflow_type: str | None = None
-    """Workflow of these tasks: a registered name or a path, `file:name`."""
+    """Workflow of these tasks: a registered name or a path, `file:name`. With a reward and without
+    a workflow: simple_workflow, one prompt and one reply."""
     default_reward_fn_type: str | list[Any] | None = None
     """Reward of these tasks: a name or a path, `file:name`; or a list of them (docs/rewards.md)."""
     rollout_args: GenerationConfig = GenerationConfig()
@@ -359,7 +360,7 @@ class ExplorerInputConfig(Section):
     eval_tasksets: list[TasksetConfig] = []
     """Held-out tasks for evaluation."""
     default_workflow_type: str | None = None
-    """Workflow of tasksets that name none."""
+    """Workflow of tasksets that name none; without one those with a reward get simple_workflow."""
     default_eval_workflow_type: str | None = None
     """Workflow of evaluation tasksets that name none."""
     default_reward_fn_type: str | list[Any] | None = None

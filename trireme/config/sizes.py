@@ -8,6 +8,11 @@ from dataclasses import dataclass, replace
 from trireme.config import Findings
 from trireme.config.stages import StageFacts
 
+FEWEST_TOKENS = 1024
+"""Of a micro-batch, unless a number is asked for: smaller ones waste time, and cut groups apart,
+whose shared prompts are then computed more than once.
+"""
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -78,10 +83,13 @@ def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
 
 
 def _lengths(stage: StageFacts, total: int, prompt: int, response: int, shortest: int) -> Lengths:
-    """Add the tokens of a rank's micro-batch: as requested, or two of the longest sequences."""
+    """Add the tokens of a rank's micro-batch: as requested, or two of the longest sequences, if
+    these are not fewer than fill a matrix product.
+    """
     trainer = stage.config.trainer
     asked, window = trainer.max_token_len_per_gpu, trainer.ulysses_sequence_parallel_size
-    return Lengths(total, prompt, response, shortest, asked or math.ceil(2 * total / window))
+    two = max(math.ceil(2 * total / window), FEWEST_TOKENS)
+    return Lengths(total, prompt, response, shortest, asked or two)
 
 
 def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:

@@ -25,6 +25,8 @@ from trireme.config.section import (
     fate_of,
 )
 
+ONE_REPLY = "simple_workflow"
+"""The workflow of tasks that name a reward and no workflow: one prompt, one reply."""
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
 
 
@@ -108,7 +110,10 @@ class UsedTaskset(NamedTuple):
 
 
 def used_tasksets(config: Config) -> list[UsedTaskset]:
-    """Return the training sets, then the evaluation sets, as far as the mode runs them."""
+    """Return the training sets, then the evaluation sets, as far as the mode runs them.
+
+    A taskset with a reward and without a workflow gets one prompt and one reply.
+    """
     inputs, mode = config.buffer.explorer_input, config.mode
     training = [("taskset", inputs.taskset)] if inputs.taskset else []
     training += [(f"tasksets[{i}]", one) for i, one in enumerate(inputs.tasksets)]
@@ -119,6 +124,8 @@ def used_tasksets(config: Config) -> list[UsedTaskset]:
             continue
         for number, (key, one) in enumerate(sets):
             fallback = inputs.default_eval_workflow_type if is_eval else None
+            reward = one.default_reward_fn_type or inputs.default_reward_fn_type
+            scored = reward or one.reward_fn_args.get("funcs")
             out.append(
                 UsedTaskset(
                     f"buffer.explorer_input.{key}",
@@ -126,8 +133,11 @@ def used_tasksets(config: Config) -> list[UsedTaskset]:
                     one.name or f"{'eval_' * is_eval}taskset_{number}",
                     number,
                     is_eval,
-                    one.default_workflow_type or fallback or inputs.default_workflow_type,
-                    one.default_reward_fn_type or inputs.default_reward_fn_type,
+                    one.default_workflow_type
+                    or fallback
+                    or inputs.default_workflow_type
+                    or (ONE_REPLY if scored else None),
+                    reward,
                 )
             )
     return out

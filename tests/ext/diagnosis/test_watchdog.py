@@ -93,6 +93,12 @@ SEEN: dict[str, tuple[str, int, dict[str, float], str]] = {
         "from 102 to 240 tokens, and the share that is cut from 5% to 28%",
     ),
     "entropy_collapse": ("trainer", 20, {"actor__entropy": 0.02}, "to 0.02 nats a token"),
+    "entropy_climb": (
+        "trainer",
+        20,
+        {"actor__entropy": 2.0, "actor__kl_loss": 0.65},
+        "nats a token, and the divergence from the reference is 0.65",
+    ),
     "no_gradient": (
         "trainer",
         1,
@@ -215,6 +221,14 @@ def test_rewards_that_differ_are_not_said_to_be_equal() -> None:
     causes = [one.cause for one in said(Watchdog(), course("explorer", 1, idle | differ, 9))]
     assert causes == []
     assert said(Watchdog(), course("explorer", 1, idle, 9))
+
+
+def test_an_entropy_that_climbs_a_little_is_no_fault() -> None:
+    little: dict[str, float] = {"actor__entropy": 1.3}  # 0.87 at first: half as much again
+    assert not said(Watchdog(), course("trainer", 20, little, 60))
+    [warned] = said(Watchdog(), course("trainer", 20, {"actor__entropy": 1.4}, 60))
+    assert warned.cause == "entropy_climb"
+    assert "reference" not in warned.text  # no divergence was measured
 
 
 def test_tools_that_are_called_unseen_are_no_fault() -> None:

@@ -155,8 +155,14 @@ def test_tool_calls_of_an_api_are_run_and_their_results_sent(
     assert {"<tool_call>" in json.dumps(one["messages"]) for one in Api.asked} == {False}
 
 
+@pytest.mark.parametrize("ignored", ["", "trap '' INT; "], ids=["shell", "background"])
 def test_a_signal_stops_it_and_leaves_no_folder(
-    tasks: Path, tmp_path: Path, tiny_dir: Path, api: str, monkeypatch: pytest.MonkeyPatch
+    ignored: str,
+    tasks: Path,
+    tmp_path: Path,
+    tiny_dir: Path,
+    api: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, answer = Event(), Event()
     monkeypatch.setattr(Api, "do_POST", lambda handler: asked.set() or answer.wait(HANG_S))
@@ -164,7 +170,8 @@ def test_a_signal_stops_it_and_leaves_no_folder(
     temporary.mkdir()
     words = ["eval", "--tasks", f"sums={tasks}", "--workflow", "simple_workflow"]
     words += ["--reward", "math_reward", "--model", f"m@{api}", f"model.model_path={tiny_dir}"]
-    command = [sys.executable, "-m", "trireme", *words]
+    # a script's `command &` ignores Ctrl-C, and everything that it starts does too
+    command = ["sh", "-c", ignored + 'exec "$@"', "sh", sys.executable, "-m", "trireme", *words]
     environment = os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as running:
         assert asked.wait(HANG_S) and list(temporary.glob("trireme-eval-*"))

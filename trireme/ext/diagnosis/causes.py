@@ -260,6 +260,26 @@ def _entropy_gone(course: Course, limit: float, facts: Facts) -> str | None:
 
 
 @_cause(
+    "entropy_climb",
+    "trainer",
+    1.25,
+    "the entropy is {limit:g} times what it was, and 0.5 nats more",
+    "learning narrows the choice of tokens; a wider one than at first is drift, which the reward "
+    "may hide for a while",
+    "a smaller `algorithm.optimizer.lr`, a `kl_loss_fn` with a larger `kl_coef`, a smaller "
+    "`entropy_coef`; read some late rollouts: `trireme view`",
+    shows=True,
+)
+def _entropy_climbs(course: Course, limit: float, facts: Facts) -> str | None:
+    then, now = (mean(rows, "actor/entropy") for rows in (course.began, course.now))
+    if not values(course.began, "actor/entropy") or now < limit * then or now < then + 0.5:
+        return None
+    kl = values(course.now, "actor/kl_loss")
+    far = f", and the divergence from the reference is {fmean(kl):.3g}" if kl else ""
+    return f"the entropy rose from {then:.3g} to {now:.3g} nats a token{far}"
+
+
+@_cause(
     "no_gradient",
     "trainer",
     0.0,

@@ -78,7 +78,10 @@ def _interrupts(came: list[int]) -> Iterator[None]:
         yield  # signals are the main thread's
         return
     ours = [n for n in _ENDING if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
-    before = {number: signal.signal(number, stop) for number in ours}
+    before: dict[int, Any] = {number: signal.signal(number, stop) for number in ours}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a script's `command &` ignores it, and then no event loop has a way to stop on it
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
