@@ -338,7 +338,7 @@ class InUse(ValueError):
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to; it becomes `path` at the end, or vanishes on an error."""
-    temporary = beside(path)
+    temporary = temporary_name(path)
     try:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -356,7 +356,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
     An existing folder is replaced: for a moment there is none, and never half of one.
     """
-    temporary, old = beside(path), beside(path)
+    temporary, old = temporary_name(path), temporary_name(path)
     try:
         with naming(path):
             temporary.mkdir(parents=True)
@@ -371,7 +371,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def beside(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
     """An unused name in the same folder, which `clean` recognises."""
     return path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{os.urandom(3).hex()}"
 
@@ -391,7 +391,7 @@ def set_aside(path: Path) -> Path:
     """Rename a folder that is to be removed, so that no half of it is ever visible under its name;
     returns the new name, which `clean` recognises.
     """
-    old = beside(path)
+    old = temporary_name(path)
     with naming(path):
         os.replace(path, old)
     return old

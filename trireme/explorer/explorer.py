@@ -30,8 +30,8 @@ from trireme.explorer.metrics import (
     Lost,
     by_cause,
     evaluation_metrics,
+    failure_sentence,
     rollout_metrics,
-    told,
 )
 from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
@@ -314,12 +314,16 @@ class Explorer:
             none_left = not any(outcome.experiences for outcome in outcomes)
             if none_left or len(failures) > limit * wanted:
                 most = "" if none_left else f" (explorer.max_failures is {limit:g})"
-                sentence = with_place(told(worst, wanted, when, most), first.fault.place)
+                sentence = with_place(
+                    failure_sentence(worst, wanted, when, most), first.fault.place
+                )
                 raise RolloutsFailed(sentence, first.trace)
         for cause, failed in causes.items():
             if cause not in self._lost.causes:
                 line = failed[0].fault.place
-                text = told(failed, wanted, when)  # text differs: repeats of one are not shown
+                text = failure_sentence(
+                    failed, wanted, when
+                )  # text differs: repeats of one are not shown
                 logger.warning(f"{text} ({line})" if line else text)
         self._lost.add(wanted, causes)
 

@@ -189,7 +189,7 @@ def by_cause(failures: Sequence[Failed]) -> dict[Cause, list[Failed]]:
     return causes
 
 
-def told(failures: Sequence[Failed], wanted: int, when: str, more: str = "") -> str:
+def failure_sentence(failures: Sequence[Failed], wanted: int, when: str, more: str = "") -> str:
     """Return the sentence for failures of one cause, among `wanted` rollouts."""
     fault, count = failures[0].fault, len(failures)
     size = f"all {wanted}" if count == wanted else f"{count} of {wanted}"

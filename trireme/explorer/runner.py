@@ -94,7 +94,7 @@ class TimeLimit:
     def __init__(self, most: float, *, ratio: float | None = None, warmup: int = 1) -> None:
         self.most, self._ratio, self._warmup = most, ratio, warmup
         self._total, self._count = 0.0, 0
-        self.told = False
+        self.reported = False
         """Whether the console has reported a time-out; the explorer counts them after each step."""
 
     def add(self, seconds: float) -> None:
@@ -174,8 +174,8 @@ class Runner:
                     return outcome
                 # the explorer reports failures by cause only after the step; where rollouts hang
                 # that takes long, so the first time-out is reported at once
-                first = result.kind == "timeout" and not self.limit.told
-                self.limit.told |= first
+                first = result.kind == "timeout" and not self.limit.reported
+                self.limit.reported |= first
                 shown = {"place": result.fault.place} if first else FILE_ONLY
                 self.log.warning("%s (attempt %d of %d)\n%s", result, attempt + 1,
                                  self.max_retries + 1, result.trace, extra=shown)  # fmt: skip

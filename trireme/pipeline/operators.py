@@ -69,12 +69,12 @@ class Operator:
                 f"experiences, or (experiences, metrics)"
             )
         self._check_ids(experiences, kept)
-        told = {**(metrics or {})}
-        rates = told.pop(SELECTOR_METRIC, None)
-        numbers: dict[str, Any] = {str(key): float(value) for key, value in told.items()}
+        values = {**(metrics or {})}
+        rates = values.pop(SELECTOR_METRIC, None)
+        numbers: dict[str, Any] = {str(key): float(value) for key, value in values.items()}
         return kept, numbers if rates is None else {**numbers, SELECTOR_METRIC: self._rates(rates)}
 
-    def _rates(self, told: Any) -> PassRates:
+    def _rates(self, rates: Any) -> PassRates:
         """The numbers that the operator reports to a selector, by row."""
         try:
             return {
@@ -82,19 +82,19 @@ class Operator:
                     int(row): float(value)
                     for row, value in zip(of["indices"], of["values"], strict=True)
                 }
-                for taskset, of in told.items()
+                for taskset, of in rates.items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise OperatorFailed(
-                f"operator '{self.name}' returned {told!r:.80} as {SELECTOR_METRIC}: expected "
+                f"operator '{self.name}' returned {rates!r:.80} as {SELECTOR_METRIC}: expected "
                 "{taskset_id: {'indices': [...], 'values': [...]}}"
             ) from error
 
-    def refuse_unknown_rows(self, told: PassRates, sizes: Mapping[int, int]) -> None:
+    def refuse_unknown_rows(self, rates: PassRates, sizes: Mapping[int, int]) -> None:
         """Raise OperatorFailed for a row that its taskset does not have; `sizes` are the numbers of
         rows.
         """
-        for taskset, rows in told.items():
+        for taskset, rows in rates.items():
             if taskset not in sizes:
                 raise OperatorFailed(
                     f"operator '{self.name}' returned the taskset {taskset} in {SELECTOR_METRIC}: "

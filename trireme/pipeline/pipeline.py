@@ -139,12 +139,12 @@ class Pipeline:
         self.pass_rates = None
         for operator in self.operators:
             if operator.name == PASS_RATES:
-                self._tell(pass_rates(kept))
+                self._add_rates(pass_rates(kept))
             kept, measured = await operator(kept)
-            if (told := measured.pop(SELECTOR_METRIC, None)) is not None:
+            if (rates := measured.pop(SELECTOR_METRIC, None)) is not None:
                 if sizes is not None:
-                    operator.refuse_unknown_rows(told, sizes)
-                self._tell(told)
+                    operator.refuse_unknown_rows(rates, sizes)
+                self._add_rates(rates)
             metrics |= {f"{operator.name}/{name}": value for name, value in measured.items()}
         metrics["not_finite"] = float(_not_finite(kept))
         missing = self.resampling.missing if self.resampling is not None else 0
@@ -166,10 +166,10 @@ class Pipeline:
         )
         return kept, {f"experience_pipeline/{name}": value for name, value in metrics.items()}
 
-    def _tell(self, rates: PassRates) -> None:
+    def _add_rates(self, rates: PassRates) -> None:
         """Add to the reports of earlier operators; for a row in both, the later one counts."""
-        told = self.pass_rates or {}
-        self.pass_rates = told | {of: told.get(of, {}) | rows for of, rows in rates.items()}
+        earlier = self.pass_rates or {}
+        self.pass_rates = earlier | {of: earlier.get(of, {}) | rows for of, rows in rates.items()}
 
     async def close(self) -> None:
         """Release the operators' resources."""

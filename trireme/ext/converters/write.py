@@ -26,7 +26,7 @@ from trireme.checkpoint.export import (
     write_index,
 )
 from trireme.config.lookup import INDEX
-from trireme.files import beside, naming, sync
+from trireme.files import naming, sync, temporary_name
 
 
 class Source(Protocol):
@@ -74,7 +74,7 @@ def write_model(
             if progress:
                 progress(written, total)
 
-    temporary = beside(hf / "weights")
+    temporary = temporary_name(hf / "weights")
     try:
         with naming(hf):
             temporary.mkdir(parents=True)
