@@ -107,6 +107,16 @@ class RowParameters:
         return self.top_k is self.top_p is self.min_p is self.penalty is None
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Return log softmax of rows of logits [B, V].
+
+    torch's `log_softmax` adds on a CPU in such an order that of a large vocabulary the many small
+    probabilities are lost beside the large ones: 1.5e-5 nats a token on a model with 49,152, where
+    `logsumexp`, which adds in pairs, differs from float64 by less than 1e-6.
+    """
+    return logits - logits.logsumexp(-1, keepdim=True)
+
+
 def draw(
     logits: Tensor,
     rows: RowParameters,
@@ -123,7 +133,7 @@ def draw(
     `sample` does what `inverse_cdf` does.
     """
     logits = logits.float()
-    full = (logits if rows.even else logits / rows.temperature).log_softmax(-1)
+    full = log_probabilities(logits if rows.even else logits / rows.temperature)
     if rows.plain and forbidden is None:
         chosen = full
     else:
@@ -132,7 +142,7 @@ def draw(
             bent = torch.where(seen, penalised(bent, rows.penalty), bent)
         if forbidden is not None:
             bent = bent.masked_fill(forbidden, -torch.inf)
-        chosen = truncated((bent / rows.temperature).log_softmax(-1), rows)
+        chosen = truncated(log_probabilities(bent / rows.temperature), rows)
     tokens = chosen.argmax(-1) if rows.any_greedy else None
     if not rows.all_greedy:
         sampled = (sample or inverse_cdf)(chosen, uniform)
@@ -162,13 +172,13 @@ def truncated(logprobs: Tensor, rows: RowParameters) -> Tensor:
     cut = torch.zeros_like(ordered, dtype=torch.bool)
     if rows.top_k is not None:
         cut |= (rows.top_k > 0) & (rank >= rows.top_k)
-        ordered = ordered.masked_fill(cut, -torch.inf).log_softmax(-1)
+        ordered = log_probabilities(ordered.masked_fill(cut, -torch.inf))
     probs = ordered.exp()
     if rows.top_p is not None:
         cut |= (probs.cumsum(-1) - probs >= rows.top_p) & (rank > 0) & (rows.top_p < 1)
     if rows.min_p is not None:
         cut |= probs < rows.min_p * probs[:, :1]
-    kept = ordered.masked_fill(cut, -torch.inf).log_softmax(-1)
+    kept = log_probabilities(ordered.masked_fill(cut, -torch.inf))
     return torch.empty_like(kept).scatter_(1, order, kept)
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trireme.config.memory import LOGIT_NUMBERS
+from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch.linear import QuickLinear, linear, transposed_product
 from trireme.trainer.attention import select
 
@@ -216,7 +217,7 @@ def _gradient(
     """Return the gradient by a chunk's logits [N, V], from the gradients by its entries'
     numbers.
     """
-    log_p = (logits / heat[:, None]).log_softmax(-1)
+    log_p = log_probabilities(logits / heat[:, None])
     p = log_p.exp()
     of_logprobs = gradients[0][chunk.entries]
     summed = torch.zeros_like(heat, dtype=p.dtype).index_add_(0, chunk.at, of_logprobs)

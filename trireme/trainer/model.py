@@ -19,6 +19,7 @@ from transformers.utils import logging as verbosity
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.saved import ExpertRows, FileRows, assign
 from trireme.config.lookup import names_in, read_shapes, weight_files
+from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention, ulysses
@@ -273,5 +274,5 @@ def hidden_states(model: PreTrainedModel, layout: PackedBatch) -> Tensor:
 def _own_logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
     device = next(model.parameters()).device
     ids = torch.stack([torch.from_numpy(row) for row in batch.tokens]).to(device)
-    logprobs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1).cpu()
+    logprobs = log_probabilities(model(input_ids=ids, use_cache=False).logits.float()).cpu()
     return logprobs[batch.sample_ids, batch.positions - 1, batch.targets]

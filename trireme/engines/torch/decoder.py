@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.request import Request
-from trireme.engines.sampling import Drawn, RowParameters, draw, uniforms
+from trireme.engines.sampling import Drawn, RowParameters, draw, log_probabilities, uniforms
 from trireme.engines.torch.forward import ForwardPass, Places
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
 from trireme.engines.torch.rows import Pass, RowStore
@@ -142,7 +142,7 @@ class Decoder:
                 logits = self._forward(store, [part], [0], [start], logits=True)
                 assert logits is not None
                 targets = torch.tensor(row[start + 1 : start + 1 + len(part)], device=self.device)
-                logprobs = (logits[: len(targets)].float() / (temperature or 1.0)).log_softmax(-1)
+                logprobs = log_probabilities(logits[: len(targets)].float() / (temperature or 1.0))
                 scored += logprobs.gather(1, targets[:, None])[:, 0].tolist()
             out.append(scored)
         return out

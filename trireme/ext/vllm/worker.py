@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from trireme.engines.adapter import A, B
-from trireme.engines.sampling import inverse_cdf, uniforms
+from trireme.engines.sampling import inverse_cdf, log_probabilities, uniforms
 from trireme.engines.weights import fingerprint
 from trireme.ext.vllm.adapter_files import write_adapter
 from trireme.ext.vllm.options import ADAPTER, STREAM
@@ -69,7 +69,7 @@ class ContractSampler(Sampler):
         if heat is not None:
             greedy = heat < GREEDY_BELOW
             full = full / torch.where(greedy, 1.0, heat)[:, None]
-        full = full.log_softmax(-1)  # before the logits are changed in place
+        full = log_probabilities(full)  # before the logits are changed in place
         bent = self.apply_logits_processors(
             logits.to(torch.float32), sampling_metadata, predict_bonus_token
         )
@@ -103,14 +103,14 @@ class ContractSampler(Sampler):
         min-p is applied last, as in the embedded engine: vLLM applies it before top-p.
         """
         if sampling_metadata.all_greedy:
-            return self.greedy_sample(logits), logits.log_softmax(-1)
+            return self.greedy_sample(logits), log_probabilities(logits)
         heat = sampling_metadata.temperature
         likeliest = None if sampling_metadata.all_random else self.greedy_sample(logits)
         logits = self.apply_temperature(logits, heat, sampling_metadata.all_random)
         logits = _ops.apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
-        drawn = logits.log_softmax(-1)
+        drawn = log_probabilities(logits)
         sampled = inverse_cdf(drawn, self._uniforms(len(drawn)).to(drawn.device, non_blocking=True))
         if likeliest is not None:
             sampled = torch.where(heat < GREEDY_BELOW, likeliest.long(), sampled)
@@ -148,7 +148,7 @@ class ContractSampler(Sampler):
         rows = max(SCORED_AT_ONCE // logprobs.shape[-1], 1)
         scores = torch.cat(
             [
-                (logits.float() / self.score_temperature).log_softmax(-1).gather(-1, own)
+                log_probabilities(logits.float() / self.score_temperature).gather(-1, own)
                 for logits, own in zip(logprobs.split(rows), at.split(rows), strict=True)
             ]
         )
