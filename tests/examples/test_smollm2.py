@@ -17,6 +17,7 @@ import pytest
 
 from trireme import Task
 
+pytestmark = pytest.mark.extension("multi_turn", "converters")
 FOLDER = Path(__file__).parents[2] / "examples" / "smollm2"
 
 
