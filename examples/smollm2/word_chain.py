@@ -46,7 +46,7 @@ class WordChain(Env):
             "We play word chain. Reply with one English word that begins with the last letter of "
             "my word. No word may come twice. Reply with the word alone."
         )
-        return f"{self.last}", {}, rules
+        return self.last, {}, rules
 
     async def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
         """Judge the reply; return the next word, the points, the end, and what was read."""

@@ -71,9 +71,8 @@ def sampled(length: int, **options: Any) -> list[Experience]:
 
     async def ask(engine: Any) -> Any:
         asked = Sampling(max_tokens=length, n=4)
-        keys = [((0, task, n) for n in range(1)) for task in range(len(prompts))]
         return await asyncio.gather(
-            *(engine.generate(p, asked, key=tuple(k)) for p, k in zip(prompts, keys, strict=True))
+            *(engine.generate(p, asked, key=(0, task)) for task, p in enumerate(prompts))
         )
 
     found = []
@@ -156,10 +155,8 @@ def test_greedy_replies_are_those_of_generate() -> None:
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)], ids=["full", "lora"])
 def test_packed_and_shared_gradients_are_those_of_single_sequences(lora: Lora | None) -> None:
-    found, recipe = (
-        sampled(12),
-        get_recipe(AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none")),
-    )
+    found = sampled(12)
+    recipe = get_recipe(AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none"))
     gradients, scores = [], []
     for tokens in (1, 2048):  # one sequence at a time; all at once, with shared prompts
         backend = backend_of(FOLDER, max_token_len=tokens, lora=lora)
