@@ -126,15 +126,15 @@ def test_the_engines_logprobs_are_those_of_transformers(dtype: torch.dtype) -> N
     assert apart.mean() < 8e-6 and apart.max() < 1e-4
 
 
-def test_in_bfloat16_the_engine_is_nearer_to_the_truth_than_transformers() -> None:
-    """Its residuals and norms are float32, and so are the trainer's."""
+def test_bfloat16_costs_as_much_in_the_engine_as_in_transformers() -> None:
+    """Of weights off its grid: some 0.04 nats a token in each, and between engine and trainer."""
     found = sampled(24, dtype="bfloat16")
-    ours = differences(found, torch.float64)
-    theirs = differences(theirs_of(found), torch.float64)
-    assert ours.mean() < theirs.mean()
+    ours = differences(found, torch.float64).mean()
+    theirs = differences(theirs_of(found), torch.float64).mean()
+    assert ours < 1.5 * theirs
     scored = backend_of(FOLDER, max_token_len=2048, dtype="bfloat16").logprobs(flatten(found))
     recorded = torch.cat([e.logprobs[e.mask] for e in found if e.logprobs is not None])
-    assert (scored - recorded).abs().mean() < 5e-3
+    assert (scored - recorded).abs().mean() < 1.5 * (ours + theirs)
 
 
 def test_greedy_replies_are_those_of_generate() -> None:
