@@ -82,8 +82,8 @@ def test_a_rank_holds_its_share_and_a_block(kind: str, block: int, tmp_path: Pat
     )
     first, *others = [each["peak"] for each in found]
     assert max(others) < whole / 4 + (block + 20) * MB, [each["peak"] / MB for each in found]
-    if kind != "mixtral":  # it also proves two layers, of the mixture nearly all
-        assert first < whole / 2
+    if kind != "mixtral":  # it also proves a specimen of two blocks, of the mixture nearly all
+        assert first < whole / 4 + (3 * block + 20) * MB, first / MB
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe", "mixtral"])

@@ -33,6 +33,13 @@ from trireme.trainer.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
 
+FIXED_SUMS = {
+    "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    "cpu": {"MKL_CBWR": "AUTO"},
+}
+"""Variables of a device's matrix library, read at its first product: without them cuBLAS may choose
+another order of a sum each time, and MKL by the addresses of the factors if one has few rows."""
+
 
 def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
     """Load the trained models in the state of the checkpoint.
@@ -73,9 +80,9 @@ def make_models(
     if plan.device == "cuda" and not plan.places.spread:  # actors have it in the environment
         # CUDA cannot hand expandable segments to an engine
         expand_segments(not plan.sync.takes_turns)
-    if plan.deterministic and plan.device == "cuda":
-        # read at the first matrix product: without it cuBLAS may choose another summation order
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if plan.deterministic:
+        for name, value in FIXED_SUMS.get(plan.device, {}).items():
+            os.environ.setdefault(name, value)
     backend = make(model_path, settings, ranks, reference=recipe.needs_reference)
     if not recipe.needs_critic:
         return Models(backend, recipe, TrainState(recipe))

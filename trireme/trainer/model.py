@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as verbosity
 
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.saved import ExpertRows, FileRows, assign
@@ -22,6 +21,7 @@ from trireme.config.lookup import names_in, read_shapes, weight_files
 from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
+from trireme.engines.torch.specimen import make_specimen
 from trireme.trainer import attention, ulysses
 from trireme.trainer.attention import Kernel
 from trireme.trainer.head import score_entries
@@ -40,9 +40,8 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a folder's model with packed attention; ValueError if it cannot have it.
-
-    This is verified in float32: if `dtype` is another one, with the first layers.
+    """Load a folder's model with packed attention; ValueError if its architecture cannot have
+    it.
     """
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -50,13 +49,10 @@ def load_model(
     model = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
     )
+    prove_architecture(path, device=device, trust_remote_code=trust_remote_code)
     model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
     quicken(model)
-    if dtype == torch.float32:
-        prove_packed(model)
-    else:
-        prove_first_layers(path, trust_remote_code=trust_remote_code)
-        model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(attention.NAME)
     return model
 
 
@@ -67,7 +63,7 @@ def empty_model(
 
     They are in float32 without a device; with a `dtype`, in that dtype and on the CPU, so that an
     adapter can be added. None if its files name tensors in a way that `names_in` does not know:
-    loading a whole model converts them. `prove_first_layers` checks whether it supports packed
+    loading a whole model converts them. `prove_architecture` checks whether it supports packed
     attention.
     """
     from accelerate import init_empty_weights  # slow to import, and needed only by ranks
@@ -140,25 +136,18 @@ def fill_rows(named: Mapping[str, Tensor], path: str | Path) -> None:
                 assign(parameter, FileRows(file, held))
 
 
-def prove_first_layers(path: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Run `prove_packed` on as many layers as show every kind that there is, at least two."""
+def prove_architecture(
+    path: str | Path, *, device: str = "cpu", trust_remote_code: bool = False
+) -> None:
+    """Raise ValueError unless a folder's architecture gives the same log-probabilities with packed
+    attention, on a specimen of it.
+    """
+    attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
-    kinds: list[str] = list(getattr(text, "layer_types", None) or [])
-    text.num_hidden_layers = min(
-        text.num_hidden_layers, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
-    )
-    if kinds:
-        text.layer_types = kinds[: text.num_hidden_layers]
-    level = verbosity.get_verbosity()
-    verbosity.set_verbosity_error()  # the other layers are left out on purpose
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-    finally:
-        verbosity.set_verbosity(level)
-    prove_packed(model.eval())
+    model = make_specimen(config, trust_remote_code=trust_remote_code)
+    model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    quicken(model)
+    prove_packed(model)
 
 
 def once(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from trireme.trainer.model import (
     empty_model,
     fill_rows,
     load_model,
-    prove_first_layers,
+    prove_architecture,
     without_dropout,
 )
 from trireme.trainer.optim import ScheduledOptimizer
@@ -77,7 +77,7 @@ class TrainSettings:
         if ranks and (self.lora is None or self.lora.leaves_base_alone):
             model = empty_model(path, dtype=dtype if self.lora else None, trust_remote_code=trust)
         if ranks and model is not None:
-            prove = partial(prove_first_layers, path, trust_remote_code=trust)
+            prove = partial(prove_architecture, path, trust_remote_code=trust)
             self.team(ranks).attempt(prove if ranks.rank == 0 else lambda: None)
         else:
             device = "cpu" if ranks else self.device

@@ -1,6 +1,6 @@
 """Lean: a faster forward pass of our own for Llama-like models, over the module's own tensors.
 
-For other models, or if the two passes disagree on a few rows at loading, the decoder calls
+For other models, or if the two passes disagree on a specimen of the architecture, the decoder calls
 transformers' module. The gains are:
 - a prompt that several requests share is stored and read once, in `prompts`;
 - a decode step attends over each row's own tokens, and its norms, rotations and gates are one call
@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trireme.engines.sampling import inverse_cdf
-from trireme.engines.torch.linear import GRID, is_quicker, linear
-from trireme.engines.torch.rows import Pass, RowStore
+from trireme.engines.sampling import inverse_cdf, log_probabilities
+from trireme.engines.torch.linear import GRID, is_quicker, linear, quicken
+from trireme.engines.torch.rows import NAME, Pass, RowStore
+from trireme.engines.torch.specimen import make_specimen
 from trireme.ext.fast_engine.native import NativeOps
 from trireme.ext.fast_engine.step import CompiledStep
 from trireme.ext.fast_engine.where import Where
@@ -140,7 +141,10 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 class Lean:
     """Forward passes of one model."""
 
-    def __init__(self, model: PreTrainedModel, ops: PlainOps | NativeOps) -> None:
+    def __init__(
+        self, model: PreTrainedModel, ops: PlainOps | NativeOps, *, compiled: bool = True
+    ) -> None:
+        """`compiled` is whether a small model's steps may be one call."""
         self._model = model
         self._ops = ops
         self.inverse_cdf = ops.inverse_cdf
@@ -150,6 +154,7 @@ class Lean:
         self._width: int = attention.head_dim
         self._scale: float = attention.scaling
         self._eps: float = base.norm.variance_epsilon
+        self._may_compile = compiled
         self._tables: list[Tensor]
         self.renew()
 
@@ -168,7 +173,9 @@ class Lean:
         compiled.
         """
         ops, layers, head = self._ops, self._layers, self._head
-        if not isinstance(ops, NativeOps) or not ops.panel_width:  # only float32 has it
+        if not self._may_compile or not isinstance(ops, NativeOps):
+            return None
+        if not ops.panel_width:  # only float32 has it
             return None
         if not CompiledStep.suits(layers, head):
             return None
@@ -289,14 +296,19 @@ class Lean:
 
 
 def make_lean(model: PreTrainedModel) -> Lean | None:
-    """Make the lean pass of a model, verified against the module; None if there is none, and log
+    """Make the lean pass of a model, verified on a specimen; None if there is none, and log
     why.
     """
     reason = _unlike(model)
     if reason is None:
-        lean = Lean(model, _ops(next(model.parameters()).dtype))
-        worst = _difference(model, lean)
-        if worst < _AGREEMENT[next(model.parameters()).dtype]:
+        dtype = next(model.parameters()).dtype
+        lean = Lean(model, _ops(dtype))
+        specimen = make_specimen(model.config, dtype=dtype, attention=NAME)
+        quicken(specimen)
+        worst = _difference(
+            specimen, Lean(specimen, _ops(dtype), compiled=lean._compiled is not None)
+        )
+        if worst < _AGREEMENT[dtype]:
             logger.info("decoding by the lean pass, with %s", lean._ops.name)
             return lean
         reason = f"its log-probabilities differ by {worst:.3g}"
@@ -352,8 +364,8 @@ def _projects(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _difference(model: PreTrainedModel, lean: Lean) -> float:
-    """Return the largest difference of log-probabilities between both passes, over the scale of the
-    logits.
+    """Return the largest difference of log-probabilities between a specimen's two passes, over the
+    scale of the logits.
 
     Three rows are tried: read whole, and token by token after a shared prefix of two of them, or
     none.
@@ -378,7 +390,8 @@ def _difference(model: PreTrainedModel, lean: Lean) -> float:
         where.next()
     scale = max(1.0, float(torch.cat(expected).abs().max()))
     return max(
-        float((a.float().log_softmax(-1) - b.log_softmax(-1)).abs().max()) / scale for a, b in pairs
+        float((log_probabilities(a.float()) - log_probabilities(b)).abs().max()) / scale
+        for a, b in pairs
     )
 
 
