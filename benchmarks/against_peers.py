@@ -40,12 +40,15 @@ from trireme.files import write_text
 HERE = Path(__file__).parent
 STEP_TARGETS = {
     "demo": 3.0, "long_prompts": 8.0, "ragged": 3.0, "episodes_10": 10.0, "episodes_30": 10.0,
+    "smollm2": 2.5,
 }  # fmt: skip
 AGAINST_VLLM, SHARE_OF_FLOOR, RAGGED_SHARE, COST_GROWTH = 1.2, 0.6, 0.85, 1.5
 ACCURACY, SEEDS, ACCURACY_STEPS, ACCURACY_GAP = "accuracy", (0, 1, 2), 30, 0.03
 """The gap was chosen before it was measured: of one trainer, means over three seeds differ by about
 as much."""
 TIMEOUT = 1800.0
+SMOLLM2 = HERE.parent / "examples" / "smollm2"
+"""What `make smollm2` has made; its workloads are left out without it."""
 
 
 @dataclass
@@ -127,6 +130,15 @@ def step_work(folder: Path, kind: str, quick: bool) -> dict[str, Any]:
         tasks, steps = (2, 2) if quick else (32, 8)
         return work | {"model": model, "rows": rows[: tasks * steps], "tasks": tasks,
                        "steps": steps, "max_tokens": 60, "max_len": 160}  # fmt: skip
+    if kind == "smollm2":
+        things = (SMOLLM2 / "things.txt").read_text().split("\n")
+        tasks = 1 if quick else 4
+        rows = [{"question": f"Describe the word '{thing}' in exactly six words.", "answer": ""}
+                for thing in things[: tasks * work["steps"]]]  # fmt: skip
+        length = 8 if quick else 64
+        return work | {"model": str(SMOLLM2 / "model"), "rows": rows, "tasks": tasks,
+                       "group": min(4, work["group"]), "min_tokens": length, "max_tokens": length,
+                       "max_len": 144}  # fmt: skip
     if kind.startswith("episodes"):
         turns, tasks = (2, 1) if quick else (int(kind.rpartition("_")[2]), 2)
         model = make_model(folder / "model", 128, 2, 2048)
@@ -156,13 +168,20 @@ def as_samples_a_step(work: dict[str, Any]) -> dict[str, Any]:
     return {"rows": rows, "tasks": work["tasks"] * work["episode"], "episode": 0}
 
 
-def generation_work(folder: Path, dtype: str, ragged: bool, options: Any) -> dict[str, Any]:
-    """64 prompts of 100 tokens and 128 sampled ones each; or 28 to 228, with the same sum."""
+def generation_work(folder: Path, kind: str, options: Any) -> dict[str, Any]:
+    """64 prompts of 100 tokens and 128 sampled ones each; or 28 to 228, with the same sum. SmolLM2:
+    16 prompts, 64 sampled tokens each.
+    """
     from transformers import AutoConfig
 
-    size = (128, 1) if options.quick else (256, 7)
-    model = make_model(folder / "model", *size, 512)
-    count, reply = (4, 8) if options.quick else (64, 128)
+    dtype, ragged = kind.rpartition("_")[2], kind.startswith("ragged")
+    if kind.startswith("smollm2"):
+        model = str(SMOLLM2 / "model")
+        count, reply = (2, 4) if options.quick else (16, 64)
+    else:
+        size = (128, 1) if options.quick else (256, 7)
+        model = make_model(folder / "model", *size, 512)
+        count, reply = (4, 8) if options.quick else (64, 128)
     source = random.Random(0)
     vocabulary = AutoConfig.from_pretrained(model).vocab_size
     prompts = [[source.randrange(6, vocabulary) for _ in range(100)] for _ in range(count)]
@@ -225,11 +244,19 @@ def in_turn(
 Table = dict[str, dict[str, Measured]]
 
 
+def _lacks_model(kind: str) -> bool:
+    """Return whether a workload needs SmolLM2 and it is not there, and say so."""
+    lacks = kind.startswith("smollm2") and not (SMOLLM2 / "model" / "config.json").exists()
+    if lacks:
+        print(f"{kind}: left out, since there is no model (make smollm2)")
+    return lacks
+
+
 def steps_table(options: Any) -> Table:
     """Seconds a step of every chosen workload and peer."""
     table: Table = {}
     for kind in STEP_TARGETS:
-        if options.only and kind not in options.only:
+        if (options.only and kind not in options.only) or _lacks_model(kind):
             continue
         print(kind, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as name:
@@ -274,13 +301,12 @@ def accuracy_table(options: Any) -> Table:
 def generation_table(options: Any) -> Table:
     """Tokens a second of every engine, and the floor, in both dtypes and for ragged lengths."""
     table: Table = {}
-    for kind in ("float32", "bfloat16", "ragged_float32"):
-        if options.only and f"generate_{kind}" not in options.only:
+    for kind in ("float32", "bfloat16", "ragged_float32", "smollm2_float32", "smollm2_bfloat16"):
+        if (options.only and f"generate_{kind}" not in options.only) or _lacks_model(kind):
             continue
         print(f"generate_{kind}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as name:
-            dtype = kind.removeprefix("ragged_")
-            work = generation_work(Path(name), dtype, kind != dtype, options)
+            work = generation_work(Path(name), kind, options)
             peers = [
                 Peer("Trireme", "engine", sys.executable),
                 Peer("transformers", "transformers", sys.executable),
@@ -315,11 +341,12 @@ def targets_of(table: Table) -> list[Target]:
         over = f"over {ACCURACY_STEPS} steps and {len(SEEDS)} seeds"
         name = f"accuracy {over}: Trireme's and TRL's apart"
         targets.append(Target(name, gap, ACCURACY_GAP, at_most=True))
-    for kind in ("generate_float32", "generate_bfloat16"):
+    for kind in ("generate_float32", "generate_bfloat16", "generate_smollm2_float32"):
         ours = median(kind, "Trireme")
         if kind in table:
             name = f"{kind}, Trireme / vLLM"
-            targets.append(Target(name, ratio(ours, median(kind, "vLLM")), AGAINST_VLLM))
+            asked = 1.0 if "smollm2" in kind else AGAINST_VLLM
+            targets.append(Target(name, ratio(ours, median(kind, "vLLM")), asked))
     if "generate_float32" in table:
         ours = median("generate_float32", "Trireme")
         share = ratio(ours, median("generate_float32", "floor"))
@@ -331,8 +358,9 @@ def targets_of(table: Table) -> list[Target]:
 
 def shown(table: Table) -> str:
     """The figures as a table of Markdown, best peer and floor beside them."""
-    lines = ["| work | who | threads | median | lowest | highest | Trireme / it | of the floor |",
-             "|-|-|-|-|-|-|-|-|"]  # fmt: skip
+    columns = ("work", "who", "threads", "median", "lowest", "highest", "Trireme / it",
+               "of the floor", "peak memory")  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", "|-" * len(columns) + "|"]
     for kind, row in table.items():
         rate = kind.startswith("generate") or kind == ACCURACY
         floor = row["floor"].median if "floor" in row else None
@@ -343,9 +371,10 @@ def shown(table: Table) -> str:
             figures = [f"{value:,.0f}" if rate and kind != ACCURACY else f"{value:.3g}"
                        for value in (middle, min(one.values), max(one.values))]  # fmt: skip
             share = f"{middle / floor:.0%}" if floor else ""
+            peak = f"{one.peak_mib / 1024:.1f} GiB" if one.peak_mib else ""
             lines.append(
                 f"| {kind} | {name} | {one.threads} | {figures[0]} {unit} | {figures[1]} | "
-                f"{figures[2]} | {times:.2f} | {share} |"
+                f"{figures[2]} | {times:.2f} | {share} | {peak} |"
             )
     return "\n".join(lines)
 

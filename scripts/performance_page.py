@@ -87,8 +87,8 @@ def document(found: dict[str, Any]) -> str:
     lines = [
         f"Measured on {found['cores']} cores with Python {found['python']}. `measured` is the "
         "commit, the day, and the load average before the part began.\n",
-        "| work | who | threads | median | Trireme / it | of the floor | measured |",
-        "|-|-|-|-|-|-|-|",
+        "| work | who | threads | median | Trireme / it | of the floor | peak memory | measured |",
+        "|-|-|-|-|-|-|-|-|",
     ]
     for kind, one in found["against_peers"].items():
         lines += [_row(kind, name, peer, one) for name, peer in one["row"].items()]
@@ -112,8 +112,9 @@ def _row(kind: str, name: str, peer: dict[str, Any], one: dict[str, Any]) -> str
     shown = f"{middle:,.0f} tokens/s" if rate else f"{middle:.3g} s a step"
     shown = f"{middle:.1%} right" if kind == "accuracy" else shown
     share = f"{middle / row['floor']['median']:.0%}" if "floor" in row else ""
-    threads = peer["threads"]
-    return f"| {kind} | {name} | {threads} | {shown} | {times:.2f} | {share} | {_when(one)} |"
+    memory = f"{peer['peak_mib'] / 1024:.1f} GiB" if peer["peak_mib"] else ""
+    columns = kind, name, peer["threads"], shown, f"{times:.2f}", share, memory, _when(one)
+    return f"| {' | '.join(map(str, columns))} |"
 
 
 def picture(curves: dict[str, list[tuple[float, float]]]) -> str:
