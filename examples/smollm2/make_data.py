@@ -1,4 +1,4 @@
-"""Makes the tasks of the gallery: words to describe, constraints, sums, products, first words.
+"""Makes the tasks of the gallery: words to describe, constraints, sums, products, games.
 
     python examples/smollm2/make_data.py
     python examples/smollm2/make_data.py --pairs checkpoints/smollm2/words_0
@@ -17,10 +17,12 @@ import itertools
 import json
 import os
 import random
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from guess import GUESSES, NUMBERS, answer
 from word_chain import WordChain, common
 
 from trireme.files import write_jsonl
@@ -144,6 +146,41 @@ def chains() -> tuple[list[Any], list[Any]]:
     return split([{"question": thing, "env_config": {"first": thing}} for thing in THINGS], 5)
 
 
+def guesses() -> tuple[list[Any], list[Any]]:
+    """Games of guessing one of seven numbers. Held out are other numbers."""
+    rng = random.Random(7)
+    firsts = rng.sample(range(10, 93), 83)
+    games = [
+        {
+            "question": f"I think of a number from {first} to {first + NUMBERS - 1}. "
+            "You have three guesses. Reply with a number only.",
+            "answer": str(first + more),
+        }
+        for first in firsts
+        for more in range(NUMBERS)
+    ]
+    some = 12 * NUMBERS  # of twelve firsts, which no other game has
+    return rng.sample(games[some:], len(games) - some), rng.sample(games[:some], NUM_HELD_OUT)
+
+
+def guessed(games: list[Any]) -> list[Any]:
+    """Games of someone who guesses any of the seven numbers, whatever was answered before."""
+    rng, shown = random.Random(8), []
+    for game in games:
+        first, secret = int(re.findall(r"\d+", game["question"])[0]), int(game["answer"])
+        messages = [_said("user", game["question"])]
+        for _ in range(GUESSES):
+            number = first + rng.randrange(NUMBERS)
+            messages.append(_said("assistant", str(number)))
+            if number == secret:
+                break
+            messages.append(_said("user", answer(number, secret)))
+        else:
+            messages.pop()  # nobody answers the last guess
+        shown.append({"messages": messages})
+    return shown
+
+
 def played(games: list[Any]) -> list[Any]:
     """Games of someone who plays any word that fits, and in two of five turns one that does not."""
     rng, shown = random.Random(6), []
@@ -211,6 +248,7 @@ def main() -> None:
         print(f"{len(pairs)} pairs and {len(labelled)} labelled replies in {FOLDER}")
         return
     sets = {"words": words(), "constraints": constraints(), "sums": sums(), "chains": chains()}
+    sets["guesses"] = guesses()
     train, test, shown = products()
     sets["products"] = (train, test)
     for name, (rows, held_out) in sets.items():
@@ -219,6 +257,7 @@ def main() -> None:
         print(f"{name}: {len(rows)} tasks, {len(held_out)} held out, in {FOLDER}")
     write_jsonl(FOLDER / "products_shown.jsonl", shown)
     write_jsonl(FOLDER / "sums_shown.jsonl", solved(sets["sums"][0][:32]))
+    write_jsonl(FOLDER / "guesses_shown.jsonl", guessed(sets["guesses"][0][:96]))
     write_jsonl(FOLDER / "chains_shown.jsonl", played(2 * sets["chains"][0]))
 
 
