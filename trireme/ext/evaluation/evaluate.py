@@ -177,7 +177,9 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
 
 
 def _tree(options: EvalOptions) -> dict[str, Any]:
-    columns = {"prompt_key": options.prompt_key, "response_key": options.response_key}
+    columns = {"prompt_key": options.prompt_key}
+    if options.response_key:
+        columns["response_key"] = options.response_key
     names = [
         name.partition("=")[::2] if "=" in name else ("", name) for name in options.tasks or ()
     ]

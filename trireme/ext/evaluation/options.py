@@ -38,7 +38,9 @@ class EvalOptions:
     workflow: Annotated[str | None, typer.Option(help="With --tasks.")] = None
     reward: Annotated[str | None, typer.Option(help="With --tasks.")] = None
     prompt_key: Annotated[str, typer.Option("--prompt-key", help="With --tasks.")] = "question"
-    response_key: Annotated[str, typer.Option("--response-key", help="With --tasks.")] = "answer"
+    response_key: Annotated[
+        str, typer.Option("--response-key", help="With --tasks; '' if they have no truth.")
+    ] = "answer"
     rollouts: Annotated[
         int | None,
         typer.Option("--rollouts", "-n", min=1, help="Of each task; by default the YAML's."),
