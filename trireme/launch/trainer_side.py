@@ -54,7 +54,7 @@ class TrainerSide:
         self._saving: Saving | None = None
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
         """Returns the state of an explorer of the same run: checkpoints hold it too."""
-        self._probe = Probe(backend.module.config.vocab_size, plan.dtype)
+        self._probe = Probe(backend.module.config.get_text_config().vocab_size, plan.dtype)
         # if the engine has the base model, only the adapter is pushed
         self._source: WeightSource = AdapterSource(backend) if plan.sync.adapter_rank else backend
         self._files = CheckpointPush(

@@ -10,10 +10,11 @@ direction.
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
 from trireme.engines.adapter import A, B
+from trireme.engines.torch.composite import towers
 from trireme.engines.weights import fingerprint
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class Adapter:
         self._model = model
         with warnings.catch_warnings():  # peft uses a name that transformers has replaced
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-            self._peft = get_peft_model(model, _config(lora))
+            self._peft = get_peft_model(model, _config(_on_text(lora, model)))
         assert isinstance(self._peft, PeftModel)
         turned = [n for n, layer in self._layers() if isinstance(layer.get_base_layer(), Conv1D)]
         config: Any = self._peft.peft_config[_ADAPTER]
@@ -226,6 +228,15 @@ class Adapter:
         counts = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
         trained, total = sum(n for n, grad in counts if grad), sum(n for n, _ in counts)
         return f"LoRA: trainable {trained:,} of {total:,} parameters ({trained / total:.2%})"
+
+
+def _on_text(lora: Lora, model: PreTrainedModel) -> Lora:
+    """Exclude a composite's towers, whose layers have the names of the text's."""
+    sighted = tuple(name.rpartition(".")[0] for name, _ in towers(model))
+    excluded = lora.exclude_modules or ()
+    if isinstance(excluded, str):
+        excluded = tuple(n for n, _ in model.named_modules() if re.fullmatch(excluded, n))
+    return replace(lora, exclude_modules=(*excluded, *sighted)) if sighted else lora
 
 
 def _config(lora: Lora) -> Any:

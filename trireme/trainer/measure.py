@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from trireme.config.memory import GIB
 from trireme.config.shape import shape_of
+from trireme.engines.torch.composite import text_model
 from trireme.files import whole_file
 from trireme.trainer.pack import PackedBatch
 
@@ -81,7 +82,7 @@ class Passes:
         if shape is None:
             return None
         looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        layers = [p for p in model.base_model.parameters() if p not in looked_up]
+        layers = [p for p in text_model(model).parameters() if p not in looked_up]
         linear = [(p.numel(), p) for p in layers if p.ndim == 2]
         if shape.experts:  # those of a layer are one tensor
             met = shape.chosen / shape.experts
@@ -138,7 +139,7 @@ class Arithmetic:
                 cost = passes.flops(*counted(layout, passes.windows), backward=backward)
                 self._total = cost if self._total is None else self._total + cost
 
-        model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+        text_model(model).register_forward_pre_hook(count, with_kwargs=True)
 
 
 def counted(layout: PackedBatch, windows: Sequence[int]) -> tuple[int, Tensor, Tensor]:

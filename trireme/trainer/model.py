@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.saved import ExpertRows, FileRows, assign
 from trireme.config.lookup import names_in, read_shapes, weight_files
 from trireme.engines.sampling import log_probabilities
+from trireme.engines.torch.composite import auto_class, text_model
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.engines.torch.specimen import make_specimen
@@ -46,11 +47,11 @@ def load_model(
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_recurrent(config, "the torch trainer cannot train it")
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class(config).from_pretrained(
         path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
     )
     prove_architecture(path, device=device, trust_remote_code=trust_remote_code)
-    model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
+    model.to(torch.device(device)).eval()
     quicken(model)
     model.set_attn_implementation(attention.NAME)
     return model
@@ -72,7 +73,7 @@ def empty_model(
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_recurrent(config, "the torch trainer cannot train it")
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
@@ -251,7 +252,7 @@ def read_entries(
 
 def hidden_states(model: PreTrainedModel, layout: PackedBatch) -> Tensor:
     """Return the last hidden states [T, D] of the flat tokens."""
-    out = model.base_model(
+    out = text_model(model)(
         input_ids=layout.tokens[None],
         position_ids=layout.positions[None],
         use_cache=False,

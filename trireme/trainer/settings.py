@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from trireme.config.schema import OptimizerConfig
+from trireme.engines.torch.composite import towers
 from trireme.trainer import ulysses
 from trireme.trainer.attention import Kernel, choose_kernel
 from trireme.trainer.compiled import compile_blocks
@@ -90,7 +91,10 @@ class TrainSettings:
                 parameter.data = parameter.data.to(torch.bfloat16)
         if ranks and ranks.sequence:
             ulysses.switch(model, ranks.sequence)
-        return model.requires_grad_(not frozen)
+        model.requires_grad_(not frozen)
+        for _, parameter in towers(model):
+            parameter.requires_grad_(False)
+        return model
 
     def spread(self, model: PreTrainedModel, ranks: Ranks | None, path: str | Path) -> Root:
         """Spread the model over ranks as shards, or leave it whole. If the model has no weights

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from trireme.engines.torch.composite import text_model
 from trireme.trainer.attention import packed_attention
 from trireme.trainer.pack import PackedBatch
 from trireme.trainer.ranks import SequenceGroup
@@ -58,7 +59,7 @@ def sliced(
     padding = length * sequence.size - len(layout.tokens)
     begin = sequence.rank * length
     my_slice = slice(begin, begin + length)
-    hidden = model.base_model(
+    hidden = text_model(model)(
         input_ids=F.pad(layout.tokens, (0, padding))[None, my_slice],
         position_ids=F.pad(layout.positions, (0, padding))[None, my_slice],
         use_cache=False,

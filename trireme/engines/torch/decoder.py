@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.request import Request
 from trireme.engines.sampling import Drawn, RowParameters, draw, log_probabilities, uniforms
+from trireme.engines.torch.composite import text_model
 from trireme.engines.torch.forward import ForwardPass, Places
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
 from trireme.engines.torch.rows import Pass, RowStore
@@ -270,7 +271,7 @@ class Decoder:
         for entry, part in enumerate(parts):
             tokens[entry, : len(part)] = torch.tensor(part, dtype=torch.long)
         one = Pass.of(store, parts, rows, starts, device=self.device)
-        model = self.model if logits else self.model.base_model
+        model = self.model if logits else text_model(self.model)
         out = model(
             input_ids=tokens.to(self.device), position_ids=one.positions, use_cache=False, rows=one
         )

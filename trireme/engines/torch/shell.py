@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -28,6 +27,7 @@ from transformers import (
 from trireme.config.lookup import need_weight_files
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.torch import rows
+from trireme.engines.torch.composite import auto_class
 from trireme.engines.torch.linear import quicken
 from trireme.engines.weights import refuse_unusable
 
@@ -83,14 +83,14 @@ def load_shell(
     rows.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_recurrent(config, "the embedded engine cannot run it")
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class(config).from_pretrained(
         path,
         config=config,
         dtype=DTYPES[dtype],
         attn_implementation=rows.NAME,
         trust_remote_code=trust_remote_code,
     )
-    model.to(device)  # pyright: ignore[reportArgumentType]
+    model.to(device)
     quicken(model)
     return model.eval().requires_grad_(False)
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from trireme.engines.torch.composite import auto_class, is_composite
 
 VOCABULARY = 1024
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -38,6 +40,8 @@ def make_specimen(
     )
     if kinds:
         text.layer_types = kinds[: text.num_hidden_layers]
+    if is_composite(config):
+        _shorten_towers(config, text)
     if text.vocab_size > VOCABULARY:
         text.vocab_size = VOCABULARY
         for one in (config, text):
@@ -46,7 +50,7 @@ def make_specimen(
                     setattr(one, name, None)
     with torch.random.fork_rng(devices=[]):  # a run's own draws stay what they are
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -60,3 +64,12 @@ def make_specimen(
             else:  # norms and biases, which begin at one number each
                 weight.add_(torch.empty_like(weight).normal_(std=0.1, generator=draws))
     return model.eval().requires_grad_(False)
+
+
+def _shorten_towers(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Give one layer to each part that is no language model: no token passes through it."""
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig) and part is not text:
+            for name in ("num_hidden_layers", "depth"):
+                if getattr(part, name, None):
+                    setattr(part, name, 1)

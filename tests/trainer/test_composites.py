@@ -1,0 +1,105 @@
+"""Composites whose text alone is trained: the language model is exact in every layout, and the
+towers stay what they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from tests.composites import FAMILIES, make_composite
+from tests.engines.test_torch_engine import run
+from tests.trainer.samples import backend_of, experiences, gap, gradients_of, move
+from trireme.algorithms.recipes import get_recipe
+from trireme.batch import flatten
+from trireme.config.schema import AlgorithmConfig
+from trireme.engines.engine import Sampling
+from trireme.engines.torch.composite import towers
+from trireme.trainer.lora import Lora
+
+SIGHT = ("vision_tower", "multi_modal_projector", "visual")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_composite(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def grpo() -> Any:
+    return get_recipe(AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none"))
+
+
+def own_scores(folder: Path, rows: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """log p of each row's tokens after the first, by transformers' whole model."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        logits = [model(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows]
+    return [
+        x.double().log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+        for x, row in zip(logits, rows, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)], ids=["full", "lora"])
+def test_packed_and_shared_is_single_with_gradients(folder: Path, lora: Lora | None) -> None:
+    samples = experiences()
+    scores, gradients = [], []
+    for tokens, share in ((1, False), (999, True)):
+        backend = backend_of(folder, lora=lora, max_token_len=tokens, share_prefix=share)
+        move(backend)  # an adapter begins at 0, where half of its gradients are
+        scores.append(backend.logprobs(flatten(samples)))
+        gradients.append(gradients_of(backend, grpo(), samples)[0])
+    assert float((scores[0] - scores[1]).abs().max()) < 1e-5
+    assert gradients[0] and gap(gradients[1], gradients[0]) < 1e-5
+    assert not any(part in name for name in gradients[0] for part in SIGHT)
+
+
+def test_trainer_and_engine_score_as_transformers_does(folder: Path) -> None:
+    rows = [list(range(5, 45)), [7, 7, 9]]
+    backend = backend_of(folder)
+
+    async def ask(engine: Any) -> Any:
+        asked = Sampling(max_tokens=12, n=2, ignore_eos=True)
+        replies = await asyncio.gather(*(engine.generate(row, asked) for row in rows))
+        return await engine.logprobs(rows), replies
+
+    scored, replies = run(folder, ask, max_model_len=128)
+    for expected, engine, trainer in zip(
+        own_scores(folder, rows, torch.float64), scored, backend.score(rows), strict=True
+    ):
+        assert float((torch.tensor(engine[1:]) - expected).abs().max()) < 1e-4
+        assert float((torch.tensor(trainer[1:]) - expected).abs().max()) < 1e-4
+    for row, pair in zip(rows, replies, strict=True):
+        for reply in pair:
+            [expected] = own_scores(folder, [[*row, *reply.ids]], torch.float64)
+            assert (
+                float((torch.tensor(reply.logprobs) - expected[len(row) - 1 :]).abs().max()) < 1e-4
+            )
+
+
+def test_towers_are_frozen(folder: Path) -> None:
+    backend = backend_of(folder)
+    sights = dict(towers(backend.module))
+    assert sights and all(any(part in name for part in SIGHT) for name in sights)
+    assert not any(tensor.requires_grad for tensor in sights.values())
+
+
+def test_engines_take_the_weights_of_a_trained_composite(folder: Path) -> None:
+    backend = backend_of(folder)
+    move(backend)
+    row = list(range(5, 25))
+
+    async def ask(engine: Any) -> Any:
+        await engine.update_weights(backend.weights(), 1)
+        return (await engine.logprobs([row]))[0], await engine.fingerprint()
+
+    scored, marks = run(folder, ask, max_model_len=64)
+    [expected] = backend.score([row])
+    assert max(abs(a - b) for a, b in zip(scored, expected, strict=True)) < 1e-4
+    assert set(marks) >= set(backend.weights())
