@@ -35,6 +35,12 @@ BLOCKS = [
 ]
 
 
+def blocks_of(page: str) -> str:
+    """A page's Python blocks as one file."""
+    blocks = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    return "\n\n".join(code for language, code in blocks if language == "python")
+
+
 @pytest.mark.parametrize(("language", "text"), BLOCKS)
 def test_a_block_parses(language: str, text: str, tmp_path: Path) -> None:
     if language == "python":

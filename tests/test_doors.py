@@ -17,6 +17,7 @@ import torch
 
 from tests.config.made import config_of, values
 from tests.packages import install, manifests_read_anew
+from tests.test_documents import blocks_of
 from trireme.checkpoint.layout import JobFolder
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.rows import NoRows, load_rows
@@ -37,7 +38,6 @@ count = "things:Count"
 THINGS = '''
 from trireme.buffer.buffer import InMemory
 from trireme.config import Problem
-from trireme.data.rows import NoRows, Rows
 
 
 class ShelfBuffer(InMemory):
@@ -70,23 +70,6 @@ class Shelf:
 
     def make(self, parts):
         return ShelfBuffer(parts.config.name, capacity=parts.config.capacity)
-
-
-class Count:
-    reproducible = True
-
-    def takes(self, data):
-        return data.path.startswith("count:")
-
-    def files(self, data):
-        return []
-
-    def read(self, data):
-        last = int(data.path.removeprefix("count:"))
-        if last < 0:
-            raise NoRows(data.path, "counts down: expected a number from 0")
-        rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(last)]
-        return Rows(f"dataset '{data.path}'", rows, ("prompt", "answer"))
 '''
 
 
@@ -96,7 +79,8 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 0)
     with manifests_read_anew():
-        install(tmp_path / "site", "made_up", MANIFEST, THINGS, package="made_up", first_line="")
+        code = f"{THINGS}\n\n{blocks_of('data.md')}"
+        install(tmp_path / "site", "made_up", MANIFEST, code, package="made_up", first_line="")
         yield
     for module in ("made_up", "made_up.things"):
         sys.modules.pop(module, None)

@@ -15,21 +15,27 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 
+from tests.config.made import plan_of
 from tests.data.made import selection_of
 from tests.model.fake import make
-from tests.test_documents import BLOCK, DOCUMENTS, ROOT
+from tests.test_documents import BLOCK, DOCUMENTS, ROOT, blocks_of
 from trireme import Experience, Task
 from trireme.cli.main import app
+from trireme.config.memory import GIB
+from trireme.data.rows import DataSet
+from trireme.extensions import KINDS
+from trireme.model.tool_calls import format_of
 from trireme.pipeline.operators import make_operator
 from trireme.registry import (
     CONTEXT_MANAGERS,
     ENVS,
+    MEMORY_PLANNERS,
     MULTI_TURNS,
     OPERATORS,
     REWARDS,
@@ -51,10 +57,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
     monkeypatch.syspath_prepend(tmp_path)
 
     def load(name: str) -> ModuleType:
-        blocks = BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
         module = f"page_{Path(name).stem}"
-        text = "\n\n".join(code for language, code in blocks if language == "python")
-        (tmp_path / f"{module}.py").write_text(text)
+        (tmp_path / f"{module}.py").write_text(blocks_of(name))
         sys.modules.pop(module, None)
         importlib.invalidate_caches()
         return importlib.import_module(module)
@@ -63,10 +67,72 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
 
 
 def test_data(page: Page) -> None:
-    page("data.md")
+    module = page("data.md")
     rows = [(0.3,), (0.9,), (0.1,)]
     order = selection_of("page_data:hardest_first", 3, features=rows).select(3)
     assert list(order) == [2, 0, 1]
+    data = DataSet("count:3")
+    assert module.Count().takes(data) and module.Count().read(data)[2]["prompt"] == "2 + 1?"
+
+
+def test_the_page_on_extensions_lists_every_table() -> None:
+    text = (ROOT / "docs" / "extensions.md").read_text(encoding="utf-8")
+    tables = text.partition("## Extension points")[2].partition("## Keys")[0]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", tables, re.M)))
+    assert sorted(listed) == sorted(KINDS)
+
+
+@pytest.mark.extension("http")
+def test_extensions(page: Page) -> None:
+    from fastapi.testclient import TestClient
+
+    from trireme.ext.http.app import FastAPI
+    from trireme.ext.http.rollouts import Rollouts
+
+    module = page("extensions.md")
+    values = {"baskets": 8}
+    assert module.OldShop().keys(values) == ["baskets is read as buffer.batch_size"]
+    assert values == {"buffer": {"batch_size": 8}}
+
+    hours = module.Hours(0)
+    asyncio.run(hours.tell("on_step_end", 3))
+    assert hours.ended_by == "the shop closed at step 3"
+
+    model = make(["hi"])
+    app = FastAPI()
+    app.include_router(module.stock(Rollouts(model.engine, model.chat_tokens, "fake", 64)))
+    assert TestClient(app).get("/stock").json() == {"model": "fake", "max_model_len": 64}
+
+
+@pytest.mark.extension("http")
+def test_a_plug_in_replaces_the_memory_planner(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = page("extensions.md")
+    monkeypatch.setattr(MEMORY_PLANNERS, "_registered", {"estimate": module.measured})
+    plan = plan_of(tmp_path)
+    assert plan.memory.gradient_checkpointing and plan.memory.needs["weights"] == 16 * GIB
+    rank = SimpleNamespace(tokens=8000, free=24 * GIB)
+    _, findings = module.measured(None, None, rank)
+    assert [problem.key for problem in findings.problems] == ["trainer.max_token_len_per_gpu"]
+
+
+def test_rollout_server(page: Page) -> None:
+    page("rollout_server.md")
+    read = format_of("page_rollout_server:call_lines").read
+    text, [call] = read('Hm.\nCALL {"name": "price", "arguments": {"item": "eggs"}}', [])
+    assert (text, call.name, call.arguments) == ("Hm.", "price", {"item": "eggs"})
+    assert read("CALL {", [])[1][0].error
+
+
+@pytest.mark.extension("multi_turn")
+def test_multi_turn(page: Page) -> None:
+    from trireme.ext.multi_turn.loss_scale import resolve as scales_of
+
+    page("multi_turn.md")
+    [split] = scales_of("last_round+page_multi_turn:conclusion_counts_double")
+    assert split("6 x 7 #### 42", True) == [("6 x 7 ", 1.0), ("#### 42", 2.0)]
+    assert split("6 x 7", True) == [("6 x 7", 1.0), ("", 2.0)]
 
 
 def test_pipeline(page: Page) -> None:

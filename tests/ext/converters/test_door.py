@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.packages import install, manifests_read_anew
+from tests.test_documents import blocks_of
 from trireme.ext.converters.convert import Checkpoint, Options, convert_checkpoint
 
 MANIFEST = """
@@ -19,39 +20,14 @@ about = "What a made-up package brings."
 plain = "things:Plain"
 """
 
-THINGS = """
-import torch
-from trireme.checkpoint.export import Spec
-
-
-class Plain:
-    form = "weights.plain"
-    mark = None
-    beside_own = False
-
-    def find(self, folder):
-        return list(folder.glob(self.form))
-
-    def open(self, files, config, expected):
-        return PlainWeights(torch.load(files[0], weights_only=True))
-
-
-class PlainWeights:
-    def __init__(self, tensors):
-        self.tensors = tensors
-        self.specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-    def fill(self, name, out):
-        out.copy_(self.tensors[name])
-"""
-
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A package that brings what MANIFEST names."""
     monkeypatch.syspath_prepend(tmp_path / "site")
     with manifests_read_anew():
-        install(tmp_path / "site", "made_up", MANIFEST, THINGS, package="made_up", first_line="")
+        code = blocks_of("checkpoints.md")
+        install(tmp_path / "site", "made_up", MANIFEST, code, package="made_up", first_line="")
         yield
     for module in ("made_up", "made_up.things"):
         sys.modules.pop(module, None)
