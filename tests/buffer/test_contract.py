@@ -277,7 +277,7 @@ def test_a_trainer_that_waits_too_long_is_told_for_what(make: Make) -> None:
     async def main() -> None:
         buffer = make(max_read_timeout=10.0, clock=JumpingClock())
         await buffer.put(step_of(1))
-        wanted = r"wanted 5 experiences of buffer 'experiences', which has 4, .* 10 s"
+        wanted = r"requested 5 experiences of buffer 'experiences', which has 4, .* 10 s"
         with pytest.raises(TimeoutError, match=wanted):
             await buffer.take(5)
         assert len(buffer) == 4

@@ -321,7 +321,7 @@ def test_bad_prompts_and_a_broken_engine_say_so(tiny_dir: Path) -> None:
     async def main(engine: TorchEngine) -> None:
         with pytest.raises(ValueError, match="a prompt of 200 tokens: expected 1 to 199"):
             await engine.generate([5] * 200, Sampling())
-        with pytest.raises(ValueError, match="these weights are not of this model"):
+        with pytest.raises(ValueError, match="these weights do not belong to this model"):
             await engine.update_weights({"nonsense": torch.zeros(1)}, 1)
         for ids in ([10**6], [10**6, 5], [5, -1], ["5"], [None]):
             with pytest.raises(ValueError, match="the prompt holds"):

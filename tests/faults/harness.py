@@ -264,7 +264,9 @@ def away(trial: Trial, folder: Path) -> None:
         if code := ended(process):
             raise RuntimeError(f"ended with {code}")
     text = (folder / "output.txt").read_text()
-    if not all(word in text for word in ("is away, waiting for it", "database is back")):
+    if not all(
+        word in text for word in ("is unreachable, waiting for it", "database is reachable again")
+    ):
         raise RuntimeError("nothing was said of it")
 
 

@@ -246,6 +246,6 @@ class InMemory:
 
     def _starved(self, n: int) -> str:
         return (
-            f"the trainer wanted {n} experiences of buffer '{self.name}', which has {len(self)}, "
-            f"and no new one came for {self.max_read_timeout:g} s (max_read_timeout)"
+            f"the trainer requested {n} experiences of buffer '{self.name}', which has "
+            f"{len(self)}, and no new one came for {self.max_read_timeout:g} s (max_read_timeout)"
         )

@@ -68,7 +68,7 @@ def test_another_agentscope_is_told_from_the_one_that_is_expected(
 ) -> None:
     installed.append(other)
     args = {"workflow_func": f"{__name__}:solve"} if "adapter" in name else {}
-    with pytest.raises(ImportError, match=f"agentscope {other} is installed, and its agents"):
+    with pytest.raises(ImportError, match=f"agentscope {other} is installed, and AgentScope 1"):
         examine(name, **args)
 
 
@@ -100,7 +100,7 @@ def test_a_function_that_cannot_be_called_is_refused(args: dict[str, Any], says:
 
 
 def test_a_reward_beside_the_functions_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="which this workflow does not ask"):
+    with pytest.raises(ValueError, match="which this workflow does not use"):
         examine(NAMES[1], reward="math_reward", workflow_func=f"{__name__}:solve")
 
 

@@ -73,7 +73,9 @@ def test_a_missing_folder_says_what_to_do(
 
 def test_more_games_than_there_are(tmp_path: Path) -> None:
     root = games(tmp_path / "data", train=2, valid_seen=1)
-    with pytest.raises(SystemExit, match=r"3 games asked for split train, and .* has 2 in train"):
+    with pytest.raises(
+        SystemExit, match=r"3 games were requested for split train, and .* has 2 in train"
+    ):
         main(["--game_data_path", str(root), "--train_size", "3", "--local_dir", str(tmp_path)])
 
 

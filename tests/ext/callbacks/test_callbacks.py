@@ -126,8 +126,8 @@ def test_they_are_called_in_order_and_end_the_training_with_a_checkpoint() -> No
     ("name", "error", "message"),
     [
         ("fails", LookupError, "no step"),
-        ("evaluates", ValueError, "'evaluates' set control.should_evaluate, which nothing here"),
-        ("misspells", ValueError, "'misspells' set control.should_stop_training, which nothing"),
+        ("evaluates", ValueError, "'evaluates' set control.should_evaluate, which has no effect"),
+        ("misspells", ValueError, "'misspells' set control.should_stop_training, which has no"),
         ("agrees", ValueError, "'agrees' returned True from on_step_end: expected control, or n"),
         ("at_once", RuntimeError, "no train step was made: .*'at_once' ended the training in on_t"),
     ],
@@ -152,7 +152,10 @@ def test_who_ended_the_training_is_kept_and_a_step_is_logged_anyway() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("waits", "'waits' has on_evaluate, which never happens here: expected on_init_end, on_t"),
+        (
+            "waits",
+            "'waits' has on_evaluate, an event that never occurs here: expected on_init_end, on_t",
+        ),
         ("nothing", "'nothing' has none of on_init_end"),
         ("number", "'number' is 3: expected a class"),
         ("early_stop", "'early_stop' is one of ms-swift's own"),

@@ -90,7 +90,9 @@ def test_a_complete_export_in_another_dtype_is_named_and_a_copy_gives_the_one_as
     assert "left as it is, in bfloat16: for float32 copy the checkpoint" in capsys.readouterr().out
     whole = save(tmp_path / "whole", 1, tiny_dir, hf=True)
     assert convert_all([whole], dtype="bfloat16") == 0
-    assert "in float32: there are no other weights to make bfloat16" in capsys.readouterr().out
+    assert (
+        "in float32: there are no other weights to convert to bfloat16" in capsys.readouterr().out
+    )
     copy = Path(shutil.copytree(step, tmp_path / "copy" / step.name))
     for file in (copy / "actor" / "huggingface").glob("*.safetensors"):
         file.unlink()

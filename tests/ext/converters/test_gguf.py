@@ -154,7 +154,7 @@ def test_a_folder_with_files_is_not_written_over(
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     assert convert_file(tmp_path / "tiny.gguf", tmp_path) == 1
-    assert "is there already: expected the name of a new folder" in capsys.readouterr().err
+    assert "exists already: expected the name of a new folder" in capsys.readouterr().err
 
 
 def test_make_smollm2_reads_the_package_and_does_nothing_the_second_time(

@@ -123,8 +123,8 @@ def test_nothing_may_stay() -> None:
         ("dies", r"the process of Data-Juicer \(.*\) ended: out of memory"),
         ("hangs", r"gave no answer within 1 s \(option timeout\)"),
         ("raises", r"failed: KeyError: 'text_key'"),
-        ("rewrites", "a reply that has been rewritten"),
-        ("doubles", "a row that is no experience, or one twice"),
+        ("rewrites", "a rewritten reply"),
+        ("doubles", "a row that is not an experience, or the same one twice"),
     ],
 )
 def test_what_goes_wrong_is_said(step: str, says: str) -> None:
@@ -202,8 +202,8 @@ def test_what_cannot_work_is_refused_before_the_run(
 
     monkeypatch.delenv(VARIABLE, raising=False)
     steps = [{"text_length_filter": {}}]
-    refused("operators or config_path, one of the two")
-    refused("operators or config_path, one of the two", operators=steps, config_path="a.yaml")
+    refused("either operators or config_path")
+    refused("either operators or config_path", operators=steps, config_path="a.yaml")
     refused(r"config_path \(none.yaml\) is no file", config_path="none.yaml")
     (tmp_path / "r.yaml").write_text("np: 2\n")
     refused("has no list `process`", config_path=str(tmp_path / "r.yaml"))
@@ -241,7 +241,7 @@ def test_steps_that_cannot_work_are_refused_before_the_run(tmp_path: Path) -> No
         with pytest.raises(ValueError, match=says):
             make_operator(OPERATORS, "data_juicer", {"operators": steps}, "operators[0]")
     for text, says in (
-        ("process:\n- a: [\n", r"config_path \(.*r.yaml\) is no YAML: while parsing"),
+        ("process:\n- a: [\n", r"config_path \(.*r.yaml\) is not YAML: while parsing"),
         ("np: four\nprocess:\n- drops: {}\n", r"config_path \(.*r.yaml\): np is 'four'"),
         ("process: []\n", r"config_path \(.*r.yaml\) is empty"),
     ):

@@ -123,7 +123,7 @@ def test_what_is_wrong_is_said(url: str) -> None:
     with pytest.raises(ValueError, match=r"workflow_args of openenv_workflow: .*url"):
         play([], action="number")
     [failure] = play(["7"], url=url, action="number", observation="txt")[0].failures
-    assert "'txt', which the server's observation has not: it has text" in failure.message
+    assert "'txt', which the server's observation does not have: it has text" in failure.message
 
 
 def scheduled(url: str, replies: list[str], scheduler: str, **env: Any) -> tuple[Any, FakeEngine]:

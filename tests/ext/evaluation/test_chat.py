@@ -25,7 +25,7 @@ def test_lines_in_replies_out_until_an_empty_line(tiny_dir: Path) -> None:
 def test_the_newest_model_of_a_run_is_taken(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="holds no model: expected a model's folder"):
+    with pytest.raises(ValueError, match="contains no model: expected the folder of a model"):
         model_in(tmp_path)
     for number, name in enumerate(("sft/global_step_9", "grpo/global_step_2")):
         folder = tmp_path / name / "actor" / "huggingface"

@@ -160,7 +160,7 @@ def test_tool_calls_of_an_api_are_run_and_their_results_sent(
         f"explorer.rollout_model.tool_call_parser={parser}",
     )
     assert done.exit_code == 0, done.output
-    assert "asked without top_k (5)" in caplog.text
+    assert "does not receive top_k (5)" in caplog.text
     assert len(Api.asked) == 16  # of 8 conversations
     told = [one["messages"] for one in Api.asked if one["messages"][-1]["role"] == "tool"]
     assert len(told) == 8
@@ -236,7 +236,7 @@ def test_a_server_that_is_none_of_ours_is_one_sentence(
         *("--model", api.removesuffix("/v1"), f"model.model_path={tiny_dir}"),
         "model.max_prompt_tokens=800",
     )
-    assert done.exit_code == 1 and done.output.count("is no rollout server of ours") == 1
+    assert done.exit_code == 1 and done.output.count("is not a rollout server of Trireme's") == 1
     assert "rollout 0/sums" not in caplog.text + done.output
 
 
@@ -250,7 +250,7 @@ def test_a_single_task_has_no_interval_and_the_file_stays_json(tiny_dir: Path) -
 
 def test_help_says_what_the_yaml_is_for() -> None:
     said = " ".join(re.sub(r"[│╭╮╰╯─]", "", call("--help").output).split())
-    assert "A YAML with eval_tasksets, in place of --tasks." in said and "demo" not in said
+    assert "A YAML with eval_tasksets, instead of --tasks." in said and "demo" not in said
 
 
 def test_more_failures_than_may_be_are_no_measurement() -> None:
@@ -322,7 +322,9 @@ def test_a_key_is_not_shown_to_several_hosts(
         f"model.model_path={tiny_dir}",
     )
     assert done.exit_code == 2
-    assert "127.0.0.1:9 and 127.0.0.2:9, and there is one key" in " ".join(done.output.split())
+    assert "127.0.0.1:9 and 127.0.0.2:9, and all of them would receive the same key" in " ".join(
+        done.output.split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_text_of_an_api_that_had_to_call_a_tool_reaches_the_program(
         assert message["content"] == "\\boxed{2}" and not message.get("tool_calls")
         assert recorded.startswith("\\boxed{")
         [warning] = caplog.messages
-        assert "answered without a call, though tool_choice asked for one" in warning
+        assert "answered without a tool call, although tool_choice required one" in warning
 
 
 def test_an_api_that_fails_midway_has_measured_nothing(
@@ -215,7 +215,7 @@ def test_an_api_that_does_not_answer_is_told_with_its_limit(
             ("explorer.bench_on_latest_checkpoint=true",),
             ["explorer.bench_on_latest_checkpoint is true, and"],
         ),
-        (("model.lora_configs=[{lora_rank: 4}]",), ["model.lora_configs is given, and"]),
+        (("model.lora_configs=[{lora_rank: 4}]",), ["model.lora_configs is set, and"]),
     ],
 )
 def test_what_an_api_lacks_or_cannot_do_is_said(

@@ -110,7 +110,7 @@ def test_a_program_as_agent(open_: bool, tmp_path: Path) -> None:
     assert not outcome.failures, outcome.failures
     assert [e.reward for e in outcome.experiences] == [1.0]
     [failed] = play(folder, [], open_=open_, command=["true"]).failures
-    assert "never asked the model" in failed.message
+    assert "never called the model" in failed.message
 
 
 @MODES
@@ -185,24 +185,27 @@ def test_behind_bubblewrap_there_is_no_other_file_and_nothing_stays(tmp_path: Pa
         ({"task_toml": "[verifier]\nenv = {K = true}"}, "verifier.env.K is True"),
         ({"task_toml": "[verifier]\nenv = {K = '${A}'}"}, "expected the value itself"),
         ({"task_toml": "[environment]\nenv = {K = '${A}'}"}, "environment.env.K is"),
-        ({"environment__Dockerfile": "FROM a\nENV A=1 B"}, "line 2, `ENV A=1 B`: 'B' is no"),
+        ({"environment__Dockerfile": "FROM a\nENV A=1 B"}, "line 2, `ENV A=1 B`: 'B' does not set"),
         ({"environment__Dockerfile": "FROM a\nENV"}, "line 2, `ENV`: nothing follows"),
-        ({"environment__Dockerfile": "FROM a\nENV A=b\0"}, "line 2, .*can be called 'A' and hold"),
-        ({"environment__Dockerfile": "FROM a\nCOPY " + "[" * 9999}, "line 2, .* is no JSON"),
+        (
+            {"environment__Dockerfile": "FROM a\nENV A=b\0"},
+            "line 2, .*'A' with the value .* is not",
+        ),
+        ({"environment__Dockerfile": "FROM a\nCOPY " + "[" * 9999}, "line 2, .* is not JSON"),
         (
             {"task_toml": "[environment]\nenv = {'A=B' = 'x'}"},
-            "environment.env: no variable can be",
+            "environment.env: 'A=B' with",
         ),
-        ({"task_toml": "[verifier]\nenv = {'' = 'x'}"}, "verifier.env: no variable can be"),
-        ({"task_toml": '[verifier]\nenv = {K = "\\u0000"}'}, "verifier.env: no variable can be"),
+        ({"task_toml": "[verifier]\nenv = {'' = 'x'}"}, "verifier.env: '' with the value"),
+        ({"task_toml": '[verifier]\nenv = {K = "\\u0000"}'}, "verifier.env: 'K' with the value"),
         (
             {"task_toml": f"[agent]\ntimeout_sec = {'9' * 400}"},
             "agent.timeout_sec is 9999.*: expected",
         ),
         ({"task_toml": "[agent]\ntimeout_sec = inf"}, "agent.timeout_sec is inf: expected seconds"),
         ({"environment__Dockerfile": "FROM a\nENV A='"}, "line 2, .*No closing quotation"),
-        ({"environment__Dockerfile": 'FROM a\nCOPY ["a", b]'}, "line 2, .* is no JSON"),
-        ({"environment__Dockerfile": 'FROM a\nCOPY ["a", 1]'}, "line 2, .*no list of texts"),
+        ({"environment__Dockerfile": 'FROM a\nCOPY ["a", b]'}, "line 2, .* is not JSON"),
+        ({"environment__Dockerfile": 'FROM a\nCOPY ["a", 1]'}, "line 2, .*not a list of texts"),
         ({"environment__Dockerfile": "FROM a\nCOPY **bad /app/"}, r"task-0: .*line 2, .*\*\*"),
     ],
 )
@@ -259,9 +262,9 @@ def test_nothing_is_copied_through_a_link(tmp_path: Path) -> None:
     link.symlink_to("../../../environment")
     (tmp_path / "environment").mkdir()
     task, box = read_task(folder), tmp_path / "b" / "box"
-    with pytest.raises(ValueError, match="/app/link/b of the task lies behind a link"):
+    with pytest.raises(ValueError, match="/app/link/b of the task is behind a link"):
         TaskBox(task, box, sandbox=False)
-    with pytest.raises(ValueError, match="/app/link of the task lies behind a link"):
+    with pytest.raises(ValueError, match="/app/link of the task is behind a link"):
         TaskBox(replace(task, copies=task.copies[:1]), tmp_path / "c" / "box", sandbox=False)
     assert not [*victim.iterdir(), *(tmp_path / "environment").iterdir()]
     link.unlink()

@@ -70,7 +70,7 @@ def test_another_key_or_none_is_refused_and_only_the_rollout_s_own_paths_are_ser
             address, chat = one.address, "/v1/chat/completions"
             for key in (other.api_key, "", "EMPTY"):
                 refused = await post(address, chat, key, ASKED)
-                assert refused.status_code == 401 and "wants its key" in refused.text
+                assert refused.status_code == 401 and "requires its key" in refused.text
             outside = Address(address.base_url.partition("/s/")[0] + "/v1", "", lambda: None)
             for path in (chat, "/feedback", "/commit", "/engine/pause", "/metrics"):
                 refused = await post(outside, path, one.api_key, ASKED)
@@ -86,7 +86,7 @@ def test_a_reply_of_another_rollout_cannot_be_gone_on_with() -> None:
             first = await post(one.address, "/v1/responses", one.api_key, {"input": "hi"})
             body = {"input": "more", "previous_response_id": first.json()["id"]}
             refused = await post(other.address, "/v1/responses", other.api_key, body)
-            assert refused.status_code == 400 and "of another session" in refused.text
+            assert refused.status_code == 400 and "belongs to another session" in refused.text
             assert (await post(one.address, "/v1/responses", one.api_key, body)).is_success
             assert (len(one.recorder), len(other.recorder)) == (2, 0)
 
@@ -107,7 +107,7 @@ def test_an_address_ends_with_its_rollout_and_what_is_under_way_fails() -> None:
             assert (await asking).status_code == 500 and "is over" in (await asking).text
             for address in addresses:
                 refused = await post(address, path, address.api_key, ASKED)
-                assert refused.status_code == 401 and "or it is over" in refused.text
+                assert refused.status_code == 401 and "or it has ended" in refused.text
             with pytest.raises(Revoked):
                 _ = one.base_url
             assert (await post(other.address, path, other.api_key, ASKED)).is_success

@@ -30,7 +30,7 @@ def test_without_its_key_a_server_answers_nothing_but_its_health() -> None:
                 raw = [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]
                 refused = await client.get("/v1/models", headers=raw)
                 assert refused.status_code == 401
-                assert "wants its key" in refused.json()["error"]["message"]
+                assert "requires its key" in refused.json()["error"]["message"]
             for headers in ({"authorization": "Bearer secret"}, {"x-api-key": "secret"}):
                 assert (await client.get("/v1/models", headers=headers)).status_code == 200
 

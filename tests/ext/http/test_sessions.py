@@ -85,7 +85,7 @@ def test_a_name_that_no_header_can_repeat_is_refused_before_anything_is_generate
             answers.append(await client.post(f"/{CHAT}", json=body, headers=headers))
         for answer in answers:
             assert answer.status_code == 400, answer.text
-            assert "printable ones of ASCII" in answer.json()["error"]["message"]
+            assert "printable ASCII characters" in answer.json()["error"]["message"]
 
     _, sessions = serve(script)
     assert len(sessions) == 0

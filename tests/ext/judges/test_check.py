@@ -46,7 +46,7 @@ def test_a_reward_model_without_a_score_head_is_refused(tmp_path: Path) -> None:
     reward = (f"{TASKSET}.default_reward_fn_type=reward_model", f"{TASKSET}.reward_fn_args=")
     [said] = problems_of(tmp_path, reward[0], reward[1] + options)
     assert "default_reward_fn_type cannot be used: reward_model: model_path" in said
-    assert "is of the architecture none, which has no score head" in said
+    assert "has the architecture none, which has no score head" in said
     good = make_reward_model(tmp_path / "scores")
     assert problems_of(tmp_path, reward[0], f"{reward[1]}{{model_path: {good}}}") == []
 

@@ -170,11 +170,11 @@ def without_tokenizer(folder: Path) -> Path:
     [
         (lambda f: f / "absent" / "model", {}, "is no file or folder here"),
         (lambda f: f, {}, "holds no config.json"),
-        (make_model, {}, "of the architecture Qwen3ForCausalLM, which has no score head"),
+        (make_model, {}, "the architecture Qwen3ForCausalLM, which has no score head"),
         (lambda f: make_reward_model(f, labels=3), {}, "has 3 labels: expected 1, the score"),
         (lambda f: changed(make_reward_model(f), id2label=None), {}, "has 2 labels: expected 1"),
         (lambda f: changed(make_reward_model(f), architectures=None), {}, "architecture none"),
-        (lambda f: without_tokenizer(make_reward_model(f)), {}, "holds no tokenizer"),
+        (lambda f: without_tokenizer(make_reward_model(f)), {}, "contains no tokenizer"),
         (make_reward_model, {"max_length": 513}, "has 512 positions, and max_length is 513"),
         (make_reward_model, {"batch_size": 0}, "batch_size is 0: expected at least 1"),
         (make_reward_model, {"max_len": 5}, "has no option 'max_len'"),
@@ -195,7 +195,7 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     judge = Judge.of([{"name": "reward_model", "model_path": "no-such-model"}])
-    said = r"model_path \(no-such-model\) is no folder here, and cannot be downloaded: [^\n]+$"
+    said = r"model_path \(no-such-model\) is not a folder here, and cannot be downloaded: [^\n]+$"
     with pytest.raises(ValueError, match=said):
         judge.examine(TASK)
 
@@ -219,7 +219,7 @@ def test_a_model_whose_head_is_not_in_its_files_scores_nothing(tmp_path: Path) -
         id2label={"0": "score"},
         label2id={"score": 0},
     )
-    with pytest.raises(RuntimeError, match=r"cannot score: its files hold no weights for score"):
+    with pytest.raises(RuntimeError, match=r"cannot score: its files have no weights for score"):
         rewards({"model_path": str(folder)}, ["2"])
 
 

@@ -89,7 +89,10 @@ def test_agreement_against_hand_worked_numbers() -> None:
     ("fields", "told"),
     [
         ({"workflow_args": {"truth_share": 2}}, "truth_share is 2: expected 0 to 1"),
-        ({"reward_fn": "ruler"}, "default_reward_fn_type is 'ruler': expected one as math_reward"),
+        (
+            {"reward_fn": "ruler"},
+            "default_reward_fn_type is 'ruler': expected one such as math_reward",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_told_before_the_run(fields: dict[str, Any], told: str) -> None:

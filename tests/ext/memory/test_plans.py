@@ -39,9 +39,9 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machin
     found = draft(
         config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens, f"{ENGINES}=6")
     )
-    (said,) = [p for p in map(str, found.problems) if "short" in p]
+    (said,) = [p for p in map(str, found.problems) if "missing" in p]
     assert said.startswith("trainer needs ") and "for each of 2 ranks" in said
-    assert "a GPU has 80.0 GiB" in said and "GiB are short" in said
+    assert "a GPU has 80.0 GiB" in said and "GiB are missing" in said
     (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, tokens))
     assert plan.places.trainer_ranks == 7 and plan.memory.gradient_checkpointing
     assert sum(plan.memory.needs.values()) < 80 * 2**30
@@ -127,7 +127,7 @@ def test_a_plan_that_does_not_fit_can_be_tried_all_the_same(tmp_path, machine, m
     assert "ignore_validator_suggestions: true" in said and "trainer.offload" not in said
     config = config_of(tmp_path, four(tmp_path), "ignore_validator_suggestions=true")
     (plan,), found, _ = draft(config)
-    assert not found and any("GiB are short" in note for note in plan.notes)
+    assert not found and any("GiB are missing" in note for note in plan.notes)
 
 
 def test_the_copy_that_saves_behind_is_asked_for_and_its_memory_is_noted(tmp_path, machine):

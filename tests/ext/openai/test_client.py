@@ -80,7 +80,7 @@ async def _complete(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"presence_penalty": 1.0}, "'presence_penalty' is not served"),
+        ({"presence_penalty": 1.0}, "'presence_penalty' is not supported"),
         ({"extra_body": {"temprature": 1}}, "unknown key 'temprature': did you mean 'temperature'"),
         ({"top_p": 3.0}, "top_p is 3.0: expected a number above 0"),
     ],

@@ -176,7 +176,7 @@ def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path: Pa
     record._lines.keep(lambda line: line["step"] == 2)  # type: ignore[union-attr]
     found.refresh()
     assert [row["eid"] for row in found.rows(found.select(Filter()))] == ["2/0/0/0"]
-    with pytest.raises(ValueError, match="was written anew meanwhile: ask again"):
+    with pytest.raises(ValueError, match="was rewritten in the meantime: try again"):
         found.rows(places)
     with pytest.raises(ValueError, match="no rollout '1/0/1/0' of kind 'train'"):
         found.row("train", "1/0/1/0")

@@ -20,7 +20,7 @@ def test_every_run_below_a_folder_is_found_and_nothing_else(tmp_path: Path) -> N
     (own,) = find_runs(tmp_path / "project/one/grpo")
     assert own.name == "grpo"
     for folder in ("missing", "project/other"):
-        with pytest.raises(ValueError, match=r"no folder|holds no run"):
+        with pytest.raises(ValueError, match=r"no folder|contains no run"):
             find_runs(tmp_path / folder)
 
 

@@ -143,7 +143,7 @@ def test_a_runs_folder_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[s
         told = "error: the store has no experiences of step 7: it has steps 1 to 4"
         assert told in capsys.readouterr().err
     assert view(None, None, folder=job / "global_step_2") == 1
-    assert "holds neither stored experiences" in capsys.readouterr().err
+    assert "contains neither stored experiences" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +151,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "view needs the folder of a run, --config" in capsys.readouterr().err
     assert view(None, str(tmp_path / "none.db")) == 1
     assert "none.db: has the run stored experiences yet?" in capsys.readouterr().err
-    for name, told in (("x.yaml", "is no database to read"), ("x.jsonl", "that no run stored")):
+    for name, told in (("x.yaml", "is not a readable database"), ("x.jsonl", "that no run stored")):
         (tmp_path / name).write_text('{"question": "1+1?", "answer": "2"}\n' * 99)
         assert view(None, str(tmp_path / name)) == 1
         assert told in capsys.readouterr().err

@@ -81,7 +81,7 @@ DATA = "buffer.explorer_input.taskset"
         (
             {"config": {"seed": 1}, "versions": {"torch": "2.1"}},
             {"config": {"seed": 2}, "versions": {"torch": "2.2"}},
-            ["seed: 1 -> 2: what is drawn from explore step 4 on", "versions.torch: 2.1 -> 2.2"],
+            ["seed: 1 -> 2: samples from explore step 4 on", "versions.torch: 2.1 -> 2.2"],
         ),
     ],
 )

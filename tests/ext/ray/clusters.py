@@ -56,7 +56,7 @@ def dies(process: subprocess.Popen[str], part: str, kill: Callable[[], Any]) -> 
     stdout, stderr = ended(process, code=1)
     assert "(raylet)" not in stdout + stderr and "Traceback" not in stdout + stderr, stdout
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    reason = r"its machine [\d.]+ is lost|process \d+ is gone"
+    reason = r"its machine [\d.]+ is gone|process \d+ is gone"
     sentence = rf"error: {part} has died: ({reason}); its log is \S+\.log.*"
     assert len(errors) == 1 and re.fullmatch(sentence, errors[0]), stderr
     return errors[0]

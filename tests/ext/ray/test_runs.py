@@ -120,7 +120,7 @@ def test_an_engine_that_dies_is_made_anew_where_there_is_a_place_and_nothing_is_
     reason = {
         "actor": f"process {pid} is gone",
         "process": "engine_0 has ended by signal 9",
-        "node": r"its machine [\d.]+ is lost",
+        "node": r"its machine [\d.]+ is gone",
     }
     assert re.search(
         f"engine_0 has died: {reason[victim]}: it is started again \\(1 of 3\\)", said

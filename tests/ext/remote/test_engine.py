@@ -109,7 +109,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tiny_dir: Path)
         before = await engine.fingerprint()
         wrong = weights_of(made[0])
         wrong["nothing.weight"] = wrong.pop(sorted(wrong)[-1])
-        with pytest.raises(ValueError, match=r"not of this model: 1 tensors are missing"):
+        with pytest.raises(ValueError, match=r"not belong to this model: 1 tensors are missing"):
             await engine.update_weights(wrong, 1)
         with pytest.raises(ValueError, match="expected a folder of safetensors"):
             await engine.update_weights(tiny_dir / "nothing", 1)
@@ -143,7 +143,9 @@ def test_a_server_that_was_started_again_ends_the_engine(tiny_dir: Path) -> None
                     lambda: engine.update_weights(weights_of(rollouts), 1),
                 ):
                     engine.servers.failure = None
-                    with pytest.raises(RuntimeError, match="was started again: the weights of"):
+                    with pytest.raises(
+                        RuntimeError, match="was restarted, and has lost the weights of"
+                    ):
                         await call()
                     with pytest.raises(RuntimeError, match="the remote engine has failed"):
                         engine.health()
@@ -217,7 +219,9 @@ def test_a_push_that_a_server_does_not_live_to_see_is_done_again_and_no_other(
                 engine = RemoteEngine([url])
                 engine.servers.restarted = True
                 await engine.connect()
-                with pytest.raises(ValueError, match="not of this model"):  # the server is well
+                with pytest.raises(
+                    ValueError, match="not belong to this model"
+                ):  # the server is well
                     push = partial(engine.update_weights, {"x": torch.zeros(1)}, 1)
                     await engine.servers.persist(push)
             weights = weights_of(rollouts)
@@ -260,7 +264,7 @@ def test_a_server_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_key_is_told(tiny_dir: Path) -> None:
     async def main() -> None:
         async with torch_rollouts(tiny_dir) as rollouts, on_port(rollouts, key="k") as url:
-            with pytest.raises(RuntimeError, match="refuses us: this server wants its key"):
+            with pytest.raises(RuntimeError, match="refuses access: this server requires its key"):
                 await RemoteEngine([url], api_key="other").generate(PROMPT, SHORT)
             assert await RemoteEngine([url], api_key="k").generate(PROMPT, SHORT)
 

@@ -68,11 +68,13 @@ def test_who_does_not_come_is_named_on_both_sides() -> None:
     names = {1: "worker 0 of http://a", 2: "worker 0 of http://b"}
     with ThreadPoolExecutor() as pool:
         ours, theirs = pool.submit(trainer.connect, names), pool.submit(engine.connect)
-        with pytest.raises(TimeoutError, match=r"worker 0 of http://b did not come .* in 1 s"):
+        with pytest.raises(TimeoutError, match=r"worker 0 of http://b did not join .* in 1 s"):
             ours.result()
-        with pytest.raises(TimeoutError, match="rank 2 did not come to the weight group"):
+        with pytest.raises(TimeoutError, match="rank 2 did not join the weight group"):
             theirs.result()
-    with pytest.raises(RuntimeError, match=r"meeting point 127.0.0.1:1 was not there in 1 s"):
+    with pytest.raises(
+        RuntimeError, match=r"meeting point 127.0.0.1:1 could not be reached in 1 s"
+    ):
         WeightGroup(Meeting("127.0.0.1", 1, 2, 1, timeout=1))
 
 
@@ -94,7 +96,7 @@ def test_a_lent_bucket_is_written_over_only_when_the_engine_has_copied_it() -> N
 def test_an_engine_that_does_not_take_what_it_is_lent_is_named_and_can_be_given_up() -> None:
     trainer, _ = pair(timeout=1, backend="ipc")
     trainer.connect({1: "engine 0"})
-    with pytest.raises(NotTaken, match=r"^engine 0 did not come to bucket 1 of push 1 in 1 s$"):
+    with pytest.raises(NotTaken, match=r"^engine 0 did not reach bucket 1 of push 1 in 1 s$"):
         trainer.send([("a", torch.zeros(8))])
     trainer, _ = pair(timeout=HANG_S, backend="ipc")
     with pytest.raises(NotTaken, match="given up"):
@@ -203,7 +205,7 @@ def test_the_end_of_a_push_waits_until_nothing_is_mapped() -> None:
         sending = pool.submit(trainer.send, [("a", torch.zeros(8))])
         weights: Any = engine.receive()
         next(weights)  # it has the bucket, and reads no further
-        with pytest.raises(NotTaken, match="engine 0 did not come to bucket 2"):
+        with pytest.raises(NotTaken, match="engine 0 did not reach bucket 2"):
             sending.result(timeout=HANG_S)
         assert ipc.mapped == 1
         weights.close()
@@ -268,7 +270,7 @@ def test_a_sender_that_is_gone_is_seen_by_the_time_out() -> None:
     trainer, engine = pair(timeout=1)
     with pytest.raises(RuntimeError, match="has broken: the trainer sent nothing in 1 s"):
         list(engine.receive())
-    with pytest.raises(RuntimeError, match="its members have not met"):
+    with pytest.raises(RuntimeError, match="its members have not joined"):
         list(engine.receive())
     trainer, engine = pair()
     del trainer  # whose store goes with it
@@ -309,7 +311,7 @@ def test_a_broadcast_that_never_ends_names_who_did_not_come_and_is_aborted() -> 
         trainer._group, engines[0]._group = doubles
         sending = pool.submit(trainer.send, [("a", torch.zeros(8))])
         taking = pool.submit(lambda: list(engines[0].receive()))  # the other never asks
-        late = r"worker 0 of http://b did not come to bucket 1 of push 1 in 1 s"
+        late = r"worker 0 of http://b did not reach bucket 1 of push 1 in 1 s"
         for side in (sending, taking):
             with pytest.raises(RuntimeError, match=f"the weight group has broken: {late}"):
                 side.result(timeout=HANG_S)
@@ -336,7 +338,7 @@ def test_a_member_killed_amid_a_push_ends_the_push_with_a_sentence() -> None:
         with pytest.raises(RuntimeError, match="the weight group has broken: "):
             trainer.send(tensors, bucket_bytes=2**22)
         assert member.wait(HANG_S) == -signal.SIGKILL
-        with pytest.raises(RuntimeError, match="its members have not met"):
+        with pytest.raises(RuntimeError, match="its members have not joined"):
             trainer.send(tensors)
     finally:
         member.kill()

@@ -44,7 +44,9 @@ def test_without_a_cooldown_everything_comes_once() -> None:
         buffer = ReplayBuffer("b", clock=JumpingClock(), max_read_timeout=50)
         await buffer.put(step_of(1))
         await buffer.take(4)
-        with pytest.raises(TimeoutError, match=r"wanted 1 experiences of buffer 'b', which has 0"):
+        with pytest.raises(
+            TimeoutError, match=r"requested 1 experiences of buffer 'b', which has 0"
+        ):
             await buffer.take(1)
         await buffer.close()
         with pytest.raises(Closed):

@@ -109,7 +109,9 @@ def test_tensors_of_another_model_are_refused_when_the_update_ends(tiny_dir: Pat
         async with torch_rollouts(tiny_dir) as rollouts, on_port(rollouts) as url:
             before = await rollouts.engine.fingerprint()
             said = await trainer(url, tiny_dir, "odd name")
-            assert said.startswith("400") and "not of this model" in said and "nothing." in said
+            assert (
+                said.startswith("400") and "not belong to this model" in said and "nothing." in said
+            )
             assert await rollouts.engine.fingerprint() == before
 
     asyncio.run(main())
@@ -164,7 +166,7 @@ def test_a_meeting_that_never_happens_is_told_and_another_may_follow(
                 late = await client.post("/reset_prefix_cache/")
                 assert late.status_code == 500
                 message = late.json()["error"]["message"]
-                assert f"no trainer came to the group at 127.0.0.1:{port} in 0.3 s" in message
+                assert f"no trainer joined the group at 127.0.0.1:{port} in 0.3 s" in message
             assert (await client.post("/close_communicator/")).status_code == 200
             body = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}]}
             assert (await client.post("/infer/", json=body)).status_code == 200
@@ -198,7 +200,7 @@ def test_a_client_that_goes_away_does_not_end_the_meeting(tiny_dir: Path) -> Non
             waiting = asyncio.ensure_future(group.ready())
             await asyncio.sleep(0.05)
             waiting.cancel()
-            with pytest.raises(RuntimeError, match="no trainer came"):
+            with pytest.raises(RuntimeError, match="no trainer joined"):
                 await group.ready()
             assert await group.ready() == 0
 

@@ -23,7 +23,7 @@ from tests.vllm import needs_vllm
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--host", "0.0.0.0"], 2, "is open to other machines: give a key by TRIREME_API_KEY"),
+        (["--host", "0.0.0.0"], 2, "is open to other machines: give a key in TRIREME_API_KEY"),
         (["--api-key-file", "missing"], 2, "--api-key-file missing cannot be read"),
         (["--multi_turn_scheduler", "nothing"], 2, "nothing"),
         (["--dtype", "int3"], 2, "--dtype int3: expected auto, float32"),
@@ -59,7 +59,7 @@ def test_a_key_is_wanted_by_whichever_way_it_was_given(
         assert httpx.get(f"{url}/v1/models", headers=own, timeout=HANG_S).status_code == 200
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=HANG_S)
-    assert ("warning: --api-key is seen by all users" in said) == (way == "flag"), said
+    assert ("warning: --api-key is visible to all users" in said) == (way == "flag"), said
 
 
 def test_a_plug_in_that_fails_to_load_shows_where(tiny_dir: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(tiny_dir: Path, tmp_path
         taken.listen()
         port = taken.getsockname()[1]
         code, said = fails(tmp_path, tiny_dir, "--port", str(port))
-    assert code == 1 and f"--port {port} cannot be served on: Address already in use" in said
+    assert code == 1 and f"--port {port} cannot be used: Address already in use" in said
     assert len(said.splitlines()) == 1
 
 

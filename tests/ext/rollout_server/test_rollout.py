@@ -28,7 +28,7 @@ def test_the_rollout_server_takes_flags_of_vllm(monkeypatch: pytest.MonkeyPatch)
     [options] = seen
     assert (options.max_model_len, options.tool_call_parser) == (512, "hermes")
     assert options.engine_options == {"gpu_memory_utilization": 0.5, "enforce_eager": True}
-    assert "--vllm_enable_lora is without effect here" in done.output
+    assert "--vllm_enable_lora has no effect here" in done.output
 
 
 @pytest.mark.extension("swift")
@@ -56,14 +56,14 @@ def test_a_rollout_server_takes_the_environment_and_the_template_of_ms_swift(
     [spec] = served
     assert spec.scheduler == {"scheduler": "gym_scheduler", "max_turns": 3, "env": "guess_of_flags"}
     assert spec.enable_thinking is False
-    assert "--max_length is without effect here" in said
+    assert "--max_length has no effect here" in said
     assert "--enable_thinking maybe: expected true or false" in call("--enable_thinking maybe")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"gym_env": "guess"}, "--gym_env guess has no effect alone"),
+        ({"gym_env": "guess"}, "--gym_env guess has no effect by itself"),
         (
             {"gym_env": "gues", "multi_turn_scheduler": "gym_scheduler"},
             "unknown environment 'gues'",

@@ -42,7 +42,7 @@ def test_a_taskset_may_have_its_tables_name(url: str) -> None:
     [
         ("none", "train", "has no table 'none'. Its tables: sums, theirs"),
         (None, "train", "has several tables, and subset_name names none"),
-        ("sums", "test", "has no split 'test': a table has train alone"),
+        ("sums", "test", "has no split 'test': a table has only train"),
     ],
 )
 def test_what_a_database_has_not_is_said(

@@ -216,7 +216,7 @@ def test_what_a_silent_reader_took_returns_and_is_not_learned_from_twice(url: st
         frozen._heartbeat.stop()
         other = open_as("train", url, "other", lease_time=0.2)
         assert uids(await other.take(4)) == uids(step_of(1))  # waits for the lease
-        with pytest.raises(RuntimeError, match=r"'frozen' was not heard from.*2 of the 2"):
+        with pytest.raises(RuntimeError, match=r"'frozen' sent no heartbeat.*2 of the 2"):
             frozen.state()
         other.commit()
 
@@ -266,7 +266,9 @@ def test_two_processes_of_one_name_do_not_both_go_on(url: str) -> None:
     async def main() -> None:
         first = open_as("explore", url)
         open_as("explore", url)
-        with pytest.raises(RuntimeError, match=r"entered it as 'default'.*names of their own"):
+        with pytest.raises(
+            RuntimeError, match=r"uses it under the name 'default'.*names of their own"
+        ):
             await first.put(step_of(1))
 
     run(main())
@@ -282,7 +284,9 @@ def test_a_trainer_whose_name_another_process_has_taken_does_not_seal_what_that_
         await first.take(2)
         second = open_as("train", url)
         assert uids(await second.take(2)) == uids(step_of(1))[:2]
-        with pytest.raises(RuntimeError, match=r"entered it as 'default'.*names of their own"):
+        with pytest.raises(
+            RuntimeError, match=r"uses it under the name 'default'.*names of their own"
+        ):
             first.commit()
         second.commit()
 
@@ -294,7 +298,7 @@ def test_an_explorer_that_went_without_a_word_is_named(url: str) -> None:
         gone = open_as("explore", url, "explorer_7", lease_time=0.1)
         gone._heartbeat.stop()
         trainer = open_as("train", url, lease_time=0.1, max_read_timeout=0.5)
-        with pytest.raises(TimeoutError, match=r"not heard from: explorer_7 for \d s"):
+        with pytest.raises(TimeoutError, match=r"no heartbeat from: explorer_7 for \d s"):
             await trainer.take(1)
 
     run(main())
@@ -336,15 +340,17 @@ def test_a_server_that_is_away_is_waited_for(
 
     run(main(postgres.database()))
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    away = [text for text in told if "is away, waiting for it for 1800 s at most" in text]
-    assert len(away) == len([text for text in told if "its database is back" in text]) == 3
+    away = [text for text in told if "is unreachable, waiting for it for 1800 s at most" in text]
+    assert (
+        len(away) == len([text for text in told if "its database is reachable again" in text]) == 3
+    )
     assert not any(PASSWORD in text for text in told)
 
 
 def test_a_server_that_stays_away_ends_the_wait_with_its_name(postgres: Server) -> None:
     async def main(url: str) -> None:
         trainer = open_as("train", url, max_read_timeout=0.3, max_retry_interval=0.1)
-        said = r"database 'postgresql.* was away for 0.3 s"
+        said = r"database 'postgresql.* was unreachable for 0.3 s"
         with postgres.away(), pytest.raises(TimeoutError, match=said):
             await trainer.take(1)
         trainer = open_as("train", url)  # which waits for half an hour
@@ -418,7 +424,7 @@ def test_a_side_that_nobody_started_is_said_long_before_the_time_out(
         open_as("explore", url, "e")
     with pytest.raises(TimeoutError, match="no new one came for 60 s"):
         run(trainer.take(1))
-    sentence = "waiting on buffer 'experiences'; no command with mode: explore is on this buffer"
+    sentence = "waiting on buffer 'experiences'; no command with mode: explore uses this buffer"
     assert caplog.text.count(sentence) == int(not there)
 
 

@@ -166,7 +166,7 @@ def test_flags_reach_every_taskset(keys: Any, tmp_path: Path) -> None:
     assert engine.base_urls == ["http://127.0.0.1:8000", "http://10.0.0.2:8001"]
     assert engine.gpu_memory_utilization == 0.5
     assert (config.seed, config.algorithm.repeat_times, config.model.top_k) == (7, 8, -1)
-    assert "--vllm_mode is without effect here" in said
+    assert "--vllm_mode has no effect here" in said
 
 
 def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -> None:
@@ -186,7 +186,10 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
             ("run.yaml", "--num_genrations", "4"),
             "no such option: --num_genrations; did you mean --num_",
         ),
-        (("run.yaml", "--kl_in_reward", "true"), "no effect alone: expected --beta 0.04 beside it"),
+        (
+            ("run.yaml", "--kl_in_reward", "true"),
+            "no effect by itself: expected --beta 0.04 with it",
+        ),
         (("run.yaml", "--kl_in_reward", "maybe"), "maybe: expected one of true, false"),
         (
             ("run.yaml", "--num_iterations", "2", "--max_steps", "5"),
@@ -261,7 +264,7 @@ def test_every_documented_flag_is_taken_or_told_what_to_set_instead() -> None:
             '--columns {"answer":"solution","gold":"solution"}',
             "answer and gold both become format.response_key: expected one column for it",
         ),
-        ("--cosine_max_len 9", "is of the reward cosine: expected it among --reward_funcs"),
+        ("--cosine_max_len 9", "belongs to the reward cosine: expected that among --reward_funcs"),
     ],
 )
 def test_what_there_is_not_is_told_with_what_to_set(keys: Any, words: str, instead: str) -> None:
@@ -391,7 +394,7 @@ def test_flags_that_become_several_keys(keys: Any, words: str, expected: dict[st
 )
 def test_a_flag_that_has_no_effect_alone_is_refused(keys: Any, words: str, beside: str) -> None:
     said = " ".join(re.sub(r"[│╭╮╰╯─]", "", keys("run.yaml", *words.split())).split())
-    assert f"{words} has no effect alone: expected {beside}" in said
+    assert f"{words} has no effect by itself: expected {beside}" in said
 
 
 def test_a_teacher_is_the_auxiliary_model_and_joins_no_others(keys: Any, tmp_path: Path) -> None:
@@ -639,7 +642,7 @@ def test_rlhf_of_chord(rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "compares whole groups: expected --kl_in_reward false" in said
     said = rlhf(words + chord + "--importance_sampling_level sequence")
     assert "--importance_sampling_level sequence with --chord_sft_dataset: expected token" in said
-    assert "--chord_mu_peak has no effect alone" in rlhf(words + "--chord_mu_peak 0.5")
+    assert "--chord_mu_peak has no effect by itself" in rlhf(words + "--chord_mu_peak 0.5")
     assert "no effect on dpo" in rlhf(words + "--rlhf_type dpo --chord_mu_peak 0.5")
 
 
@@ -654,8 +657,8 @@ def test_rlhf_of_a_distillation(rlhf: Any, beta: str, share: float) -> None:
     assert (config.buffer.batch_size, config.buffer.train_batch_size) == (16, 16)
     assert [one.model_path for one in config.explorer.auxiliary_models] == ["t"]
     for wrong, message in {
-        "": "--lmbda 0.5: expected 1, since the policy's own replies",
-        "--lmbda 1 --sft_alpha 0.1": "--sft_alpha 0.1: expected 0, since no reply",
+        "": "--lmbda 0.5: expected 1, since only the policy's own replies",
+        "--lmbda 1 --sft_alpha 0.1": "--sft_alpha 0.1: expected 0, since replies of a data set",
         "--lmbda 1 --reward_funcs accuracy": "--reward_funcs has no effect on gkd",
         "--lmbda 1 --rlhf_type grpo": "--lmbda has no effect on grpo",
         **{

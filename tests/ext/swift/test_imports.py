@@ -82,5 +82,5 @@ def test_what_ms_swift_has_as_a_dictionary_is_a_mapping_here(name: str) -> None:
 def test_a_scheduler_on_a_base_of_ms_swift_that_is_not_here_is_refused() -> None:
     base = type("PRM", (Absent,), {})
     mine = type("Scored", (base,), {"step": lambda self: None})
-    with pytest.raises(ValueError, match="extends ms-swift's PRM, which is not here"):
+    with pytest.raises(ValueError, match="extends ms-swift's PRM, which is not available here"):
         make_scheduler({"scheduler": mine})

@@ -78,7 +78,7 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(
             monitor.log({"x": 1.0}, step, "trainer")
         monitor.close()
     [warning] = [r.getMessage() for r in caplog.records if "tracker" in r.getMessage()]
-    assert kind in warning and "the run goes on" in warning
+    assert kind in warning and "the run continues" in warning
     assert [step for _, step, _ in calls] == [1, 2, 3]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 

@@ -234,7 +234,9 @@ def test_an_adapter_comes_alone_by_a_group_and_by_http_and_is_proved(tmp_path: P
         await engine.update_weights(Stale(backend).weights(), 5)
         with pytest.raises(WrongWeights, match=r"tensors differ \(model"):
             compare_weights(await engine.fingerprint(), marks, version=5)
-        with pytest.raises(RuntimeError, match="takes a LoRA adapter, and a push of all weights"):
+        with pytest.raises(
+            RuntimeError, match="expects a LoRA adapter, and received a push of all weights"
+        ):
             await engine.update_weights(folder, 6)
         device.close()
 

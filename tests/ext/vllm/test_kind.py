@@ -105,7 +105,7 @@ def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) ->
     [
         ("tensor_parallel_size=3", {"num_attention_heads": 4}, "is 3: expected a divisor of the m"),
         ("extra_engine_args.max_num_seq=4", {}, "engine: did you mean max_num_seqs?"),
-        ("extra_engine_args.seed=4", {}, f"what sets it is {key('seed')}"),
+        ("extra_engine_args.seed=4", {}, f"cannot be set here: {key('seed')} sets it"),
         pytest.param(
             "tool_call_parser=mistrl",
             {},

@@ -140,7 +140,7 @@ def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | P
     foreign = [name for name in weights if name not in state]
     if missing or foreign:
         raise ValueError(
-            f"these weights are not of this model: {len(missing)} tensors are missing "
+            f"these weights do not belong to this model: {len(missing)} tensors are missing "
             f"({', '.join(missing[:3])}), {len(foreign)} are not known ({', '.join(foreign[:3])})"
         )
     for name, tensor in weights.items():

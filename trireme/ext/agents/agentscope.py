@@ -99,8 +99,9 @@ class AgentScopeWorkflow(Workflow):
         functions_of(task)
         if task.reward_fn is not None:
             raise ValueError(
-                f"default_reward_fn_type is {task.reward_fn!r}, which this workflow does not ask: "
-                "its reward comes from workflow_args.workflow_func, or workflow_args.judge_func"
+                f"default_reward_fn_type is {task.reward_fn!r}, which this workflow does not "
+                "use: its reward comes from workflow_args.workflow_func, or "
+                "workflow_args.judge_func"
             )
         _agentscope("model")
 
@@ -168,8 +169,8 @@ class AgentScopeReActWorkflow(Workflow):
         name, args = _reward_of(task)
         if is_grouped(name, args):
             raise ValueError(
-                f"default_reward_fn_type is {name!r}, which judges rollouts together: the "
-                "agentscope agent expects a reward of one answer"
+                f"default_reward_fn_type is {name!r}, which scores whole groups: the agentscope "
+                "agent expects a reward for a single answer"
             )
         if (reward := resolve(name, args)) is not None:
             examine_columns(task, reward)
@@ -245,8 +246,8 @@ class AgentScopeSearchWorkflow(Workflow):
         _refuse_messages(task)
         if task.reward_fn is not None:
             raise ValueError(
-                f"default_reward_fn_type is {task.reward_fn!r}, which this workflow does not ask: "
-                "the first of explorer.auxiliary_models judges the answer"
+                f"default_reward_fn_type is {task.reward_fn!r}, which this workflow does not "
+                "use: the first of explorer.auxiliary_models judges the answer"
             )
         _agentscope("mcp")
         program, variable = settings.program
@@ -385,8 +386,8 @@ def _refuse_other_version() -> None:
         return  # the import reports how to install it
     if version.partition(".")[0] != "1":
         raise ImportError(
-            f"agentscope {version} is installed, and its agents are not those of AgentScope 1: pip "
-            "install 'trireme-rl[agentscope]' brings that"
+            f"agentscope {version} is installed, and AgentScope 1 is needed: pip install "
+            "'trireme-rl[agentscope]'"
         )
 
 

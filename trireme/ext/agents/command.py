@@ -224,7 +224,7 @@ def reward_of(output: str) -> tuple[float, dict[str, float]]:
     reward = named.get("reward")
     if reward is None or isinstance(reward, str | list | Mapping):
         raise ProgramFailed(
-            f"the program said no reward: its last line is {last!r:.80}; expected a number, or "
+            f"the program printed no reward: its last line is {last!r:.80}; expected a number, or "
             'JSON like {"reward": 1.0}; or set default_reward_fn_type of the taskset'
         )
     parts = {
@@ -268,8 +268,8 @@ def fill(
             if name not in holes:
                 hint = did_you_mean(name, holes)
                 raise ValueError(
-                    f"workflow_args.{where} has {{{name}}}, which stands for nothing{hint}. There "
-                    f"are: {', '.join(holes)}; {{{{{name}}}}} stands for {{{name}}} itself"
+                    f"workflow_args.{where} has the unknown placeholder {{{name}}}{hint}. Known: "
+                    f"{', '.join(holes)}; {{{{{name}}}}} gives {{{name}}} itself"
                 )
             return holes[name]
 

@@ -191,8 +191,8 @@ async def at_most(processes: int, *, sandbox: bool) -> AsyncIterator[list[str]]:
 @cache
 def _say_unlimited() -> None:
     logger.warning(
-        "the number of processes of tasks' programs is not limited here: expected a kernel since "
-        "5.14 and a user other than root, or control groups that may be written (pids)"
+        "the number of processes of task programs is not limited here: that needs Linux 5.14 or "
+        "later and a user other than root, or writable control groups (pids)"
     )
 
 
@@ -297,7 +297,7 @@ def refuse_unasked(model: Model, program: str, ended: Ended) -> None:
     """Raise ProgramFailed if a program has ended without a request to the model."""
     if not len(model.recorder):
         raise ProgramFailed(
-            f"{program} never asked the model: expected requests to its OPENAI_BASE_URL (or "
+            f"{program} never called the model: expected requests to its OPENAI_BASE_URL (or "
             f"ANTHROPIC_BASE_URL); {shown(ended.output)}"
         )
 

@@ -54,7 +54,8 @@ def write_dataset(
         wanted = sizes.get(name)
         if wanted is not None and wanted > len(games):
             raise ValueError(
-                f"{wanted} games asked for split {name}, and {root} has {len(games)} in {folder}"
+                f"{wanted} games were requested for split {name}, and {root} has {len(games)} in "
+                f"{folder}"
             )
         chosen = games if wanted is None else random.Random(seed).sample(games, wanted)
         splits[name] = [{"game_file": str(game), "target": ""} for game in chosen]

@@ -114,7 +114,7 @@ def check_game(path: str) -> Path:
         raise ValueError(f"game file {file} is not JSON: {error}") from error
     missing = [key for key in KEYS if not isinstance(held, dict) or key not in held]
     if missing:
-        raise ValueError(f"game file {file} lacks {', '.join(missing)}: it has to hold {KEYS}")
+        raise ValueError(f"game file {file} lacks {', '.join(missing)}: it must contain {KEYS}")
     return file
 
 

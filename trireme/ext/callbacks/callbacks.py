@@ -83,10 +83,11 @@ def examine_callbacks(names: Sequence[str]) -> None:
         own = [name for name in dir(kind) if name.startswith("on_") and _own(kind, name)]
         if never := [event for event in own if event not in EVENTS]:
             raise ValueError(
-                f"{whose} has {never[0]}, which never happens here: expected {', '.join(EVENTS)}"
+                f"{whose} has {never[0]}, an event that never occurs here: expected "
+                f"{', '.join(EVENTS)}"
             )
         if not own:
-            raise ValueError(f"{whose} has none of {', '.join(EVENTS)}: expected one at least")
+            raise ValueError(f"{whose} has none of {', '.join(EVENTS)}: expected at least one")
 
 
 def _own(kind: type, name: str) -> bool:
@@ -224,7 +225,7 @@ class Callbacks:
         )
         if odd := next((flag for flag in flags if flag not in _FLAGS), None):
             raise Refused(
-                f"{whose} set control.{odd}, which nothing here reads: expected "
+                f"{whose} set control.{odd}, which has no effect here: expected "
                 "should_training_stop or should_save"
             )
         return control

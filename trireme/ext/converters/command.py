@@ -32,11 +32,11 @@ def convert(
         str | None,
         typer.Option(
             help="bfloat16, float16, float32, or auto (as stored). By default shards become "
-            "bfloat16, and a model.safetensors keeps its type."
+            "bfloat16, and a model.safetensors keeps its dtype."
         ),
     ] = None,
     max_shard_gb: Annotated[
-        float, typer.Option("--max-shard-gb", help="The largest size of a file, in 10^9 bytes.")
+        float, typer.Option("--max-shard-gb", help="The maximum size of a file, in 10^9 bytes.")
     ] = 5.0,
 ) -> None:
     """Export checkpoints for transformers.
@@ -50,7 +50,7 @@ def convert(
         raise typer.BadParameter("expected both: --gguf FILE FOLDER")
     if gguf is not None and folder is not None:
         if checkpoint_dir or base_model_dir:
-            raise typer.BadParameter("--gguf FILE FOLDER stands alone: expected no checkpoint")
+            raise typer.BadParameter("--gguf FILE FOLDER cannot be combined with a checkpoint")
         raise typer.Exit(convert_file(gguf, folder, dtype))
     if not checkpoint_dir:
         raise typer.BadParameter("Missing option '--checkpoint-dir' / '-c', or --gguf FILE FOLDER.")

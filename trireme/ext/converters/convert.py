@@ -77,7 +77,7 @@ def _shapes_of(text: str) -> dict[str, Shape] | None:
     try:
         config = CONFIG_MAPPING[kind](**values)
     except Exception as error:  # its validators raise errors of several libraries
-        raise ValueError(f"config.json is no configuration of {kind}: {error}") from error
+        raise ValueError(f"config.json is not a configuration of {kind}: {error}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     with torch.device("meta"):
@@ -164,7 +164,7 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
     if path.resolve() == Path(path.resolve().anchor):
         raise ValueError(
             f"--checkpoint-dir '{path}' is the root of all files: expected a job's folder, or a "
-            "step of it (is a variable that it is made of not set?)"
+            "step of it (is a variable in it unset?)"
         )
     for folder in (path.resolve(), *path.resolve().parents):
         if _is_step(folder):
@@ -268,7 +268,7 @@ def _proven(checkpoint: Checkpoint, before: Mapping[str, int]) -> str:
     except Damaged:
         pass
     list_anew(checkpoint.root, hf / INDEX, *(hf / name for name in before), *there)
-    return ", which the checkpoint's manifest lists from now on in place of the former export"
+    return ", which the checkpoint's manifest lists from now on instead of the previous export"
 
 
 def _left_alone(hf: Path, dtype: str | None, to_export: bool) -> str:
@@ -282,7 +282,7 @@ def _left_alone(hf: Path, dtype: str | None, to_export: bool) -> str:
         return "nothing to do"
     left = f"left as it is, in {' and '.join(others)}"
     if not to_export:
-        return f"{left}: there are no other weights to make {dtype} from"
+        return f"{left}: there are no other weights to convert to {dtype}"
     return (
         f"{left}: for {dtype} copy the checkpoint, remove "
         f"*.safetensors from huggingface/ there and convert the copy"
@@ -305,11 +305,11 @@ def _names(source: Source, expected: Expected | None, hf: Path) -> list[str]:
     for name, shape in expected.items():
         if name not in specs or specs[name].shape != shape:
             has = f"is {list(specs[name].shape)}" if name in specs else "is missing"
-            raise ValueError(f"{name} {has} in the checkpoint; {config} makes it {list(shape)}")
+            raise ValueError(f"{name} {has} in the checkpoint; {config} implies {list(shape)}")
     tied = read_json(config).get("tie_word_embeddings")
     left = sorted(specs.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
     if left:
-        raise ValueError(f"the checkpoint has {left[0]}, which the model of {config} has not")
+        raise ValueError(f"the checkpoint has {left[0]}, which the model of {config} does not have")
     return list(expected)
 
 

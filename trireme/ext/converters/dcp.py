@@ -69,7 +69,7 @@ class _Unpickler(pickle.Unpickler):
             return PurePath
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which no checkpoint's metadata holds"
+                f"it names {module}.{name}, which no checkpoint's metadata contains"
             )
         return super().find_class(module, name)
 
@@ -83,13 +83,15 @@ def read_metadata(file: IO[bytes], path: Path) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise nearly anything
-        raise ValueError(f"{path} is not read: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise ValueError(f"{path} is not read: it holds no metadata of a distributed checkpoint")
+        raise ValueError(
+            f"{path} cannot be read: it contains no metadata of a distributed checkpoint"
+        )
     for entry in metadata.storage_data.values():
         name = entry.relative_path
         if PurePath(name).name != name:
-            raise ValueError(f"{path} names the file '{name}', which is not one of its folder")
+            raise ValueError(f"{path} names the file '{name}', which is not in its folder")
     return metadata
 
 
@@ -127,8 +129,8 @@ class DistributedCheckpoint:
         covered = sum(math.prod(item.lengths) for item in items)
         if covered != out.numel():
             raise ValueError(
-                f"{self.folder} holds {covered} of {out.numel()} elements of {name} "
-                f"from {list(begin)} on"
+                f"{self.folder} has only {covered} of {out.numel()} elements of {name} from "
+                f"{list(begin)} on"
             )
         try:
             self._reader.read_data(LoadPlan(items), cast(LoadPlanner, _Into(out)))

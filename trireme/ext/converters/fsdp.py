@@ -131,7 +131,7 @@ class FsdpShards:
             inner = slice(0 if isinstance(part, DTensor) else 1, None)
             if not same or part.shape[inner] != parts[0].shape[inner]:
                 raise ValueError(
-                    f"{path}: {name} is {list(part.shape)}, which does not go with "
+                    f"{path}: {name} is {list(part.shape)}, which does not match "
                     f"{list(parts[0].shape)} of {self._files[0].name}"
                 )
         shape = tuple(parts[0].shape)
@@ -149,7 +149,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     except UnpicklingError as error:
         names = re.search(r"GLOBAL (\S+)", str(error))
         what = f"it holds a {names[1]}; expected tensors and DTensors" if names else str(error)
-        raise ValueError(f"{path} is not read: {what}") from error
+        raise ValueError(f"{path} cannot be read: {what}") from error
     except RuntimeError as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     finally:
@@ -166,7 +166,7 @@ def _place(name: str, tensor: DTensor, rank: int, path: Path) -> tuple[tuple[int
     mesh = spec.mesh.mesh
     places = (mesh == rank).nonzero()
     if len(places) != 1:
-        raise ValueError(f"{path}: {name} lies on the ranks {mesh.tolist()}, not on rank {rank}")
+        raise ValueError(f"{path}: {name} is on the ranks {mesh.tolist()}, not on rank {rank}")
     begin, size = [0] * tensor.dim(), list(tensor.shape)
     for along, (at, placement) in enumerate(zip(places[0].tolist(), spec.placements, strict=True)):
         if type(placement) is Replicate:

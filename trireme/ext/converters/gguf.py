@@ -70,7 +70,7 @@ def _refuse_unusable(file: Path, folder: Path) -> None:
         if stream.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"--gguf {file} does not begin with GGUF: expected a llama.cpp file")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already: expected the name of a new folder")
+        raise ValueError(f"{folder} exists already: expected the name of a new folder")
     if find_spec("gguf") is None:
         raise ValueError("--gguf needs the package gguf: pip install 'trireme-rl[gguf]'")
 

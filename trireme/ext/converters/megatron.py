@@ -186,7 +186,7 @@ class MegatronWeights:
                 self._check_stack(part)
                 return part
         looked = " or ".join(candidate.stored for candidate in places) or "any tensor known for it"
-        raise ValueError(f"{self._checkpoint.folder} has no {looked}, to make {name} of")
+        raise ValueError(f"{self._checkpoint.folder} has no {looked}, which {name} is made from")
 
     def _check_stack(self, part: _Slice) -> None:
         depth = self._checkpoint.shape(part.stored)[0]
@@ -205,7 +205,8 @@ class MegatronWeights:
         left = [name for name in left if name not in used]
         if left:
             raise ValueError(
-                f"{self._checkpoint.folder} has {left[0]}, which the model of config.json has not"
+                f"{self._checkpoint.folder} has {left[0]}, which the model of config.json does "
+                "not have"
             )
 
     def _find_prefix(self) -> str:
@@ -223,5 +224,5 @@ class MegatronWeights:
     def _misfit(self, part: _Slice, expected: list[int]) -> ValueError:
         return ValueError(
             f"{self._checkpoint.folder}: {part.stored} is {list(self._stored_shape(part))}; "
-            f"config.json makes it {expected}{' or longer' if part.piece == 'rows' else ''}"
+            f"config.json implies {expected}{' or longer' if part.piece == 'rows' else ''}"
         )

@@ -65,7 +65,7 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
         `np` processes work concurrently. `timeout`: seconds for the rows of one step.
         """
         if (operators is None) == (config_path is None):
-            raise Refused("data_juicer needs operators or config_path, one of the two")
+            raise Refused("data_juicer needs either operators or config_path")
         recipe: dict[str, Any] = (
             {"process": operators} if config_path is None else _recipe(config_path)
         )
@@ -156,13 +156,13 @@ class DataJuicerOperator(_DataJuicer):
             index, changed = answer["row"], answer["changed"]
             if index is None or index in kept:
                 raise Refused(
-                    "data_juicer got a row that is no experience, or one twice: expected "
-                    "operators that drop rows or measure them"
+                    "data_juicer got back a row that is not an experience, or the same one "
+                    "twice: expected operators that drop rows or measure them"
                 )
             if {"text", "response_text"} & {*changed, *answer["removed"]}:
                 raise Refused(
-                    "data_juicer got a reply that has been rewritten, and what is trained are its "
-                    "tokens: expected operators that drop rows or measure them"
+                    "data_juicer got back a rewritten reply, but the original tokens are "
+                    "trained: expected operators that drop rows or measure them"
                 )
             kept[index] = experiences[index]
             kept[index].info.update(changed.get(STATS) or {})
@@ -201,7 +201,7 @@ def _recipe(path: str) -> dict[str, Any]:
     try:
         recipe = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
     except yaml.YAMLError as error:
-        raise Refused(f"{whose} is no YAML: {error}") from error
+        raise Refused(f"{whose} is not YAML: {error}") from error
     if not isinstance(recipe, dict) or not isinstance(recipe.get("process"), list):
         why = "has no list `process`" if file.is_file() else "is no file"
         raise Refused(f"{whose} {why}: expected a Data-Juicer recipe")

@@ -116,7 +116,7 @@ class Environment:
             names = ", ".join(function.__name__ for function in together)
             raise ValueError(
                 f"{path}: its rewards {names} judge several rollouts together, which is not "
-                "served: take an environment whose rewards judge each alone"
+                "supported: expected an environment whose rewards judge each rollout by itself"
             )
         eval_rows = self._environment.get_eval_dataset
         self._rows = self._environment.get_dataset() if split == "train" else eval_rows()

@@ -257,15 +257,17 @@ class _Worker:
             process.stdin.write((json.dumps(request) + "\n").encode())
             process.stdin.flush()
         except OSError:
-            raise EnvLost(f"{what} found it dead (exit code {process.wait()})") from None
+            raise EnvLost(
+                f"{what} failed: the worker is dead (exit code {process.wait()})"
+            ) from None
         deadline = time.monotonic() + self._timeout
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
-                raise _Hung(f"{what} gave no answer for {self._timeout:g} s")
+                raise _Hung(f"{what} did not return within {self._timeout:g} s")
             chunk = os.read(process.stdout.fileno(), 1 << 16)
             if not chunk:
-                raise EnvLost(f"{what} ended it (exit code {process.wait()})")
+                raise EnvLost(f"{what} ended the worker (exit code {process.wait()})")
             self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
         return json.loads(line)

@@ -107,8 +107,8 @@ class Remote:
             return as_json(observation)
         if field not in observation:
             raise ValueError(
-                f"workflow_args.observation is '{field}', which the server's observation has not: "
-                f"it has {', '.join(observation)}"
+                f"workflow_args.observation is '{field}', which the server's observation does "
+                f"not have: it has {', '.join(observation)}"
             )
         return str(observation[field])
 

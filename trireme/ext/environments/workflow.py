@@ -183,7 +183,7 @@ class ReasoningGymWorkflow(SimpleWorkflow):
         if self._problems.runs_answers and not task.workflow_args.get("run_answers"):
             raise ValueError(
                 f"{path} scores an answer by running it as Python code: choose another data set, "
-                "or set workflow_args.run_answers: true where what a model writes may be run"
+                "or set workflow_args.run_answers: true if code that a model writes may be run"
             )
 
     async def reward_fn(self, task: Task, answer: str) -> dict[str, float]:

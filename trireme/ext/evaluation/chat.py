@@ -56,8 +56,8 @@ def _folder_in(root: Path) -> Path:
     folders = [folder for folder in folders if (folder / "config.json").is_file()]
     if not folders:
         raise ValueError(
-            f"{root} holds no model: expected a model's folder, that of a checkpoint "
-            "(global_step_N), or that of a run"
+            f"{root} contains no model: expected the folder of a model, a checkpoint "
+            "(global_step_N) or a run"
         )
     return max(folders, key=lambda folder: (folder / "config.json").stat().st_mtime)
 

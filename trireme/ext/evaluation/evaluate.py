@@ -99,8 +99,8 @@ def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -
     keys = [plan.engine.key or os.environ.get("OPENAI_API_KEY") for plan in plans]
     if len(hosts) > 1 and any(keys):
         raise ValueError(
-            f"--model names APIs of {' and '.join(sorted(hosts))}, and there is one key, which "
-            "all would be shown: measure them one by one, each with its own OPENAI_API_KEY"
+            f"--model names APIs of {' and '.join(sorted(hosts))}, and all of them would receive "
+            "the same key: measure them one by one, each with its own OPENAI_API_KEY"
         )
     code = 0
     for model, plan, (name, url), key in zip(options.models, plans, apis, keys, strict=True):
@@ -221,7 +221,9 @@ def _report(options: EvalOptions, measured: Measured) -> list[str]:
     for model, tasksets in measured:
         for one in tasksets:
             for why, count in one.failures.most_common(3):
-                lines.append(f"{model}, {one.taskset}: {count} rollouts failed and count 0: {why}")
+                lines.append(
+                    f"{model}, {one.taskset}: {count} rollouts failed and count as 0: {why}"
+                )
     return lines
 
 

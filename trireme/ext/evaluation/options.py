@@ -27,13 +27,15 @@ class EvalOptions:
     ]
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="A YAML with eval_tasksets, in place of --tasks."),
+        typer.Option("--config", "-c", help="A YAML with eval_tasksets, instead of --tasks."),
     ] = None
     keys: Sequence[str] = ()
     """The keys among the words of the command."""
     tasks: Annotated[
         list[str] | None,
-        typer.Option("--tasks", help="A data set to try, PATH or NAME=PATH; instead of a YAML."),
+        typer.Option(
+            "--tasks", help="A data set, PATH or NAME=PATH, instead of a YAML; may be repeated."
+        ),
     ] = None
     workflow: Annotated[str | None, typer.Option(help="With --tasks.")] = None
     reward: Annotated[str | None, typer.Option(help="With --tasks.")] = None
@@ -43,15 +45,27 @@ class EvalOptions:
     ] = "answer"
     rollouts: Annotated[
         int | None,
-        typer.Option("--rollouts", "-n", min=1, help="Of each task; by default the YAML's."),
+        typer.Option(
+            "--rollouts",
+            "-n",
+            min=1,
+            help="Rollouts per task; by default the taskset's repeat_times.",
+        ),
     ] = None
     ks: Annotated[
         list[int] | None,
-        typer.Option("--k", "-k", min=1, help="The k of pass@k; by default 1 and the rollouts."),
+        typer.Option(
+            "--k",
+            "-k",
+            min=1,
+            help="The k of pass@k; may be repeated. By default 1 and the number of rollouts.",
+        ),
     ] = None
     temperature: Annotated[float | None, typer.Option(min=0.0)] = None
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None
-    success: Annotated[float, typer.Option(help="The least value that passes.")] = 1.0
-    out: Annotated[Path | None, typer.Option(help="A JSON file.")] = None
+    success: Annotated[float, typer.Option(help="The smallest value that counts as a pass.")] = 1.0
+    out: Annotated[
+        Path | None, typer.Option(help="A JSON file for the value of every rollout.")
+    ] = None
     plugin_dir: PluginDirs = None
     words: Words = None

@@ -31,7 +31,7 @@ class Api:
         findings = Findings()
         asked = config.model.external_model
         if not self.name:
-            text = "is not given: expected the name that the API knows the model by"
+            text = "is not set: expected the API's name for the model"
             findings.problem(f"{KEY}.model_name", text)
         if not self.base_url:
             text = "is not set: expected the API's address in it, such as https://api.openai.com/v1"
@@ -42,21 +42,19 @@ class Api:
             text = f"which is {self.base_url!r}: expected http://HOST:PORT/v1 or https://HOST/v1"
             findings.problem(f"{KEY}.base_url_env", f"names {asked.base_url_env}, {text}")
         if not self.key:
-            text = (
-                "is not set: expected the API's key in it, any word for a server that asks for none"
-            )
+            text = "is not set: expected the API's key in it, any text for a server that needs none"
             findings.problem(f"{KEY}.api_key_env", f"names {asked.api_key_env}, which {text}")
         if config.explorer.bench_on_latest_checkpoint:
             text = f"is true, and {KEY} has no checkpoints: expected false"
             findings.problem("explorer.bench_on_latest_checkpoint", text)
         if config.model.lora_configs:
             findings.problem(
-                "model.lora_configs", f"is given, and {KEY} takes no adapter: leave it out"
+                "model.lora_configs", f"is set, and {KEY} takes no adapter: leave it out"
             )
         findings.note(
-            f"{KEY} ({self.name}): it gets conversations as messages, with temperature, top_p, "
-            "stop and max_response_tokens; prompts are sent whole, and lengths are the tokens that "
-            "its answers say they have"
+            f"{KEY} ({self.name}): it receives conversations as messages, with temperature, "
+            "top_p, stop and max_response_tokens; prompts are sent untruncated, and lengths are "
+            "the token counts that it reports"
         )
         return findings
 

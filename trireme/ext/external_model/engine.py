@@ -114,7 +114,7 @@ class ApiEngine(ScriptedEngine):
             if value != default and name not in self._told and (name, value) != ("top_k", 0):
                 self._told.add(name)
                 logger.warning(
-                    "%s is asked without %s (%s), which OpenAI's API does not have: it gets %s",
+                    "%s does not receive %s (%s), which OpenAI's API does not have: it receives %s",
                     self._model, name, value, ", ".join(sent),
                 )  # fmt: skip
         options: dict[str, Any] = {"tools": list(asked.tools)} if asked.tools else {}
@@ -134,8 +134,8 @@ class ApiEngine(ScriptedEngine):
             if asked.tool_choice is not None and not calls and "tool_choice" not in self._told:
                 self._told.add("tool_choice")
                 logger.warning(
-                    "%s answered without a call, though tool_choice asked for one: programs get "
-                    "the text, as they do of the API itself", self._model,
+                    "%s answered without a tool call, although tool_choice required one: "
+                    "programs receive the text, as from the API itself", self._model,
                 )  # fmt: skip
             text = joined("".join([choice.message.content or "", *map(_call_as_text, calls)]))
             encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]

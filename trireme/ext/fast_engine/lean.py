@@ -330,10 +330,10 @@ def _unlike(model: PreTrainedModel) -> str | None:
     """Return why a model is not of the plain families; None if it is."""
     kind = model.config.model_type
     if kind not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
-        return f"{type(model).__name__} is none of {', '.join(FAMILIES)} as transformers has them"
+        return f"{type(model).__name__} is not one of transformers' {', '.join(FAMILIES)}"
     base: Any = model.base_model
     if base.norm.weight.device.type != "cpu":
-        return f"the model is on {base.norm.weight.device.type}, and it is made for the CPU"
+        return f"the model is on {base.norm.weight.device.type}, and the lean pass needs the CPU"
     if base.norm.weight.dtype not in _AGREEMENT:
         return f"its weights are {base.norm.weight.dtype}"
     act = getattr(model.config, "hidden_act", None)

@@ -142,7 +142,7 @@ class TaskBox:
                 continue
             except Unreadable as error:
                 why = str(error).replace(f"{self.root}/", "/")
-                raise NoReward(f"{name} left a {file} that is no reward: {why}") from None
+                raise NoReward(f"{name} left a {file} that is not a valid reward: {why}") from None
         if said is None:
             raise NoReward(f"{name} left no reward: expected /logs/verifier/reward.txt or .json")
         if not isinstance(said, Mapping) or not 0 < len(said) <= MOST_PARTS:
@@ -197,6 +197,6 @@ def _inside(path: Path, root: Path) -> None:
     """Raise ValueError for a path that links lead out of a rollout's files."""
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise ValueError(
-            f"/{path.relative_to(root)} of the task lies behind a link that leaves the task's "
+            f"/{path.relative_to(root)} of the task is behind a link that leaves the task's "
             "files: expected links that stay within them wherever COPY puts them"
         )

@@ -132,18 +132,19 @@ def read_task(folder: Path, *, skip_run: bool = False, file_mb: int = FILE_MB) -
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: {TOML} cannot be read: {error}") from error
     if said.get("steps"):
-        raise ValueError(f"{name}: {TOML} has several steps: expected a task of one")
+        raise ValueError(f"{name}: {TOML} has several steps: expected a task with one step")
     environment, verifier = _table(name, said, "environment"), _table(name, said, "verifier")
     if verifier.get("environment_mode", "shared") != "shared" or "environment" in verifier:
-        raise ValueError(f"{name}: its verifier wants a container of its own: there is none here")
+        raise ValueError(f"{name}: its verifier needs a separate container, which is not supported")
     if environment.get("docker_image") and not skip_run:
         raise ValueError(
-            f"{name}: environment.docker_image ({environment['docker_image']}) is not taken apart: "
-            "expected a Dockerfile; or set workflow_args.skip_run where this machine has all of it"
+            f"{name}: environment.docker_image ({environment['docker_image']}) is not unpacked: "
+            "expected a Dockerfile; or set workflow_args.skip_run if this machine has all of "
+            "its contents"
         )
     compose = [*(folder / "environment").glob("docker-compose.y*ml")]
     if compose:
-        raise ValueError(f"{name}: {compose[0].name} needs containers: expected a Dockerfile alone")
+        raise ValueError(f"{name}: {compose[0].name} needs containers: expected only a Dockerfile")
     made = TaskFolder(
         folder,
         _seconds(name, said, "agent"),
@@ -186,11 +187,11 @@ def _variables(name: str, said: dict[str, Any], section: str) -> dict[str, str]:
     table = _table(name, said, "env", f"{section}.")
     for key, value in table.items():
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError(f"{name}: {section}.env.{key} is {value!r}: expected a text")
+            raise ValueError(f"{name}: {section}.env.{key} is {value!r}: expected text")
         if "${" in str(value):
             raise ValueError(
-                f"{name}: {section}.env.{key} is '{value}', and no task is given variables of this "
-                "machine: expected the value itself"
+                f"{name}: {section}.env.{key} is '{value}', and tasks do not receive variables "
+                "of this machine: expected the value itself"
             )
     return _settable({key: str(value) for key, value in table.items()}, f"{name}: {section}.env: ")
 
@@ -199,7 +200,10 @@ def _settable(variables: dict[str, str], where: str = "") -> dict[str, str]:
     """Return the variables. Raises ValueError for one that no process can be given."""
     for key, value in variables.items():
         if not key or "=" in key or "\0" in f"{key}{value}":
-            raise ValueError(f"{where}no variable can be called {key!r:.60} and hold {value!r:.60}")
+            raise ValueError(
+                f"{where}{key!r:.60} with the value {value!r:.60} is not a possible environment "
+                "variable"
+            )
     return variables
 
 
@@ -216,8 +220,8 @@ def _with(task: TaskFolder, **changes: Any) -> TaskFolder:
     for root in changed.roots:
         if root in _SYSTEM:
             raise ValueError(
-                f"task {task.folder.name}: its Dockerfile writes below /{root}, which is this "
-                "machine's own: expected /app or another folder of the task's"
+                f"task {task.folder.name}: its Dockerfile writes below /{root}, which belongs to "
+                "this machine: expected /app or another folder of the task"
             )
     return changed
 
@@ -315,7 +319,7 @@ def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
         if (word == "RUN" and skip_run) or (word in _SILENT and stages < 2):
             continue
         if word not in ("WORKDIR", "COPY", "ENV") or "$" in rest or "<<" in rest:
-            hint = "; or set workflow_args.skip_run where this machine has what it installs"
+            hint = "; or set workflow_args.skip_run if this machine has what it installs"
             raise ValueError(
                 f"{where}, cannot be done without a container: expected FROM, WORKDIR, COPY and ENV"
                 f"{hint if word == 'RUN' else ''}"
@@ -340,7 +344,7 @@ def _assigned(rest: str) -> dict[str, str]:
     pairs = shlex.split(rest) if "=" in rest.split()[0] else ["=".join(rest.split(None, 1))]
     for pair in pairs:
         if "=" not in pair.lstrip("="):
-            raise ValueError(f"'{pair}' is no variable with its value: expected NAME=value")
+            raise ValueError(f"'{pair}' does not set a variable: expected NAME=value")
     return _settable(dict(pair.split("=", 1) for pair in pairs))
 
 
@@ -363,7 +367,7 @@ def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[tuple[
     if " ".join(words).startswith("["):
         words = _listed(" ".join(words))
     if len(words) < 2 or words[0].startswith("--"):
-        raise ValueError("expected COPY with files of the folder and where they go")
+        raise ValueError("expected COPY with files of the folder and a destination")
     *sources, last = words
     target = _folded(workdir / last)
     for source in sources:
@@ -382,7 +386,7 @@ def _listed(text: str) -> list[str]:
     try:
         words = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{text:.60} is no JSON ({error}): expected a list of texts") from error
+        raise ValueError(f"{text:.60} is not JSON ({error}): expected a list of texts") from error
     if not all(isinstance(word, str) for word in words):
-        raise ValueError(f"{text} is no list of texts")
+        raise ValueError(f"{text} is not a list of texts")
     return words

@@ -186,10 +186,13 @@ class HarborWorkflow(Workflow):
         if not folder or not (Path(str(folder)) / TOML).is_file():
             raise ValueError(
                 "harbor_workflow needs a taskset of task folders: set its path to a folder with "
-                "one folder a task, each with task.toml, instruction.md, environment/ and tests/"
+                "one folder per task, each with task.toml, instruction.md, environment/ and "
+                "tests/"
             )
         if task.reward_fn is not None:
-            raise ValueError("harbor_workflow takes the reward of the task's tests: name no other")
+            raise ValueError(
+                "harbor_workflow takes its reward from the task's tests: name no other"
+            )
         _refuse_without_wall(settings)
         if settings.command is not None:
             inner = _inner(settings, "/app")
@@ -265,7 +268,7 @@ def _refuse_without_wall(settings: HarborSettings) -> None:
     if not settings.no_sandbox and not wall():
         raise ValueError(
             "harbor_workflow runs scripts of tasks and commands of a model: install bubblewrap "
-            "(bwrap), or set workflow_args.no_sandbox: true on a machine that may be lost"
+            "(bwrap), or set workflow_args.no_sandbox: true on a disposable machine"
         )
 
 

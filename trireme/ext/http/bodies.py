@@ -69,7 +69,7 @@ def read_json(body: bytes) -> Any:
 
     def finite(text: str) -> float:
         if not math.isfinite(number := float(text)):
-            raise ValueError(f"{text:.40} is no finite number")
+            raise ValueError(f"{text:.40} is not a finite number")
         return number
 
     def whole(text: str) -> int:
@@ -110,4 +110,4 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise HTTPException(499, "the client has gone")
+        raise HTTPException(499, "the client has disconnected")

@@ -96,4 +96,4 @@ class Gateway:
                 return self._models[known][0]
         from starlette.exceptions import HTTPException  # most runs need no HTTP
 
-        raise HTTPException(410, "the rollout of this address is over: its model takes no calls")
+        raise HTTPException(410, "the rollout of this address has ended: its model takes no calls")

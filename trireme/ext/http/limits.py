@@ -84,7 +84,9 @@ class Limits:
             held += size
             self._held += size
             if self._held > max(MAX_HELD, held):
-                raise Refused(429, "the bodies in flight fill the memory set aside: try again")
+                raise Refused(
+                    429, "the bodies in flight fill the memory reserved for them: try again"
+                )
 
         try:
             headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
@@ -129,26 +131,28 @@ class Limits:
         """Raise Refused for a browser's request from a page that is not ours."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            raise Refused(403, f"a page of {origin!r:.80} may not ask this server (Origin)")
+            raise Refused(
+                403, f"a page of {origin!r:.80} may not send requests to this server (Origin)"
+            )
         if self._key is None and not _is_loopback(host):
             raise Refused(
                 403,
                 f"Host is {host!r:.80}: expected localhost or a loopback address, since this "
-                "server has no key (give it one by TRIREME_API_KEY, and any name will do)",
+                "server has no key (with one, in TRIREME_API_KEY, any name is accepted)",
             )
 
     async def _look_at(self, scope: Scope, headers: Mapping[str, str]) -> None:
         """Raise Refused for anything wrong before the body."""
         key = self._key(scope["path"]) if callable(self._key) else self._key
         if callable(self._key) and key is None:
-            raise Refused(401, "there is no rollout at this address, or it is over")
+            raise Refused(401, "there is no rollout at this address, or it has ended")
         if key is not None:
             shown = headers.get("x-api-key") or headers.get("authorization", "")
             if not hmac.compare_digest(shown.removeprefix("Bearer ").encode(), key.encode()):
                 if shown:  # a client without any token does not guess
                     await self._wrong_keys.wait(scope)
                 raise Refused(
-                    401, "this server wants its key: 'Authorization: Bearer KEY' or 'x-api-key'"
+                    401, "this server requires its key: 'Authorization: Bearer KEY' or 'x-api-key'"
                 )
         size = headers.get("content-length", "0")
         if size.isdecimal() and int(size) > self._largest(scope):
@@ -158,7 +162,7 @@ class Limits:
     def _look_for_room(self) -> None:
         if self.running >= self._most:
             raise Refused(
-                429, f"{self.running} requests are in flight, as many as may be: try again"
+                429, f"{self.running} requests are in flight, which is the limit: try again"
             )
 
     async def _look_inside(self, scope: Scope, body: bytes) -> None:
@@ -184,7 +188,7 @@ class Limits:
                 message = await asyncio.wait_for(receive(), left)
             except TimeoutError:  # before Python 3.11 not the built-in one
                 raise Refused(
-                    408, f"the body was not there in {seconds:.0f} s: {size} bytes had come"
+                    408, f"the body did not arrive in {seconds:.0f} s: {size} bytes were received"
                 ) from None
             if message["type"] != "http.request":
                 return None
@@ -257,8 +261,8 @@ def short_key(key: str | None) -> str | None:
     if key is None or len(key) >= LEAST_KEY:
         return None
     return (
-        f"the server's key has {len(key)} characters, and whoever reaches it may guess it: "
-        f"expected {LEAST_KEY} or more, random ones, as Python's secrets.token_urlsafe() gives"
+        f"the server's key has {len(key)} characters, and anyone who reaches it may guess it: "
+        f"expected {LEAST_KEY} or more random ones, such as from Python's secrets.token_urlsafe()"
     )
 
 

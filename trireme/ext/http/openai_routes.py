@@ -120,8 +120,8 @@ def _add_apis(
             owner, call = sessions.reply(str(body["previous_response_id"]))
             if name is not None and owner is not session:
                 raise ValueError(
-                    f"previous_response_id: the reply {body['previous_response_id']!r:.60} is of "
-                    "another session"
+                    f"previous_response_id: the reply {body['previous_response_id']!r:.60} "
+                    "belongs to another session"
                 )
             session, before = owner, call.conversation
 

@@ -156,7 +156,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         case "reasoning":
             pass
         case kind:
-            raise ValueError(f"an input item of type '{kind!s:.40}' is not served")
+            raise ValueError(f"an input item of type '{kind!s:.40}' is not supported")
 
 
 def _text(content: Any) -> str:

@@ -161,7 +161,7 @@ class Sessions:
         """
         if session is None and not replies:
             raise ValueError(
-                "feedback names no session and no reply: expected session_id, or msg_ids"
+                "feedback names neither a session nor a reply: expected session_id, or msg_ids"
             )
         for reply in replies:
             if reply not in self._replies:
@@ -243,7 +243,7 @@ class Sessions:
         )
         if not droppable:
             raise ValueError(
-                f"all {len(self)} sessions have a reward: send them by POST /commit, then go on"
+                f"all {len(self)} sessions have a reward: send them by POST /commit first"
             )
         why = f"{len(self)} are open with {self._held >> 20} MiB, which is the limit"
         self._drop(droppable[: max(len(self) // 8, 1)], why)
@@ -275,5 +275,5 @@ def _check_name(name: str) -> None:
     if not printable or len(name) > LONGEST_NAME:
         raise ValueError(
             f"the session's name is {name[:60]!a}, {len(name)} characters: expected up to "
-            f"{LONGEST_NAME} printable ones of ASCII"
+            f"{LONGEST_NAME} printable ASCII characters"
         )

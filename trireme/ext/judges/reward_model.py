@@ -68,7 +68,8 @@ class RewardModel(ORM):
             path = cached_file(self._path, "config.json")
         except OSError as error:
             raise ValueError(
-                f"{whose} is no folder here, and cannot be downloaded: {str(error).splitlines()[0]}"
+                f"{whose} is not a folder here, and cannot be downloaded: "
+                f"{str(error).splitlines()[0]}"
             ) from error
         config = json.loads(Path(str(path)).read_text(encoding="utf-8"))
         _refuse_config(whose, config, self._max_length)
@@ -110,7 +111,8 @@ def refuse_model(model_path: str, max_length: int | None) -> None:
         return  # it has to be downloaded first
     if not any(any(facts.folder.glob(name)) for name in _TOKENIZERS):
         raise ValueError(
-            f"{whose} holds no tokenizer: expected tokenizer.json, or its like, beside the weights"
+            f"{whose} contains no tokenizer: expected tokenizer.json, or similar, next to the "
+            "weights"
         )
     _refuse_config(whose, model_config(model_path), max_length)
 
@@ -119,7 +121,7 @@ def _refuse_config(whose: str, config: Mapping[str, Any], max_length: int | None
     architectures = [str(name) for name in config.get("architectures") or ()]
     if not any(name.endswith(_HEAD) for name in architectures):
         raise ValueError(
-            f"{whose} is of the architecture {', '.join(architectures) or 'none'}, which has no "
+            f"{whose} has the architecture {', '.join(architectures) or 'none'}, which has no "
             f"score head: expected one that ends in {_HEAD}"
         )
     labels = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
@@ -201,7 +203,7 @@ def _load(path: str, device: str | None) -> tuple[Any, Any]:
         path, dtype=dtype, output_loading_info=True
     )
     if missing := sorted(said["missing_keys"]):  # transformers initializes them at random
-        raise ValueError(f"its files hold no weights for {', '.join(missing)}")
+        raise ValueError(f"its files have no weights for {', '.join(missing)}")
     tokenizer.truncation_side = "left"  # the score is about the last messages
     return model.eval().requires_grad_(False).to(device), tokenizer
 

@@ -104,8 +104,8 @@ class MathTrainableRulerWorkflow(MathWorkflow):
             raise ValueError(f"workflow_args.truth_share is {share!r}: expected 0 to 1")
         if is_grouped(task.reward_fn or cls.default_reward, task.reward_fn_args):
             raise ValueError(
-                f"{cls.__name__} compares with the reward of one reply, and default_reward_fn_type "
-                f"is {task.reward_fn!r}: expected one as math_reward"
+                f"{cls.__name__} compares with the reward of one reply, and "
+                f"default_reward_fn_type is {task.reward_fn!r}: expected one such as math_reward"
             )
         super().examine(task)
 

@@ -251,9 +251,9 @@ def _note_without_plan(stage: StageFacts) -> Findings:
     if kind := facts.get("model_type"):
         kind += ", a mixture of experts" * bool(experts_of(facts))
         findings.note(
-            f"model.model_path: there is no memory plan and no MFU for this kind ({kind}): whether "
-            "it fits shows when it runs, and trainer.enable_gradient_checkpointing is off unless "
-            "it is set"
+            f"model.model_path: there is no memory plan and no MFU for this kind ({kind}): only "
+            "the run will show whether it fits, and trainer.enable_gradient_checkpointing is "
+            "off unless it is set"
         )
     return findings
 
@@ -268,7 +268,7 @@ def _share_of(stage: StageFacts, shape: ModelShape, use: Use, free: int) -> tupl
     if needed > gets:
         findings.problem(
             "mode",
-            f"is colocate: beside the resting trainer the engine gets {gets / GIB:.1f} GiB of a "
+            f"is colocate: next to the idle trainer the engine gets {gets / GIB:.1f} GiB of a "
             f"GPU ({share:g}), and its weights take {needed / GIB:.1f} GiB; more ranks or "
             "trainer.park_optimizer leave it more",
         )
@@ -302,7 +302,7 @@ def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free:
     each = f" for each of {use.ranks} ranks" * (use.ranks > 1)
     text = (
         f"needs {in_gib(needs)} of a GPU{each}, and a GPU has {free / GIB:.1f} GiB: "
-        f"{short / GIB:.1f} GiB are short; {''.join(f'{way} or ' for way in ways)}a smaller "
+        f"{short / GIB:.1f} GiB are missing; {''.join(f'{way} or ' for way in ways)}a smaller "
         f"trainer.max_token_len_per_gpu ({use.tokens}) takes less"
     )
     if stage.config.ignore_validator_suggestions:

@@ -29,7 +29,7 @@ def is_right(text: str, request: RolloutInferRequest) -> bool:
     solution = request.data_dict.get("solution")
     if solution is None:
         raise ValueError(
-            "the math tips need to know what is right: the row has no column 'solution' (or set "
+            "the math tips need the right answer: the row has no column 'solution' (or set "
             f"format.response_key). It has: {', '.join(request.data_dict)}"
         )
     return same(final_answer(text), final_truth(solution))

@@ -124,8 +124,8 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
     options = {key: value for key, value in args.items() if key not in _OWN}
     if isinstance(scheduler, type) and (base := getattr(scheduler, "stands_for", "")):
         raise ValueError(
-            f"multi-turn scheduler {name!r} extends {base}, which is not here: expected "
-            "one that extends MultiTurnScheduler"
+            f"multi-turn scheduler {name!r} extends {base}, which is not available here: "
+            "expected one that extends MultiTurnScheduler"
         )
     if not isinstance(scheduler, type):
         raise ValueError(f"multi-turn scheduler {name!r} is {scheduler!r:.60}: expected a class")

@@ -174,7 +174,7 @@ class McpServer:
             return await asyncio.wait_for(ready, timeout)
         except TimeoutError as error:
             self._task.cancel()
-            raise RuntimeError(f"MCP server '{self._name}' was not there in {timeout} s") from error
+            raise RuntimeError(f"MCP server '{self._name}' did not start in {timeout} s") from error
 
     async def close(self, timeout: float = 10.0) -> None:
         """End the session, and the process of a `command`."""

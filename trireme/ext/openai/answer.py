@@ -160,13 +160,13 @@ async def _ask(
             prompts = [prompts]  # a text, or ids
         refuse_many(len(prompts), options.get("n", 1))
         if len(prompts) > 1 and telling:
-            raise ValueError("'stream' is served for one prompt only")
+            raise ValueError("'stream' is supported for one prompt only")
         asked = (model.generate_samples(p, **telling, **options) for p in prompts)
         return [reply for replies in await one_by_one(asked) for reply in replies]
     form, begin, forced = model.chat_tokens.tool_format, "", forced_tool(body)
     if forced is not None:
         if form.begin is None:
-            raise ValueError("tool_choice: this run's tool_call_parser serves auto and none")
+            raise ValueError("tool_choice: this run's tool_call_parser supports auto and none")
         begin = form.begin(forced)
     messages, tools = body["messages"], body.get("tools")
     replies = await model.chat_samples(messages, tools, begin=begin, **telling, **options)

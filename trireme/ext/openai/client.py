@@ -89,7 +89,9 @@ async def answer(model: Model, path: str, body: dict[str, Any]) -> httpx.Respons
             return httpx.Response(200, json={"object": "list", "data": [entry]})
     except ValueError as error:
         return _refusal(400, str(error))
-    return _refusal(404, f"{path} is not served: expected chat/completions, completions or models")
+    return _refusal(
+        404, f"{path} is not supported: expected chat/completions, completions or models"
+    )
 
 
 def event(chunk: dict[str, Any]) -> str:

@@ -168,7 +168,7 @@ def options_of(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
             options[_RENAMED[name]] = value
         elif name in _ONLY:
             if value not in _ONLY[name]:
-                raise ValueError(f"'{name}' is not served: leave it out")
+                raise ValueError(f"'{name}' is not supported: leave it out")
         elif name not in _USED | _WITHOUT_EFFECT:
             hint = did_you_mean(name, [*_SAME, *_RENAMED, *_USED], ": did you mean '{}'?")
             raise ValueError(f"the request has an unknown key '{name}'{hint}")

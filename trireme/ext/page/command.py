@@ -30,8 +30,8 @@ def view(
         list[str] | None,
         typer.Argument(
             metavar="[FOLDER] [N] [KEY=VALUE]...",
-            help="The folder of a run or of several. To print samples, also a store, their number "
-            "N, and keys of the YAML to override.",
+            help="The folder of one run or several. To print samples, also a store, the number N "
+            "of samples, and keys of the YAML to override.",
         ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print samples in the terminal.")] = False,
@@ -66,8 +66,13 @@ def view(
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Print samples: the default.")] = True,
-    raw: Annotated[bool, typer.Option("--raw", help="With the chat template's marks.")] = False,
-    no_color: Annotated[bool, typer.Option("--no-color", help="No colour; [[trained]].")] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="With the chat template's special tokens in place of roles."),
+    ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="No colour; trained tokens are in [[ ]].")
+    ] = False,
 ) -> None:
     """Open a local page over runs; with --plain, print samples.
 
@@ -85,13 +90,16 @@ def view(
         root = Path(places[0] if places else "checkpoints")
         raise typer.Exit(open_page(root, host, port, api_key_file, html, open_browser=open_browser))
     if html is not None:
-        raise typer.BadParameter("--html: expected a run's folder, and nothing that prints")
+        raise typer.BadParameter(
+            "--html: expected a run's folder, and no option that prints samples"
+        )
     if len(places) > 1 or (places and (config or url)):
         raise typer.BadParameter(f"{places[-1]}: expected one place: a folder, --config or --url")
     if places and not Path(places[0]).is_dir():
         if not Path(places[0]).exists():
             raise typer.BadParameter(
-                f"{places[0]}: expected a number, KEY=VALUE, or a run's folder, and there is none"
+                f"{places[0]}: expected a number, KEY=VALUE, or a run's folder, and there is no "
+                "such folder"
             )
         url = places.pop()
     if best and worst:

@@ -306,7 +306,7 @@ class RolloutIndex:
     def _row(self, index: int) -> dict[str, Any]:
         index -= self._first
         if index < 0:
-            raise ValueError(f"{self.buffer} was written anew meanwhile: ask again")
+            raise ValueError(f"{self.buffer} was rewritten in the meantime: try again")
         fields = {name: values[index] for name, values in self._columns.items()}
         if fields["offset"] < 0:
             row = self._database_row(-fields["offset"])
@@ -315,7 +315,7 @@ class RolloutIndex:
                 file.seek(fields["offset"])
                 row = json.loads(file.read(fields["size"]), parse_constant=_no_number)
         if _group_and_run(str(row["eid"])) != (self._groups.names[fields["group"]], fields["run"]):
-            raise ValueError(f"{self.buffer} was written anew meanwhile: ask again")
+            raise ValueError(f"{self.buffer} was rewritten in the meantime: try again")
         row["kind"] = KINDS[fields["kind"]]
         row["task"] = self._tasks.names[fields["task"]]
         row["group"] = self._groups.names[fields["group"]]
@@ -330,7 +330,7 @@ class RolloutIndex:
         with closing(open_read_only(self.buffer / DATABASE)) as database:
             record = database.execute(query, [key]).fetchone()
         if record is None:
-            raise ValueError(f"row {key} of {DATABASE} is gone: the copy was cut or rewound")
+            raise ValueError(f"row {key} of {DATABASE} is gone: the copy was trimmed or rewound")
         names = ("eid", "step", "reward", "model_version", "prompt", "response")
         return dict(zip(names, record, strict=True))
 
@@ -458,5 +458,5 @@ def export(
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
         pyarrow.parquet.write_table(table, out)
     except pyarrow.ArrowException as error:
-        raise ValueError(f"Parquet cannot hold these rollouts ({error}): take jsonl") from error
+        raise ValueError(f"Parquet cannot hold these rollouts ({error}): expected jsonl") from error
     yield out.getvalue()

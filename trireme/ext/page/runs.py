@@ -58,12 +58,14 @@ def find_runs(root: Path) -> list[RunFolder]:
     Raises ValueError if there are none.
     """
     if not root.is_dir():
-        raise ValueError(f"there is no folder {root}: expected a run's folder, or one above runs")
+        raise ValueError(
+            f"there is no folder {root}: expected a run's folder, or one that contains runs"
+        )
     if not os.access(root, os.R_OK | os.X_OK):
         raise ValueError(f"{root} cannot be read: expected a folder that this user may read")
     folders = list(_folders(root.resolve(), DEPTH))
     if not folders:
-        raise ValueError(f"{root} holds no run: expected monitor/{FILE_NAME} in it or below it")
+        raise ValueError(f"{root} contains no run: expected monitor/{FILE_NAME} in it or below it")
     base = root.resolve()
     runs = [RunFolder(str(f.relative_to(base)) if f != base else base.name, f) for f in folders]
     return sorted(runs, key=_began)

@@ -26,7 +26,7 @@ from trireme.monitor.figures import spoken
 from trireme.monitor.terminal import Terminal
 from trireme.text import say
 
-_LEGEND = "trained (green; yellow: with another weight than 1), not trained, its special tokens dim"
+_LEGEND = "trained (green; yellow: with a weight other than 1), not trained, special tokens dim"
 _BYTES = "experience_bytes"
 SHOWN = {Path(name).stem for name in (EVALUATED, FAILED, DATA_ROWS)}
 """Files in `buffer/` without experiences of an explorer to train on."""
@@ -79,7 +79,7 @@ def view(
         if type(error).__module__.partition(".")[0] != "sqlalchemy":
             raise
         first = str(error).partition("\n")[0]
-        message = hide_passwords(f"{url} is no database to read: {first}")
+        message = hide_passwords(f"{url} is not a readable database: {first}")
         say(f"error: {message}", file=sys.stderr)
         return 1
     console = Terminal(soft_wrap=True, highlight=False, no_color=not color)
@@ -199,7 +199,9 @@ def _plan_of(job: Path) -> Plan:
             plan = make_plans(load_config(starts / entries[-1]["config_file"]))[0]
             if plan.store.kind == "file":
                 return plan
-    raise ValueError(f"{job} holds neither stored experiences (buffer/) nor a run that read data")
+    raise ValueError(
+        f"{job} contains neither stored experiences (buffer/) nor a run that read data"
+    )
 
 
 def _in_turns(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> Sample:
@@ -312,7 +314,7 @@ def _of_lines(path: Path, wanted: Wanted) -> Iterator[Sample]:
     """Yield the lines of a run's `experience_buffer.jsonl`."""
     rows = read_jsonl(path)[::-1]
     if any(not isinstance(row, dict) or "eid" not in row for row in rows):
-        raise ValueError(f"{path} has a line that no run stored: to see a data set, --config")
+        raise ValueError(f"{path} has a line that no run stored: use --config to see a data set")
     lines = [row for row in rows if wanted.step in (None, row.get("step"))]
     if wanted.order != "newest":
         lines = [row for row in lines if row.get("reward") is not None]

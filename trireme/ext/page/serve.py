@@ -53,7 +53,7 @@ def serve(options: PageOptions, ready: Callable[[str], None] | None = None) -> i
     # the reader of this line supplied a key, while a token is valid for this server only
     say(f"{len(page.runs)} run{'s' * (len(page.runs) > 1)} in {options.root}")
     say(f"open {base}?token=<the key>" if key else f"open {url}")
-    say("Ctrl-C ends it", flush=True)
+    say("press Ctrl-C to stop", flush=True)
     if ready is not None:
         ready(url)
     elif options.open_browser and _has_desktop():
@@ -81,8 +81,8 @@ def _key(options: PageOptions) -> str | None:
             raise ValueError(f"--api-key-file {options.key_file} is empty: expected a key")
     if options.host not in LOOPBACK and key is None:
         raise ValueError(
-            f"--host {options.host} is open to other machines: give a key by TRIREME_API_KEY or "
-            "--api-key-file, or serve on 127.0.0.1"
+            f"--host {options.host} is open to other machines: give a key in TRIREME_API_KEY or "
+            "with --api-key-file, or serve on 127.0.0.1"
         )
     return key if options.host not in LOOPBACK or options.key_file is not None else None
 
@@ -96,8 +96,8 @@ def _listen(options: PageOptions) -> socket.socket:
         except OSError as error:
             if port == ports[-1]:
                 raise OSError(
-                    f"--host {options.host} --port {port} cannot be served on: {error.strerror}: "
-                    "give another"
+                    f"--host {options.host} --port {port} cannot be used: {error.strerror}: "
+                    "expected another one"
                 ) from error
         # an answer's body would wait 40 ms for the browser to acknowledge its headers: asyncio sets
         # this only on sockets that name their protocol, which create_server's do not

@@ -115,14 +115,14 @@ def _notes(rows: Mapping[str, Any], kind: str, *, is_learned: bool) -> list[str]
     """Explain which numbers are missing, if any."""
     if not is_learned and kind == "train":
         return [
-            "No train step kept this rollout's tokens (a large step keeps some of its groups, "
-            "and steps are thinned at the limit of copies), or none has trained it yet: "
-            "new log-probability, ratio and advantage are unknown."
+            "No train step stored this rollout's tokens (a large step stores only some of its "
+            "groups, and older steps are deleted at the limit of copies), or none has trained it "
+            "yet: new log-probability, ratio and advantage are unknown."
         ]
     if is_learned and not any(rows["mask"]):
         return ["It has no trained token."]
     if is_learned and all(value is None for value in rows["trained_logprobs"]):
-        return ["All its advantages are 0: the step left it out, and computed no ratio."]
+        return ["All its advantages are 0: the step skipped it, and computed no ratio."]
     return []
 
 

@@ -60,7 +60,7 @@ def since_last_start(stage: Stage, start: dict[str, Any]) -> list[str]:
     if resumed is not None:
         refuse_as_recorded(stage, resumed, earlier, start)
     if old is None:
-        return ["what has changed since its last start is not known: no run/ tells it"]
+        return ["what has changed since its last start is not known: there is no run/ folder"]
     state = explored or {"step": resumed.step if resumed else 0, "taskset": {}}
     train = resumed.step if resumed else state["step"]
     row = state["taskset"].get("current_index")
@@ -114,13 +114,13 @@ _EFFECTS = {
     "data, whatever they are now",
     "buffer.trainer_input.experience_buffer.capacity": "from now on",
     "data_processor.": "experiences from explore step {explore} on",
-    "seed": "what is drawn from explore step {explore} on; equal to no run that had one seed",
+    "seed": "samples from explore step {explore} on; no run with a single seed gives the same",
     "deterministic": "from now on",
     "plugins": "your own code, from now on",
     "synchronizer.": "from train step {train} on",
     "trainer.total_steps": "moves the end of the run, and a schedule that spans it",
     "trainer.save": "checkpoints from now on",
-    "trainer.max_checkpoints_to_keep": "at the next checkpoint older ones go",
+    "trainer.max_checkpoints_to_keep": "older checkpoints are deleted at the next one",
     "explorer.": "rollouts from explore step {explore} on",
     "explorer.eval": "evaluations from now on",
     "cluster.": "where the parts run; the last bits of a sum may differ",

@@ -89,7 +89,7 @@ def read_starts(folder: JobFolder) -> list[dict[str, Any]]:
     """
     held = json_or(folder.starts, dict[str, Any]()).get("starts", [])
     if not isinstance(held, list) or not all(_is_entry(entry) for entry in held):
-        error = Unreadable(f"{folder.starts} is no list of starts")
+        error = Unreadable(f"{folder.starts} is not a list of starts")
         out_of_the_way(folder.starts, error)
         return []
     starts = []
@@ -98,12 +98,12 @@ def read_starts(folder: JobFolder) -> list[dict[str, Any]]:
         try:
             config = yaml.safe_load(read_text(path))
             if not isinstance(config, dict):
-                raise Unreadable(f"{path} is no configuration")
+                raise Unreadable(f"{path} is not a configuration")
         except FileNotFoundError:
             logger.warning("%s is missing: that start is left out", path)
         except (Unreadable, yaml.YAMLError, RecursionError) as error:
             if not isinstance(error, Unreadable):
-                error = Unreadable(f"{path} is no YAML")
+                error = Unreadable(f"{path} is not YAML")
             out_of_the_way(path, error, "that start is left out")
         else:
             starts.append({**entry, "config": config})

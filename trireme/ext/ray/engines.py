@@ -120,7 +120,7 @@ class EngineActor:
             if self.watched.pid:
                 raise
             raise TimeoutError(
-                f"{self.name}: the cluster has had no place for it for {limit:g} s"
+                f"{self.name}: the cluster has had no free place for it for {limit:g} s"
             ) from error
         except RayError as error:
             await self.examine()

@@ -279,9 +279,9 @@ class Watched:
             return f"it could not start: {str(error).strip().splitlines()[-1]}"
         lost = [node for node in ray.nodes() if node["NodeID"] == self.node and not node["Alive"]]
         if lost:
-            return f"its machine {lost[0]['NodeManagerAddress']} is lost"
+            return f"its machine {lost[0]['NodeManagerAddress']} is gone"
         if "running low on memory" in str(error):
-            return f"process {self.pid} was ended for want of memory"
+            return f"process {self.pid} was killed because the machine ran out of memory"
         return f"process {self.pid} is gone"
 
 

@@ -283,7 +283,7 @@ class ColocatedSync:
         ports = await self.device.amid_turn(self.pairs.meet)
         if len(ports) != len(self.engine.urls):
             raise RuntimeError(
-                f"{len(ports)} trainer ranks and {len(self.engine.urls)} engines are no pairs"
+                f"{len(ports)} trainer ranks and {len(self.engine.urls)} engines cannot be paired"
             )
         place = {"host": HOST, "world_size": 2, "rank": 1, "backend": "ipc"}
         bodies = [vars(Meeting(**place, port=port)) for port in ports]

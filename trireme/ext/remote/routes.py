@@ -101,13 +101,13 @@ def steering_router(rollouts: Rollouts) -> APIRouter:
         try:
             part = await asyncio.to_thread(load, await request.body())
         except SafetensorError as error:
-            raise ValueError(f"the body holds no safetensors: {error}") from error
+            raise ValueError(f"the body is not in the safetensors format: {error}") from error
         await asyncio.to_thread(refuse_unusable, part)
         size = sum(tensor.nbytes for tensor in (sent | part).values())
         if size > rollouts.max_weight_bytes:
             raise HTTPException(
                 413,
-                f"{size} bytes of weights were sent and not put to use: expected at most "
+                f"{size} bytes of weights were sent and are not applied yet: expected at most "
                 f"{rollouts.max_weight_bytes}, for this model (POST /engine/weights/commit)",
             )
         sent.update(part)
@@ -151,7 +151,7 @@ def refuse_older(engine: Engine, version: int, *, begin: bool) -> None:
         raise HTTPException(
             409,
             f"version is {version}: expected {present}, which the engine serves, or a later one "
-            "(begin: true, where a new run takes the server over)",
+            "(begin: true, if a new run takes over the server)",
         )
 
 

@@ -285,7 +285,7 @@ class Servers:
     def judge(self, url: str, response: httpx.Response, version: int) -> None:
         """Raise if an answer comes from a restarted server, or reports an error."""
         if response.headers.get(INSTANCE, self.instances[url]) != self.instances[url]:
-            why = f"was started again: the weights of version {version} are lost there"
+            why = f"was restarted, and has lost the weights of version {version}"
             raise self.lost(url, self.instances[url], why)
         if response.status_code != 200:
             kind = ValueError if response.status_code in (400, 422) else RuntimeError
@@ -325,9 +325,7 @@ class Servers:
                     await self._changed.wait()
                 if self._restarts == before:
                     raise
-                logger.warning(
-                    "%s: it is done again, with the server that was started again", error
-                )
+                logger.warning("%s: the call is repeated with the restarted server", error)
 
     async def answer(self, url: str, call: Awaitable[T]) -> T:
         """Return the result of a call of a server. Raises ServerLost if its end is reported first:
@@ -431,13 +429,15 @@ class Servers:
                 await asyncio.sleep(0.5)
         if response.status_code != 200 or INSTANCE not in response.headers:
             raise RuntimeError(
-                f"{url} is no rollout server of ours, or refuses us: {_message(response)}"
+                f"{url} is not a rollout server of Trireme's, or refuses access: "
+                f"{_message(response)}"
             )
         self.instances[url] = response.headers[INSTANCE]
         self.multi_turn = facts["multi_turn"]
         if self._seed is not None and facts["seed"] != self._seed:
             logger.warning(
-                "%s samples with seed %s and the run has %s: other samples than in one process",
+                "%s samples with seed %s, and the run's seed is %s: its samples differ from "
+                "those of a run in one process",
                 url,
                 facts["seed"],
                 self._seed,

@@ -148,7 +148,8 @@ class WeightGroup:
             )
         except RuntimeError as error:
             raise RuntimeError(
-                f"the weight group's meeting point {where} was not there in {meeting.timeout:g} s"
+                f"the weight group's meeting point {where} could not be reached in "
+                f"{meeting.timeout:g} s"
             ) from error
         self.port = self._store.port
         kind = "cuda" if meeting.backend == "nccl" else "cpu"
@@ -182,7 +183,7 @@ class WeightGroup:
         except RuntimeError as error:
             late = [rank for rank, key in keys.items() if not self._store.check([key])]
             raise TimeoutError(
-                f"{self._named(late) or 'somebody'} did not come to the weight group at "
+                f"{self._named(late) or 'a member'} did not join the weight group at "
                 f"{m.host}:{self.port} in {m.timeout:g} s"
             ) from error
         from torch._C import _distributed_c10d as c10d
@@ -266,7 +267,7 @@ class WeightGroup:
     ) -> Tensor:
         """Return the root's tensor, at every member. A `failure` ends the group."""
         if self._group is None:
-            raise RuntimeError("there is no weight group: its members have not met")
+            raise RuntimeError("there is no weight group: its members have not joined")
         tensor = tensor.to(self.device)
         try:
             self._finish(self._group.broadcast(tensor, root))
@@ -314,10 +315,10 @@ class WeightGroup:
         try:
             late = [rank for rank in others if not self._is_at(rank, self._headers[-1])]
         except RuntimeError:
-            return f"{self._named([0])} is gone, amid {bucket}"
+            return f"{self._named([0])} has gone during {bucket}"
         if late:
-            return f"{self._named(late)} did not come to {bucket} {seconds}"
-        return f"{bucket} did not arrive {seconds}, to which all members had come"
+            return f"{self._named(late)} did not reach {bucket} {seconds}"
+        return f"{bucket} did not arrive {seconds}, although all members were ready for it"
 
     def _is_at(self, rank: int, header: str) -> bool:
         key = f"at/{rank}"
@@ -350,7 +351,7 @@ class WeightGroup:
         `handle`.
         """
         if self._group is None:
-            raise RuntimeError("there is no weight group: its members have not met")
+            raise RuntimeError("there is no weight group: its members have not joined")
         key = f"push/{self._pushes}/{len(self._headers)}"
         why = f"{self._named([0])} sent nothing in {self._meeting.timeout:g} s"
         try:

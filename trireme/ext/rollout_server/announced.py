@@ -49,7 +49,7 @@ def merge_adapter(
         ) from error
     scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise ValueError("the adapter uses DoRA or ranks of its own for some layers: not supported")
+        raise ValueError("the adapter uses DoRA or different ranks for some layers: not supported")
     merged = dict(base)
     unknown = [name for name in adapter if not name.endswith((_A, _B))]
     if unknown:
@@ -125,8 +125,8 @@ class AnnouncedWeights:
             host = reached
         elif (await _address(reached)).is_loopback and not address.is_loopback:
             raise ValueError(
-                f"host is {host}: expected {reached}, where this client has asked; the weight "
-                "group's port has no key"
+                f"host is {host}: expected {reached}, to which this client has connected; the "
+                "weight group's port has no key"
             )
         async with self._lock:
             await self._apply()
@@ -250,7 +250,7 @@ class AnnouncedWeights:
         except RuntimeError as error:
             first = str(error).strip().partition("\n")[0]
             raise RuntimeError(
-                f"no trainer came to the group at {host}:{port} in {self._timeout:g} s: {first}"
+                f"no trainer joined the group at {host}:{port} in {self._timeout:g} s: {first}"
             ) from error
         self._group = group
 

@@ -16,7 +16,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
 _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
 """Options of vLLM's engine that `trireme rollout` passes on."""
-_IDLE = {"max_length": "each request says how much it may sample; --vllm_max_model_len limits both"}
+_IDLE = {"max_length": "each request sets how much it may sample; --vllm_max_model_len limits both"}
 """Further flags without effect on it."""
 
 
@@ -47,7 +47,7 @@ class WithEngineFlags(TyperCommand):
             if key in _VLLM:
                 ctx.obj[key] = yaml.safe_load(value)
             else:
-                typer.echo(f"note: --{name} is without effect here: {idle[name]}", err=True)
+                typer.echo(f"note: --{name} has no effect here: {idle[name]}", err=True)
         return super().parse_args(ctx, rest)
 
 

@@ -24,19 +24,24 @@ class RolloutOptions:
     """The command's options."""
 
     model: Annotated[str, typer.Option("--model", help="A model's folder, or its id.")]
-    host: Annotated[str, typer.Option(help="Beyond loopback a key is needed.")] = "127.0.0.1"
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; beyond loopback a key is required.")
+    ] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
             "--api-key",
             "--api_key",
-            help="The key of clients, visible in the process list; or set TRIREME_API_KEY.",
+            help=(
+                "The key that clients must send, visible in the process list; or set "
+                "TRIREME_API_KEY."
+            ),
         ),
     ] = None
     api_key_file: Annotated[
         Path | None,
-        typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key."),
+        typer.Option("--api-key-file", "--api_key_file", help="A file with the key."),
     ] = None
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch"
     engine_python: Annotated[
@@ -53,7 +58,7 @@ class RolloutOptions:
             "--max_model_len",
             "--vllm_max_model_len",
             min=2,
-            help="Tokens with the prompt.",
+            help="The maximum number of tokens of a prompt with its reply.",
         ),
     ] = None
     tool_call_parser: Annotated[
@@ -79,14 +84,18 @@ class RolloutOptions:
         ),
     ] = None
     multi_turn_scheduler: Annotated[
-        str | None, typer.Option("--multi_turn_scheduler", help="A registered name, or a path.")
+        str | None,
+        typer.Option("--multi_turn_scheduler", help="The scheduler: a registered name, or a path."),
     ] = None
     gym_env: Annotated[
-        str | None, typer.Option("--gym_env", help="What gym_scheduler plays, where no row says.")
+        str | None,
+        typer.Option("--gym_env", help="The environment of gym_scheduler, if the row names none."),
     ] = None
     max_turns: Annotated[
         int | None,
-        typer.Option("--max_turns", "--multi_turns", min=0, help="The most turns; 0: no limit."),
+        typer.Option(
+            "--max_turns", "--multi_turns", min=0, help="The maximum number of turns; 0: no limit."
+        ),
     ] = None
     external_plugins: Annotated[
         list[Path] | None, typer.Option("--external_plugins", help="Python files to load first.")
@@ -96,7 +105,9 @@ class RolloutOptions:
         typer.Argument(metavar="FILE...", help="Further files of --external_plugins."),
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="The seed of sampling.")] = 42
-    max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="At once.")] = 4096
+    max_requests: Annotated[
+        int, typer.Option("--max-requests", min=1, help="The maximum number of requests in flight.")
+    ] = 4096
     tensor_parallel_size: Annotated[
         int, typer.Option("--tensor_parallel_size", "--vllm_tensor_parallel_size", min=1)
     ] = 1

@@ -62,8 +62,8 @@ def _with_key(options: RolloutOptions) -> RolloutOptions:
         raise ValueError("--api-key and --api-key-file are both given: expected one of them")
     if options.api_key is not None:
         say(
-            "warning: --api-key is seen by all users of this machine in the list of processes: "
-            "set TRIREME_API_KEY instead, or give --api-key-file",
+            "warning: --api-key is visible to all users of this machine in the process list: use "
+            "TRIREME_API_KEY or --api-key-file instead",
             file=sys.stderr,
         )
         return _noted(options)
@@ -90,8 +90,8 @@ def _examine(options: RolloutOptions) -> None:
     """Validate the options before anything is loaded. Raises ValueError."""
     if options.host not in LOOPBACK and not options.api_key:
         raise ValueError(
-            f"--host {options.host} is open to other machines: give a key by TRIREME_API_KEY or "
-            "--api-key-file, or serve on 127.0.0.1"
+            f"--host {options.host} is open to other machines: give a key in TRIREME_API_KEY or "
+            "with --api-key-file, or serve on 127.0.0.1"
         )
     if options.dtype not in (*DTYPES, "auto"):
         raise ValueError(f"--dtype {options.dtype}: expected auto, {', '.join(DTYPES)}")
@@ -116,7 +116,7 @@ def _examine_engine(options: RolloutOptions) -> EngineKind:
             )
     if options.engine_options and not kind.keys:
         names = ", ".join(f"--vllm_{name}" for name in options.engine_options)
-        say(f"note: without effect on the {kind.name} engine: {names}", file=sys.stderr)
+        say(f"note: no effect on the {kind.name} engine: {names}", file=sys.stderr)
     return kind
 
 
@@ -128,7 +128,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return listen(host, port)
     except OSError as error:
         raise OSError(
-            f"--host {host} --port {port} cannot be served on: {error.strerror}: give another"
+            f"--host {host} --port {port} cannot be used: {error.strerror}: expected another one"
         ) from error
 
 
@@ -173,8 +173,8 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     if options.gym_env is not None:
         if not options.multi_turn_scheduler:
             raise ValueError(
-                f"--gym_env {options.gym_env} has no effect alone: expected --multi_turn_scheduler "
-                "gym_scheduler beside it"
+                f"--gym_env {options.gym_env} has no effect by itself: expected "
+                "--multi_turn_scheduler gym_scheduler with it"
             )
         _refuse_env(options.gym_env, options.multi_turn_scheduler)
         scheduler["env"] = options.gym_env
@@ -186,8 +186,8 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     except (OSError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"--model {options.model} is no folder here, and no model of this id can be loaded: "
-            f"{first}"
+            f"--model {options.model} is not a folder here, and no model of this id can be "
+            f"loaded: {first}"
         ) from error
     on_gpu = num_gpus() > 0
     auto = "bfloat16" if on_gpu else "float32"

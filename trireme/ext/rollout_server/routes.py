@@ -108,7 +108,7 @@ def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
         )
     for name in ("presence_penalty", "frequency_penalty"):
         if settings.get(name, 0) != 0:
-            raise ValueError(f"request_config.{name} is not served: leave it out")
+            raise ValueError(f"request_config.{name} is not supported: leave it out")
     options = {name: value for name, value in settings.items() if name not in _ASIDE}
     if settings.get("logprobs"):
         options["logprobs"] = int(settings.get("top_logprobs") or settings["logprobs"])

@@ -547,7 +547,7 @@ def code_of(answer: str) -> str:
 @functools.lru_cache(maxsize=256)
 def _say_refused(module: str) -> None:
     _log.warning(
-        "a reply's program imports %r, which the sandbox does not have: it counts 0 (not_run)",
+        "a reply's program imports %r, which the sandbox does not have: it scores 0 (not_run)",
         module,
     )
 
@@ -559,7 +559,7 @@ def _size(text: str | None) -> int:
 def _too_long(code: str) -> bool:
     if len(code) <= LONGEST:
         return False
-    _log.warning("a reply's code of %d characters is not run and counts 0", len(code))
+    _log.warning("a reply's code of %d characters is not run and scores 0", len(code))
     return True
 
 

@@ -166,7 +166,7 @@ def _script(file: Path, changed: int) -> str:
             copy.executescript(script)
     except sqlite3.Error as error:
         raise ValueError(
-            f"the row's db_path is '{file}', of which no copy can be made: {error}"
+            f"the row's db_path is '{file}', which cannot be copied: {error}"
         ) from error
     return script
 

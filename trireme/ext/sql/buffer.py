@@ -145,7 +145,7 @@ class SqlBuffer:
 
         def waited_for() -> str:
             return (
-                f"the trainer wanted {n} experiences of buffer '{self.name}', which has "
+                f"the trainer requested {n} experiences of buffer '{self.name}', which has "
                 f"{len(self)}, and no new one came for {self._timeout:g} s "
                 f"(max_read_timeout){self._missing('explore')}"
             )
@@ -220,9 +220,9 @@ class SqlBuffer:
             gone = wanted - self._claims.seal(connection, seal)
             if gone > 0:  # the error undoes the transaction
                 raise RuntimeError(
-                    f"buffer '{self.name}': reader '{self._parties.name}' was not heard from for "
-                    f"{self._lease:g} s (lease_time), and {gone} of the {wanted} experiences that "
-                    f"it had taken went to others: start it again from its last checkpoint"
+                    f"buffer '{self.name}': reader '{self._parties.name}' sent no heartbeat for "
+                    f"{self._lease:g} s (lease_time), and {gone} of the {wanted} experiences "
+                    "that it had taken went to others: restart it from its last checkpoint"
                 )
             return self._claims.newest(connection)
 
@@ -240,7 +240,7 @@ class SqlBuffer:
             self._claims.release(connection)
             later = [s for s in self._claims.seals(connection) if self._number_of(s) > number]
             if back := self._claims.restore(connection, later):
-                logger.warning("%d experiences of later checkpoints are open again", back)
+                logger.warning("%d experiences of later checkpoints are available again", back)
             if self._role == "both" and "newest" in state:
                 self._claims.rewind(connection, state["newest"])
 
@@ -293,7 +293,7 @@ class SqlBuffer:
                     raise
                 if time.monotonic() - since >= self._timeout:
                     raise TimeoutError(
-                        f"buffer '{self.name}': its database {self._where} was away for "
+                        f"buffer '{self.name}': its database {self._where} was unreachable for "
                         f"{self._timeout:g} s (max_read_timeout): {first_line(error)}"
                     ) from error
                 self._note_away(error)
@@ -301,7 +301,7 @@ class SqlBuffer:
             else:
                 if self._away:
                     self._away = False
-                    logger.warning("buffer '%s': its database is back", self.name)
+                    logger.warning("buffer '%s': its database is reachable again", self.name)
                 return result
 
     def _note_away(self, error: DBAPIError) -> None:
@@ -310,7 +310,7 @@ class SqlBuffer:
         if not self._away:
             self._away = True
             logger.warning(
-                "buffer '%s': its database %s is away, waiting for it for %g s at most "
+                "buffer '%s': its database %s is unreachable, waiting for it for %g s at most "
                 "(max_read_timeout): %s",
                 self.name, self._where, self._timeout, first_line(error),
             )  # fmt: skip
@@ -446,7 +446,7 @@ class SqlBuffer:
         silent = self._parties.silent(connection, "train")
         if silent and (back := self._claims.release_of(connection, silent)):
             names = ", ".join(silent)
-            logger.warning("%d experiences of silent readers (%s) are open again", back, names)
+            logger.warning("%d experiences of silent readers (%s) are available again", back, names)
 
     def _missing(self, role: str) -> str:
         return self._transact(lambda connection: self._parties.missing(connection, role))
@@ -462,8 +462,9 @@ class SqlBuffer:
     def _stop_if_replaced(self, connection: Connection) -> None:
         if not self._parties.mine(connection):
             raise RuntimeError(
-                f"buffer '{self.name}': another process has entered it as '{self._parties.name}': "
-                f"explorers and trainers need names of their own (explorer.name, trainer.name)"
+                f"buffer '{self.name}': another process uses it under the name "
+                f"'{self._parties.name}': explorers and trainers need names of their own "
+                "(explorer.name, trainer.name)"
             )
 
 

@@ -62,7 +62,9 @@ class PartyHeartbeat:
                 self._beat()
             except SQLAlchemyError as error:
                 said = str(error).partition("\n")[0]
-                logger.warning("the buffer's database did not hear our heartbeat: %s", said)
+                logger.warning(
+                    "a heartbeat could not be written to the buffer's database: %s", said
+                )
 
 
 class Parties:
@@ -131,10 +133,10 @@ class Parties:
         silent = self.silent(connection, role)
         table = self._table
         if connection.scalar(select(table.c.name).where(table.c.role == role)) is None:
-            return f"; no command with mode: {role} is on this buffer"
+            return f"; no command with mode: {role} uses this buffer"
         here = select(table.c.name).where(table.c.role == role, table.c.closed.is_(False))
         gone = [f"{n} for {silent[n]:.0f} s" for n in connection.scalars(here) if n in silent]
-        return f"; not heard from: {', '.join(gone)}" if gone else ""
+        return f"; no heartbeat from: {', '.join(gone)}" if gone else ""
 
     def leave(self, connection: Connection, failure: str | None = None) -> None:
         """Record that this party has ended, with the cause of a failure."""

@@ -31,7 +31,7 @@ class DatabaseTable:
     def read(self, data: DataSet) -> Rows:
         """Read a table's rows. A table has one split, `train`."""
         if data.split_name != "train":
-            reason = f"has no split '{data.split_name}': a table has train alone"
+            reason = f"has no split '{data.split_name}': a table has only train"
             raise NoRows(data.path, reason)
         try:
             name, rows = table_rows(data.path, data.subset, data.otherwise)
@@ -115,6 +115,6 @@ def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
         return row
     made = json.loads(whole) if isinstance(whole, str | bytes) else whole
     if not isinstance(made, dict):
-        raise ValueError(f"has a {ROW} that is no row: {made!r:.60}")
+        raise ValueError(f"has a {ROW} that is not a row: {made!r:.60}")
     refuse_halves(made, f"row {number}")
     return made

@@ -45,8 +45,8 @@ def needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
     """Raise BadParameter for a flag that has no meaning without `--beside value`."""
     if name in flags and beside not in flags:
         raise typer.BadParameter(
-            f"--{name} {flags[name][0]} has no effect alone: expected --{beside} {value} beside "
-            f"it, or {key} in its place"
+            f"--{name} {flags[name][0]} has no effect by itself: expected --{beside} {value} "
+            f"with it, or {key} in its place"
         )
 
 

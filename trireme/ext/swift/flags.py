@@ -66,7 +66,7 @@ def overrides(flags: Given, config: Source) -> list[str]:
     """
     for name in flags:
         if name in IDLE:
-            typer.echo(f"note: --{name} is without effect here: {IDLE[name]}", err=True)
+            typer.echo(f"note: --{name} has no effect here: {IDLE[name]}", err=True)
     flags = {**in_effect(flags), **_rewards(flags)}
     out = [
         f"{section}.{TASKSETS[name]}={_value(name, values)}"
@@ -236,7 +236,8 @@ def _rewards(flags: Given) -> dict[str, list[Any]]:
             text = flags.get("max_completion_length", [""])[0]
         elif text and reward not in funcs:
             raise typer.BadParameter(
-                f"--{flag} {text} is of the reward {reward}: expected it among --reward_funcs"
+                f"--{flag} {text} belongs to the reward {reward}: expected that among "
+                "--reward_funcs"
             )
         if text and reward in funcs:
             number = number_of(flag, text)

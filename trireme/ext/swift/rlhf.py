@@ -33,7 +33,7 @@ _PROCESSES = ("NPROC_PER_NODE", "NNODES")
 _INSTEAD = {
     "ppo": "a critic's PPO is algorithm_type ppo of a YAML, with the reward reward_model",
     "rm": "reward models are asked here, not trained (docs/rewards.md)",
-    **dict.fromkeys(("cpo", "orpo", "simpo"), "of losses of pairs there is dpo"),
+    **dict.fromkeys(("cpo", "orpo", "simpo"), "the only loss on pairs is dpo"),
 }
 _LOSSES = {
     "kto": ("beta", "desirable_weight", "undesirable_weight"),
@@ -49,8 +49,8 @@ _REPLIES: dict[str, dict[str, Any]] = {
 """Columns of replies."""
 _SAMPLING = ("max_completion_length", "temperature", "top_p", "top_k", "repetition_penalty")
 _GKD = {
-    "lmbda": (0.5, 1, "the policy's own replies are distilled, and none of a data set's"),
-    "sft_alpha": (0, 0, "no reply of a data set is learned"),
+    "lmbda": (0.5, 1, "only the policy's own replies are distilled, and none of a data set"),
+    "sft_alpha": (0, 0, "replies of a data set are not trained"),
 }
 """Flags of --rlhf_type gkd: the default there, the expected value, and the reason."""
 _CHORD = {
@@ -125,7 +125,7 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
         read += ("loss_type",)
     elif only := next((name for name in (*_CHORD, *_EXPERTS) if name in flags), None):
         raise typer.BadParameter(
-            f"--{only} has no effect alone: expected --{_EXPERTS[0]} beside it"
+            f"--{only} has no effect by itself: expected --{_EXPERTS[0]} with it"
         )
     rest = {name: values for name, values in flags.items() if name not in read}
     if not {"train_type", "tuner_type"} & rest.keys():
@@ -262,7 +262,7 @@ def _of_replies(flags: Given, kind: str) -> Given:
     idle = ("loss_type", "truncation_strategy", *_EVALUATION)
     for name in _EVALUATION:
         if name in flags:
-            typer.echo(f"note: --{name} is without effect here: trireme eval measures", err=True)
+            typer.echo(f"note: --{name} has no effect here: trireme eval measures", err=True)
     flags = {name: values for name, values in flags.items() if name not in idle}
     for name in flags:
         explores = KEYS.get(name, "").startswith(("explorer.", "buffer.explorer_input."))

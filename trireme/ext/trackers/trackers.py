@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # importing it would load torch before the thread settings ar
     from trireme.launch.stage import Stage
 
 FILE_NAME = "trackers.json"
-REMARK = "the run goes on; monitor/metrics.jsonl has its figures"
+REMARK = "the run continues; monitor/metrics.jsonl has its metrics"
 """The end of the warning about a tracker that fails."""
 ROLLOUTS = 8
 """The number of rows in a table of sample rollouts."""

@@ -260,8 +260,8 @@ def _as_function(callback: str | Callable[..., Any]) -> str | Callable[..., Any]
     if event and no_tracker and not hasattr(made, "log"):
         kind = made if inspect.isclass(made) else type(made)
         raise ValueError(
-            f"callbacks hold {kind.__name__}, which has {event}, and no tracker is told of that: "
-            "such a class goes into trainer.callbacks, for example "
+            f"callbacks hold {kind.__name__}, which has {event}, an event that trackers do not "
+            "receive: such a class goes into trainer.callbacks, for example "
             f"trainer={{'callbacks': ['my_file:{kind.__name__}']}}"
         )
     if isinstance(callback, str) or inspect.isfunction(callback) or inspect.isclass(made):

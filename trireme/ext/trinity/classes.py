@@ -482,7 +482,7 @@ def _sample(part: type) -> Callable[..., Any]:
                 given = await strategy.sample(step)
             except EOFError:
                 if had := reads.get(_TAKEN):
-                    told = f"{whose}: the data ended amid its reads for train step {step}: the"
+                    told = f"{whose}: the data ended during its reads for train step {step}: the"
                     logger.warning("%s %d experiences that it had read are not trained", told, had)
                 raise
             chosen = given[0] if isinstance(given, tuple) and len(given) in (2, 3) else None

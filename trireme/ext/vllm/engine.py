@@ -416,7 +416,7 @@ class VllmEngine:
             await take()
             if self._adapts and self._adapter is None and self._rows:
                 raise RuntimeError(
-                    f"the first adapter came while {len(self._rows)} requests were under way "
+                    f"the first adapter arrived while {len(self._rows)} requests were in flight "
                     "without one: expected it before they begin"
                 )
         except Exception as error:
@@ -438,7 +438,7 @@ class VllmEngine:
         foreign = sorted(held - self._names - {"lm_head.weight"})
         if missing or foreign:
             raise ValueError(
-                f"these weights are not of this model: {len(missing)} tensors are missing "
+                f"these weights do not belong to this model: {len(missing)} tensors are missing "
                 f"({', '.join(missing[:3])}), {len(foreign)} are not known "
                 f"({', '.join(foreign[:3])})"
             )

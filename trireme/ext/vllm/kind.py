@@ -63,15 +63,15 @@ dists = metadata.packages_distributions().get("vllm", ["vllm"])
 print(json.dumps({"version": metadata.version(dists[0]), "arguments": names, "dist": dists[0]}))
 """
 _OURS = {
-    "model": "model.model_path",
-    "tokenizer": "model.model_path",
-    "max_model_len": "model.max_model_len",
-    "dtype": f"{KEY}.dtype",
-    "seed": f"{KEY}.seed",
-    "logprobs_mode": "Trireme alone, since log-probabilities are recorded in one way",
-    "speculative_config": "nothing: speculated tokens have no log-probabilities of their own",
-    "skip_tokenizer_init": "Trireme alone, since prompts and replies are ids",
-    "weight_transfer_config": "Trireme alone, since its trainer sends the weights",
+    "model": "model.model_path sets it",
+    "tokenizer": "model.model_path sets it",
+    "max_model_len": "model.max_model_len sets it",
+    "dtype": f"{KEY}.dtype sets it",
+    "seed": f"{KEY}.seed sets it",
+    "logprobs_mode": "log-probabilities are recorded in one way",
+    "speculative_config": "speculated tokens have no log-probabilities of their own",
+    "skip_tokenizer_init": "prompts and replies are ids",
+    "weight_transfer_config": "Trireme's trainer sends the weights",
 }
 
 
@@ -222,7 +222,7 @@ def _against(request: EngineRequest) -> str | None:
                 "sync_interval 1 and sync_offset 0"
             )
     elif gpus and not on_ray and config.mode == "both" and wanted >= gpus:
-        return f"it takes {wanted} GPUs beside the trainer's, of {gpus}"
+        return f"it takes {wanted} GPUs in addition to the trainer's, of {gpus}"
     return None
 
 
@@ -277,10 +277,10 @@ def _check_arguments(config: Config, vllm: Vllm) -> Iterator[Problem]:
     for name in config.explorer.rollout_model.extra_engine_args:
         key = f"{KEY}.extra_engine_args.{name}"
         if name in _OURS:
-            yield Problem(key, f"is not set here: what sets it is {_OURS[name]}")
+            yield Problem(key, f"cannot be set here: {_OURS[name]}")
         elif name not in vllm.arguments:
             hint = did_you_mean(name, vllm.arguments, ": did you mean {}?")
-            yield Problem(key, f"is no argument of vLLM {vllm.version}'s engine{hint}")
+            yield Problem(key, f"is not an argument of vLLM {vllm.version}'s engine{hint}")
 
 
 def _check_heads(config: Config, gpus: int) -> Iterator[Problem]:

@@ -115,8 +115,8 @@ class GroupTransfer(_base.WeightTransferEngine):
         if adapter != bool(first and is_adapter([first[0]])):
             kinds = ("all weights", "a LoRA adapter")
             raise RuntimeError(
-                f"this vLLM takes {kinds[adapter]}, and a push of {kinds[not adapter]} came "
-                "(explorer.rollout_model.enable_lora)"
+                f"this vLLM expects {kinds[adapter]}, and received a push of "
+                f"{kinds[not adapter]} (explorer.rollout_model.enable_lora)"
             )
         return itertools.chain([first] if first else [], tensors)
 

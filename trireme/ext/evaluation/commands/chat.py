@@ -17,7 +17,7 @@ def chat(
         float, typer.Option(min=0.0, help="The sampling temperature; 0 is greedy.")
     ] = 0.0,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="The most tokens of a reply.")
+        int, typer.Option("--max-tokens", min=1, help="The maximum number of tokens in a reply.")
     ] = 512,
 ) -> None:
     """Chat with a trained model in the terminal."""
