@@ -37,11 +37,21 @@ class EvalOptions:
             "--tasks", help="A data set, PATH or NAME=PATH, instead of a YAML; may be repeated."
         ),
     ] = None
-    workflow: Annotated[str | None, typer.Option(help="With --tasks.")] = None
-    reward: Annotated[str | None, typer.Option(help="With --tasks.")] = None
-    prompt_key: Annotated[str, typer.Option("--prompt-key", help="With --tasks.")] = "question"
+    workflow: Annotated[
+        str | None, typer.Option(help="The workflow of --tasks; by default math_workflow.")
+    ] = None
+    reward: Annotated[
+        str | None, typer.Option(help="The reward of --tasks; by default the workflow's.")
+    ] = None
+    prompt_key: Annotated[
+        str, typer.Option("--prompt-key", help="The column of --tasks with the prompt.")
+    ] = "question"
     response_key: Annotated[
-        str, typer.Option("--response-key", help="With --tasks; '' if they have no truth.")
+        str,
+        typer.Option(
+            "--response-key",
+            help="The column of --tasks with the reference answer; '' if there is none.",
+        ),
     ] = "answer"
     rollouts: Annotated[
         int | None,

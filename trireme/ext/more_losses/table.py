@@ -10,7 +10,7 @@ gigpo = recipe(
     advantage="gigpo",
     group_size=8,
     options={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.2}},
-    use="Episodes of many steps whose states come back, with rewards on the way.",
+    use="Episodes of many steps that revisit states, with rewards on the way.",
 )
 m2po = recipe(
     "m2po",
@@ -23,7 +23,7 @@ gdpo = recipe(
     "gdpo",
     like="grpo",
     advantage="gdpo",
-    use="Several rewards of different scales, each compared by itself.",
+    use="Several rewards of different scales, each normalized separately.",
 )
 sapo = recipe(
     "sapo",
@@ -45,7 +45,7 @@ fipo = recipe(
     like="grpo",
     policy_loss="fipo",
     kl="none",
-    use="Long reasoning: a token counts by how much of what follows it is being reinforced.",
+    use="Long reasoning: a token is weighted by how much the tokens after it are reinforced.",
 )
 opmd = recipe(
     "opmd",
@@ -93,7 +93,7 @@ mix_chord = recipe(
     "mix_chord",
     like="mix",
     policy_loss="mix_chord",
-    use="mix, the expert's share falling as the run goes on.",
+    use="mix, with an expert's share that decays during the run.",
 )
 rlsd = recipe(
     "rlsd",
