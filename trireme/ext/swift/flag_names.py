@@ -114,9 +114,9 @@ IDLE = {
     "offload_teacher_model": "a teacher has an engine of its own: explorer.auxiliary_models",
     "check_model": "a model's files are read as they are",
     "fsdp": "several ranks shard weights with FSDP2: cluster.gpu_per_node",
-    "freeze_vit": "models are text-only",
-    "freeze_aligner": "models are text-only",
-    "freeze_llm": "models are text-only",
+    "freeze_vit": "only the language model is trained",
+    "freeze_aligner": "only the language model is trained",
+    "freeze_llm": "only the language model is trained",
     "agent_template": "the tokenizer's chat template is used; explorer.rollout_model."
     "tool_call_parser reads calls",
     "use_hf": "HF_ENDPOINT sets the hub's address",
