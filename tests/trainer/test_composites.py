@@ -15,7 +15,9 @@ from transformers import AutoModelForImageTextToText
 
 from tests.composites import FAMILIES, make_composite
 from tests.engines.test_torch_engine import run
-from tests.trainer.samples import backend_of, experiences, gap, gradients_of, move
+from tests.trainer.ranks import run as run_ranks
+from tests.trainer.samples import apart, backend_of, experiences, gap, gradients_of, move
+from tests.trainer.test_fsdp2 import LAYOUTS, _learn, _learned, _make
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig
@@ -103,3 +105,16 @@ def test_engines_take_the_weights_of_a_trained_composite(folder: Path) -> None:
     [expected] = backend.score([row])
     assert max(abs(a - b) for a, b in zip(scored, expected, strict=True)) < 1e-4
     assert set(marks) >= set(backend.weights())
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
+    path = make_composite(tmp_path / "model", family)
+    names = ["plain", "lora"]
+    ranks = run_ranks(_learn, tmp_path / "ranks", path, names, world=2)
+    for name in names:
+        expected = _learned(_make(path, LAYOUTS[name][1]))
+        for got in ranks:
+            assert gap(got[name]["gradients"], expected["gradients"]) < 1e-5
+            assert apart(got[name]["weights"], expected["weights"]) < 1e-3
+            assert torch.allclose(got[name]["scores"], expected["scores"], atol=1e-4)
