@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
@@ -57,9 +58,10 @@ def make_model(
     tie: bool = True,
     head_dim: int = 8,
 ) -> Path:
-    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2, llama, or qwen3_moe or
-    mixtral, which have four experts and take two of them for a token. `head_dim`: theirs and
-    qwen3's; vLLM has kernels for no less than 32 on a CPU.
+    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2, llama, or qwen3_moe, mixtral
+    or gpt_oss, which have four experts and take two of them for a token. `head_dim`: theirs and
+    qwen3's; vLLM has kernels for no less than 32 on a CPU. gpt_oss has attention sinks, and sees 8
+    tokens in every other layer.
     """
     tokenizer = make_tokenizer(template)
     kinds: dict[str, Any] = {
@@ -68,12 +70,17 @@ def make_model(
         "llama": LlamaConfig,
         "qwen3_moe": Qwen3MoeConfig,
         "mixtral": MixtralConfig,
+        "gpt_oss": GptOssConfig,
     }
-    extra = {"head_dim": head_dim} if arch.startswith(("qwen3", "mixtral")) else {}
+    extra = {"head_dim": head_dim} if arch.startswith(("qwen3", "mixtral", "gpt_oss")) else {}
     if arch == "qwen3_moe":
         extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     if arch == "mixtral":
         extra |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    if arch == "gpt_oss":
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        extra |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+        extra |= {"rope_parameters": rope}
     config = kinds[arch](
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -91,6 +98,10 @@ def make_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(".sinks"):  # which all begin near 0
+                weight.normal_()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -87,6 +87,19 @@ def test_capped_attention_scores_are_a_problem(tmp_path):
     assert "does not compute attention whose scores are capped" in only_problem(tmp_path)
 
 
+def test_a_kernel_without_attention_sinks_is_a_problem(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "model")
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 1)
+    asked = "trainer.attn_implementation={}".format
+    assert problems_of(tmp_path, asked("varlen")) == []
+    sinks = {"model.layers.0.self_attn.sinks": torch.zeros(4)}
+    save_file(sinks, folder / "more.safetensors")
+    text = only_problem(tmp_path, asked("varlen"))
+    assert "is varlen, which cannot compute the attention sinks of" in text
+    assert text.endswith("take sdpa or flex")
+    assert problems_of(tmp_path, asked("flex")) == problems_of(tmp_path, asked("auto")) == []
+
+
 def test_an_adapter_of_experts_is_a_problem(tmp_path):
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text()) | {"num_experts": 8}

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 from tests.tiny import make_model, make_tokenizer
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Sampling
+from trireme.engines.torch import rows
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
 
@@ -60,7 +61,13 @@ def reference(folder: Path, ids: list[int], temperature: float = 1.0) -> torch.T
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "gpt_oss"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, plain or with attention sinks and windows of 8 tokens in every other layer."""
+    return make_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama", "gpt_oss"])
 def test_greedy_replies_equal_transformers_generate(tmp_path: Path, arch: str) -> None:
     folder = make_model(tmp_path / arch, arch)
     greedy = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
@@ -78,7 +85,7 @@ def test_greedy_replies_equal_transformers_generate(tmp_path: Path, arch: str) -
         assert reply.stop_reason == "length" and reply.sampler_logprobs == [0.0] * 20
 
 
-def test_logprobs_equal_the_models_own_in_ragged_company(tiny_dir: Path) -> None:
+def test_logprobs_equal_the_models_own_in_ragged_company(folder: Path) -> None:
     sampling = Sampling(max_tokens=15, n=3, temperature=0.7, top_p=0.8, ignore_eos=True)
 
     async def main(engine: TorchEngine) -> Any:
@@ -86,9 +93,9 @@ def test_logprobs_equal_the_models_own_in_ragged_company(tiny_dir: Path) -> None
             *(engine.generate(p, sampling, key=(1, i, 0)) for i, p in enumerate(PROMPTS))
         )
 
-    for prompt, replies in zip(PROMPTS, run(tiny_dir, main, max_rows=5), strict=True):
+    for prompt, replies in zip(PROMPTS, run(folder, main, max_rows=5), strict=True):
         for reply in replies:
-            own = reference(tiny_dir, prompt + reply.ids, 0.7)[len(prompt) - 1 :]
+            own = reference(folder, prompt + reply.ids, 0.7)[len(prompt) - 1 :]
             assert torch.allclose(own, torch.tensor(reply.logprobs), atol=1e-5)
             # the mass that top_p kept is shared out among what is left
             assert all(
@@ -96,7 +103,7 @@ def test_logprobs_equal_the_models_own_in_ragged_company(tiny_dir: Path) -> None
             )
 
 
-def test_a_request_samples_the_same_alone_and_in_a_batch(tiny_dir: Path) -> None:
+def test_a_request_samples_the_same_alone_and_in_a_batch(folder: Path) -> None:
     sampling = Sampling(max_tokens=12, n=2, ignore_eos=True)
 
     async def crowd(engine: TorchEngine) -> Any:
@@ -108,12 +115,12 @@ def test_a_request_samples_the_same_alone_and_in_a_batch(tiny_dir: Path) -> None
     async def alone(engine: TorchEngine) -> Any:
         return [c.ids for c in await engine.generate(PROMPTS[2], sampling, key=(1, 2, 0))]
 
-    together = run(tiny_dir, crowd)
-    assert together == run(tiny_dir, alone)
+    together = run(folder, crowd)
+    assert together == run(folder, alone)
     assert together[0] != together[1], "samples of one prompt have streams of their own"
 
 
-def test_equal_prompts_are_prefilled_once_and_turns_reuse_the_prefix(tiny_dir: Path) -> None:
+def test_equal_prompts_are_prefilled_once_and_turns_reuse_the_prefix(folder: Path) -> None:
     prompt = list(range(5, 45))
 
     async def main(engine: TorchEngine) -> Any:
@@ -126,15 +133,15 @@ def test_equal_prompts_are_prefilled_once_and_turns_reuse_the_prefix(tiny_dir: P
         [turn] = await engine.generate(longer, Sampling(max_tokens=8, ignore_eos=True))
         return first, engine.health().prefilled_tokens - first, longer, turn
 
-    first, second, longer, turn = run(tiny_dir, main)
+    first, second, longer, turn = run(folder, main)
     assert first == len(prompt) - 1
     assert second <= 4, "only what the cache does not have"
-    own = reference(tiny_dir, longer + turn.ids)[len(longer) - 1 :]
+    own = reference(folder, longer + turn.ids)[len(longer) - 1 :]
     assert torch.allclose(own, torch.tensor(turn.logprobs), atol=1e-5)
 
 
 def test_prompts_that_part_inside_a_block_of_the_prefix_cache_share_no_more(
-    tiny_dir: Path,
+    folder: Path,
 ) -> None:
     first = list(range(5, 45))
     greedy = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
@@ -144,14 +151,17 @@ def test_prompts_that_part_inside_a_block_of_the_prefix_cache_share_no_more(
         await engine.generate(first, greedy)
         return [(await engine.generate(ids, greedy))[0] for ids in others]
 
-    for ids, reply in zip(others, run(tiny_dir, main), strict=True):
-        own = reference(tiny_dir, ids + reply.ids)[len(ids) - 1 :]
+    for ids, reply in zip(others, run(folder, main), strict=True):
+        own = reference(folder, ids + reply.ids)[len(ids) - 1 :]
         assert torch.allclose(own, torch.tensor(reply.logprobs), atol=1e-5)
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_same_prompt_after_new_weights_is_read_anew(tmp_path: Path, shared: bool) -> None:
-    old, new = make_model(tmp_path / "a", seed=0), make_model(tmp_path / "b", seed=1)
+def test_the_same_prompt_after_new_weights_is_read_anew(
+    tmp_path: Path, shared: bool, arch: str
+) -> None:
+    old, new = (make_model(tmp_path / f"{seed}", arch, seed=seed) for seed in (0, 1))
     prompt = list(range(5, 45))
     trained = AutoModelForCausalLM.from_pretrained(old) if shared else None
 
@@ -193,8 +203,8 @@ def test_an_update_in_flight_marks_tokens_and_new_ones_are_of_the_new_weights(
     assert torch.allclose(reference(new, PROMPTS[2]), torch.tensor(scored[1:]), atol=1e-5)
 
 
-def test_shared_tensors_follow_the_trainer_without_a_copy(tiny_dir: Path) -> None:
-    trained = AutoModelForCausalLM.from_pretrained(tiny_dir)
+def test_shared_tensors_follow_the_trainer_without_a_copy(folder: Path) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(folder)
 
     async def main(engine: TorchEngine) -> Any:
         before = await engine.logprobs([PROMPTS[1]])
@@ -204,12 +214,58 @@ def test_shared_tensors_follow_the_trainer_without_a_copy(tiny_dir: Path) -> Non
         await engine.update_weights(None, 1)
         return before, await engine.logprobs([PROMPTS[1]])
 
-    before, after = run(tiny_dir, main, share_with=trained)
+    before, after = run(folder, main, share_with=trained)
     with torch.no_grad():
         logits = trained(torch.tensor([PROMPTS[1]])).logits[0, :-1].log_softmax(-1)
     own = logits.gather(1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0]
     assert torch.allclose(own, torch.tensor(after[0][1:]), atol=1e-5)
     assert before != after
+
+
+def farthest(folder: Path) -> float:
+    """The largest difference of sampled log-probabilities from the model's own."""
+
+    async def main(engine: TorchEngine) -> Any:
+        sampling = Sampling(max_tokens=10, n=2, ignore_eos=True)
+        return await asyncio.gather(
+            *(engine.generate(p, sampling, key=(1, i, 0)) for i, p in enumerate(PROMPTS))
+        )
+
+    gaps = [
+        (reference(folder, p + reply.ids)[len(p) - 1 :] - torch.tensor(reply.logprobs)).abs().max()
+        for p, replies in zip(PROMPTS, run(folder, main), strict=True)
+        for reply in replies
+    ]
+    return float(max(gaps))
+
+
+def test_an_engine_that_forgets_sinks_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path, "gpt_oss")
+    assert farthest(folder) < 1e-5
+    attend = rows.attend
+    monkeypatch.setattr(rows, "attend", lambda *x, sinks=None, **more: attend(*x, **more))
+    assert farthest(folder) > 1e-3
+
+
+def test_sinks_in_bfloat16_are_as_close_to_float32_as_in_transformers(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "gpt_oss", layers=4)
+
+    async def main(engine: TorchEngine) -> Any:
+        return await engine.logprobs(PROMPTS)
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    gaps: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": []}
+    for ids, scored in zip(PROMPTS, run(folder, main, dtype="bfloat16"), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1].float()
+        theirs = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        exact = reference(folder, ids)
+        gaps["ours"].append((torch.tensor(scored[1:]) - exact).abs())
+        gaps["theirs"].append((theirs - exact).abs())
+    ours, theirs = (float(torch.cat(rows).mean()) for rows in gaps.values())
+    assert 0 < ours < 1.5 * theirs < 0.003
 
 
 def test_sliding_windows_are_kept(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def gpu_attention(
     flash = query.dtype != torch.float32 and (
         attn_mask is None or isinstance(attn_mask, CausalBias)
     )
-    efficient = not grouped
+    efficient = not grouped and query.shape[3] % 8 == key.shape[3] % 8 == value.shape[3] % 8 == 0
     if not flash and not efficient:  # all scores at once
         query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.float32)
     return torch.empty_like(query)

@@ -95,11 +95,11 @@ def _same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 SLICED: dict[int, list[str]] = {2: ["plain", "many_micro_batches", "lora"], 4: ["plain"]}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_share_sequences_learn_what_one_process_learns(size, tmp_path):
+@pytest.mark.parametrize(("size", "arch"), [(2, "qwen3"), (4, "qwen3"), (2, "gpt_oss")])
+def test_ranks_that_share_sequences_learn_what_one_process_learns(size, arch, tmp_path):
     # Two pairs; or one group of four, for which the 2 key-value heads are repeated.
-    path = make_model(tmp_path / "model", tie=size == 2)
-    names = SLICED[size]
+    path = make_model(tmp_path / "model", arch, tie=size == 2)
+    names = [n for n in SLICED[size] if arch == "qwen3" or "lora" not in LAYOUTS[n][1]]
     ranks = run(_learn, tmp_path / "ranks", path, names, world=4, sequence=size)
     for name in names:
         expected = _learned(_make(path, LAYOUTS[name][1]))
@@ -129,10 +129,11 @@ def test_shards_that_do_not_divide_the_ranks_are_refused():
         RankSpec(0, 4, "127.0.0.1:1", shards=3, timeout=1)
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe", "gpt_oss"])
 def test_two_ranks_learn_what_one_process_learns(arch, tmp_path):
     path = make_model(tmp_path / arch, arch, tie=arch != "llama")
-    names = [n for n in LAYOUTS if arch != "qwen3_moe" or "lora" not in LAYOUTS[n][1]]
+    plain = arch in ("qwen3", "llama")
+    names = [n for n in LAYOUTS if plain or "lora" not in LAYOUTS[n][1]]
     ranks = run(_learn, tmp_path / "ranks", path, names)
     for name in names:
         given = {k: v for k, v in LAYOUTS[name][1].items() if k != "offload"}

@@ -21,6 +21,7 @@ from trireme.config.launcher import launchers_named
 from trireme.config.lookup import (
     ModelFacts,
     check_adapter,
+    has_sinks,
     located,
     model_config,
     model_facts,
@@ -191,6 +192,7 @@ def _check_attention(stage: StageFacts, device: str, dtype: str) -> Findings:
     if stage.config.mode not in ("both", "train"):
         return findings
     asked, key = stage.config.trainer.attn_implementation, "trainer.attn_implementation"
+    path = stage.config.model.model_path
     if asked in ("varlen", "flex"):
         why = {"varlen": "is a GPU's kernel alone", "flex": "has no gradients on a CPU"}[asked]
         version = [int(part) for part in metadata.version("torch").split(".")[:2]]
@@ -203,7 +205,9 @@ def _check_attention(stage: StageFacts, device: str, dtype: str) -> Findings:
         elif asked == "varlen" and version < [2, 10]:
             text = f"is varlen: torch {metadata.version('torch')} has none, 2.10 and newer do"
             findings.problem(key, text)
-    path = stage.config.model.model_path
+        elif asked == "varlen" and has_sinks(path):
+            text = f"is varlen, which cannot compute the attention sinks of {path}"
+            findings.problem(key, f"{text}: take sdpa or flex")
     if model_config(path).get("attn_logit_softcapping"):
         findings.problem(
             "model.model_path",

@@ -125,6 +125,17 @@ def model_config(model_path: str | None) -> dict[str, Any]:
         return {}
 
 
+def has_sinks(model_path: str | Path | None) -> bool:
+    """Return whether attention of a model has sinks, by the names of its weights; false if they are
+    not here, or if `model_facts` rejects them.
+    """
+    try:
+        folder = located(str(model_path), "models") if model_path else None
+        return folder is not None and any(n.endswith(".sinks") for n in model_shapes(folder))
+    except ValueError:
+        return False
+
+
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NOT_TRAINED = {
     "modules_to_save": "trains whole modules beside it",

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 NAME = "trireme_packed"
 
 # Extras that some architectures pass to their attention and this one does not compute.
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
+_UNKNOWN = ("softcap", "position_bias", "cache")
 
 Kernel = Literal["sdpa", "varlen", "flex"]
 
@@ -65,11 +65,19 @@ class Layout(Protocol):
         ...
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int,
+        scale: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend: query [1, H, T, D], key, value [1, Hkv, T, D] -> [1, T, H, D].
 
-        `window` > 0: each query attends only to the last `window` keys of its path.
+        `window` > 0: each query attends only to the last `window` keys of its path. `sinks` [H]:
+        see `attend` of rows.py.
         """
         ...
 
@@ -87,23 +95,30 @@ def lay_out(trie: Trie, kernel: Kernel = "sdpa", *, align: bool = False) -> Layo
 
 @cache
 def choose_kernel(
-    asked: str, device: torch.device, *, half: bool, heads: int, key_heads: int, width: int
+    asked: str,
+    device: torch.device,
+    *,
+    half: bool,
+    heads: int,
+    key_heads: int,
+    width: int,
+    sinks: bool = False,
 ) -> Kernel:
     """Choose the kernel of a run and try it on its device. `heads` of `width` share the keys of
     `key_heads`.
 
-    auto: varlen on a GPU in bfloat16 if it matches SDPA there, else sdpa. Raises ValueError if the
-    requested kernel does not match.
+    auto: varlen on a GPU in bfloat16 if it matches SDPA there and the model has no `sinks`, else
+    sdpa. Raises ValueError if the requested kernel does not match.
     """
-    if asked == "sdpa" or (asked == "auto" and (device.type == "cpu" or not half)):
+    if asked == "sdpa" or (asked == "auto" and (device.type == "cpu" or not half or sinks)):
         return "sdpa"
     kernel: Kernel = "flex" if asked == "flex" else "varlen"
     try:
-        gap = _trial(kernel, device, (heads, key_heads, width))
+        gap = _trial(kernel, device, (heads, key_heads, width), sinks)
         failure = (
             "" if gap < _AGREEMENT else f"differs from SDPA by {gap:.2g} of the largest number"
         )
-    except (RuntimeError, ImportError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:
         first_line = str(error).partition("\n")[0]
         failure = f"fails: {first_line or type(error).__name__}"
     if not failure:
@@ -115,7 +130,7 @@ def choose_kernel(
     return "sdpa"
 
 
-def _trial(kernel: Kernel, device: torch.device, shape: tuple[int, int, int]) -> float:
+def _trial(kernel: Kernel, device: torch.device, shape: tuple[int, int, int], sinks: bool) -> float:
     """Return the largest relative difference of a small trie's outputs and gradients from SDPA in
     float32.
     """
@@ -126,12 +141,13 @@ def _trial(kernel: Kernel, device: torch.device, shape: tuple[int, int, int]) ->
     trie = Trie([(0, trunk), (70, branch)], depth, ends)
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randn(1, h, 330, width, generator=draw) for h in (heads, key_heads, key_heads)]
+    rows += [torch.randn(heads, generator=draw)] if sinks else []
     results: list[list[Tensor]] = []
     tried: list[tuple[Kernel, torch.dtype]] = [("sdpa", torch.float32), (kernel, torch.bfloat16)]
     for name, dtype in tried:
         given = [row.bfloat16().to(device, dtype).requires_grad_() for row in rows]
         layout = lay_out(trie, name).to(device)
-        out = layout.attend(*given, window=0, scale=None)
+        out = layout.attend(*given[:3], window=0, scale=None, sinks=given[3] if sinks else None)
         (out.float() * torch.linspace(-1, 1, width, device=device)).sum().backward()
         results.append([out.detach(), *(row.grad for row in given if row.grad is not None)])
     gaps = [
@@ -233,7 +249,14 @@ class Rows:
         return Rows(buckets, self.place.to(device))
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int,
+        scale: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend bucket by bucket, then return to the order of the flat tokens."""
         query, key, value = _as_autocast(query, key, value)
@@ -248,6 +271,7 @@ class Rows:
                 mask=bias,
                 causal=bias is None,
                 scale=scale,
+                sinks=sinks,
             )
             outputs.append(attended.transpose(1, 2).reshape(rows.queries.numel(), -1))
         out = select(torch.cat(outputs) if len(outputs) > 1 else outputs[0], self.place)
@@ -286,9 +310,20 @@ class Paths:
         return Paths(keys, *starts, self.most_queries, self.most_keys)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int,
+        scale: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend by flash attention over rows end to end."""
+        if sinks is not None:
+            raise NotImplementedError(
+                "it cannot compute attention sinks: torch gives no gradient of its log-sum-exp"
+            )
         query, key, value = _as_autocast(query, key, value)
         options = {"scale": scale} | _varlen_options(window, query.shape[1] != key.shape[1])
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
@@ -338,7 +373,14 @@ class Blocks:
         return Blocks(self.depth, self.ends, device)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int,
+        scale: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend by FlexAttention, with one block mask for each window."""
         query, key, value = _as_autocast(query, key, value)
@@ -346,7 +388,13 @@ class Blocks:
             self._masks[window] = self.mask(window)
         grouped = query.shape[1] != key.shape[1]
         options = {"block_mask": self._masks[window], "scale": scale, "enable_gqa": grouped}
-        return _flex(query.device.type)(query, key, value, **options).transpose(1, 2)
+        attended = _flex(query.device.type)
+        if sinks is None:
+            return attended(query, key, value, **options).transpose(1, 2)
+        # The softmax without sinks is that with them times exp(lse) / (exp(lse) + exp(sink)).
+        out, aux = attended(query, key, value, **options, return_aux=flex.AuxRequest(lse=True))
+        share = torch.sigmoid(aux.lse - sinks[:, None])
+        return (out * share[..., None].to(out.dtype)).transpose(1, 2)
 
     def mask(self, window: int = 0) -> flex.BlockMask:
         """Make the block mask: blocks seen whole, blocks seen in part, and the visible keys in
@@ -459,11 +507,12 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     packed: HasLayout | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """Attend: query [1, H, T, D], key, value [1, Hkv, T, D] of flat tokens -> ([1, T, H,
-    D], None).
+    D], None). `s_aux` [H]: sinks.
     """
     if packed is None:
         raise ValueError("a model with packed attention is called through trainer.model only")
@@ -472,7 +521,7 @@ def packed_attention(
             raise ValueError(
                 f"{type(module).__name__} wants '{name}' in its attention: not supported"
             )
-    options: dict[str, Any] = {"window": sliding_window or 0, "scale": scaling}
+    options: dict[str, Any] = {"window": sliding_window or 0, "scale": scaling, "sinks": s_aux}
     if torch.compiler.is_compiling():
         inputs = _as_autocast(query, key, value)
         return compiled.attend(packed.handle, *inputs, **options), None

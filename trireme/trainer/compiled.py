@@ -74,13 +74,21 @@ def handle_of(thing: Any) -> Tensor:
 
 
 def attend(
-    layout: Tensor, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
+    layout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int,
+    scale: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of a layout (of trainer/attention.py), given by its handle, within a
     compiled block.
     """
     keep = torch.is_grad_enabled() and query.requires_grad
-    return _attend(query, key, value, layout, window, scale, keep)[0]
+    sinks = query.new_empty(0) if sinks is None else sinks.to(query.dtype)
+    return _attend(query, key, value, sinks, layout, window, scale, keep)[0]
 
 
 def _thing(handle: Tensor) -> Any:
@@ -105,6 +113,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor,
     layout: Tensor,
     window: int,
     scale: float | None,
@@ -112,13 +121,20 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention [1, T, H, D], and with `keep` a handle of the state for its backward pass:
     the state is released with the handle, after that pass or by gradient checkpointing.
+
+    `sinks` [H] or [0], for none.
     """
+
+    def computed(*rows: Tensor) -> Tensor:
+        last = rows[3] if len(sinks) else None
+        return _thing(layout).attend(*rows[:3], window=window, scale=scale, sinks=last)
+
+    inputs = [query, key, value, sinks][: 4 if len(sinks) else 3]
     if not keep:
-        out = _thing(layout).attend(query, key, value, window=window, scale=scale)
-        return out.contiguous(), handle_of(None)
+        return computed(*inputs).contiguous(), handle_of(None)
     with _recorded():
-        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-        out = _thing(layout).attend(*inputs, window=window, scale=scale)
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = computed(*inputs)
     return out.detach().contiguous(), handle_of((inputs, out))
 
 
@@ -127,6 +143,7 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor,
     layout: Tensor,
     window: int,
     scale: float | None,
@@ -138,25 +155,29 @@ def _(
 
 @torch.library.custom_op("trireme::attend_backward", mutates_args=())
 def _attend_backward(
-    gradient: Tensor, kept: Tensor, key_heads: int, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, kept: Tensor, key_heads: int, width: int, sinks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs, out = _thing(kept)
     with _recorded():
-        query, key, value = torch.autograd.grad(out, inputs, gradient)
-    return query.contiguous(), key.contiguous(), value.contiguous()
+        query, key, value, *rest = torch.autograd.grad(out, inputs, gradient)
+    last = rest[0] if rest else gradient.new_empty(0)
+    return query.contiguous(), key.contiguous(), value.contiguous(), last.contiguous()
 
 
 @_attend_backward.register_fake
-def _(gradient: Tensor, kept: Tensor, key_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    gradient: Tensor, kept: Tensor, key_heads: int, width: int, sinks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, tokens, heads, value_width = gradient.shape
     query = gradient.new_empty(1, heads, tokens, width)
     key = gradient.new_empty(1, key_heads, tokens, width)
-    return query, key, gradient.new_empty(1, key_heads, tokens, value_width)
+    value = gradient.new_empty(1, key_heads, tokens, value_width)
+    return query, key, value, gradient.new_empty(sinks)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[1])
-    ctx.sizes = inputs[1].shape[1], inputs[1].shape[3]
+    ctx.sizes = inputs[1].shape[1], inputs[1].shape[3], inputs[3].shape[0]
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from trireme.config.lookup import has_sinks
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.torch.composite import towers
 from trireme.trainer import ulysses
@@ -134,6 +135,7 @@ class TrainSettings:
             heads=heads,
             key_heads=getattr(text, "num_key_value_heads", None) or heads,
             width=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            sinks=has_sinks(path),
         )
 
     def precision(self, ranks: Ranks | None) -> AbstractContextManager:

@@ -90,10 +90,11 @@ def ulysses_attention(
     *,
     sequence: SequenceGroup,
     packed: PackedBatch,
+    s_aux: Tensor | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """Attend: query [1, H, T/s, D], key, value [1, Hkv, T/s, D] of a slice -> ([1, T/s, H, D],
-    None).
+    None). `s_aux` [H]: sinks, of which each rank takes those of its heads.
     """
     repeats = head_repeats(query.shape[1], key.shape[1], sequence.size)
     num_tokens = len(packed.tokens)
@@ -103,9 +104,9 @@ def ulysses_attention(
         return _Exchange.apply(x, sequence)[:, :, :num_tokens]
 
     key, value = _repeat(key, repeats), _repeat(value, repeats)
-    out, _ = packed_attention(
-        module, whole(query), whole(key), whole(value), attention_mask, packed=packed, **extras
-    )
+    rows = whole(query), whole(key), whole(value)
+    sinks = None if s_aux is None else s_aux.chunk(sequence.size)[sequence.rank]
+    out, _ = packed_attention(module, *rows, attention_mask, packed=packed, s_aux=sinks, **extras)
     out = F.pad(out, (0, 0, 0, 0, 0, query.shape[2] * sequence.size - num_tokens))
     # Back with the roles of tokens and heads exchanged.
     return _Exchange.apply(out, sequence), None

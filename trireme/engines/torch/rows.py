@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 NAME = "trireme_rows"
 GRAIN = 64
 GPU = "cuda"
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
+_UNKNOWN = ("softcap", "position_bias")
 
 
 class RowStore:
@@ -185,11 +186,12 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     rows: Pass | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """Attend: query [B, H, S, D], key and value [B, Hkv, S, D] of new tokens -> ([B, S, H, D],
-    None).
+    None). `s_aux` [H]: sinks, see `attend`.
     """
     if rows is None:
         raise ValueError("a model with row attention is called by the engine only")
@@ -210,7 +212,8 @@ def rows_attention(
         values[rows.write_row, :, rows.write_at] = value[rows.entry, :, rows.offset]
         all_keys = keys[rows.rows, :, : rows.total]
         all_values = values[rows.rows, :, : rows.total]
-    out = attend(query, all_keys, all_values, mask=rows.mask(sliding_window or 0), scale=scaling)
+    mask = rows.mask(sliding_window or 0)
+    out = attend(query, all_keys, all_values, mask=mask, scale=scaling, sinks=s_aux)
     return out.transpose(1, 2), None
 
 
@@ -222,12 +225,22 @@ def attend(
     mask: Tensor | None,
     causal: bool = False,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of query [B, H, Q, D] over key and value [B, Hkv, K, D] -> [B, H, Q, D].
 
-    On a GPU the kernels that accept a mask, or float32, accept no grouped heads: torch's fallback
+    `sinks` [H]: a score that each head's softmax has besides those of the keys, without a value. On
+    a GPU the kernels that accept a mask, or float32, accept no grouped heads: torch's fallback
     stores all scores [B, H, Q, K] at once.
     """
+    if sinks is not None:
+        if query.shape[2] == 1:
+            return attend_one(query, key, value, mask, scale, sinks)
+        width = value.shape[-1]
+        query, key, value, mask, scale = with_sink_key(
+            query, key, value, mask, causal, scale, sinks
+        )
+        return attend(query, key, value, mask=mask, scale=scale)[..., :width]
     if query.device.type == GPU and (type(mask) is Tensor or query.dtype == torch.float32):
         if query.shape[2] == 1:
             return attend_one(query, key, value, mask, scale)
@@ -243,15 +256,63 @@ def attend(
     )
 
 
+def with_sink_key(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    sinks: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
+    """Make the sinks a key, so that any kernel computes them and their gradient: it is the first,
+    every query sees it, and its value is 0.
+
+    Heads get one number more for its score: sink / scale in queries, 1 in this key, and 0 in the
+    others. The mask remains one for all heads. Zeros follow up to a multiple of 8, without which a
+    GPU's kernels with a mask take no bfloat16.
+    """
+    width = query.shape[-1]
+    more = 8 - width % 8
+    factor: float = width**-0.5 if scale is None else scale
+    scores = (sinks / factor).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    query = F.pad(torch.cat([query, scores], -1), (0, more - 1))
+    key, value = (F.pad(x, (0, more, 1, 0)) for x in (key, value))
+    key[:, :, 0, width] = 1
+    if type(mask) is Tensor:
+        mask = F.pad(mask, (1, 0), value=True)
+    elif mask is not None:  # known by its name
+        mask = causal_lower_right(query.shape[2], key.shape[2])
+    elif causal:
+        mask = key.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
+    return query, key, value, mask, factor
+
+
 def attend_one(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `attend` of one query [B, H, 1, D]: the heads of a group become queries, so that keys
     and values are not repeated.
+
+    With sinks its scores are stored: a further key would be a copy of all keys in every step.
     """
     together = query.view(query.shape[0], key.shape[1], -1, query.shape[3])
-    out = F.scaled_dot_product_attention(together, key, value, attn_mask=mask, scale=scale)
-    return out.reshape(query.shape)
+    if sinks is None:
+        out = F.scaled_dot_product_attention(together, key, value, attn_mask=mask, scale=scale)
+        return out.reshape(query.shape)
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (together * factor) @ key.transpose(2, 3)
+    if type(mask) is Tensor:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    last = sinks.to(scores.dtype).view(1, key.shape[1], -1, 1).expand(len(scores), -1, -1, 1)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.cat([scores, last], -1).softmax(-1, dtype=exact)[..., :-1].to(value.dtype)
+    return (weights @ value).view(*query.shape[:3], -1)
 
 
 def register() -> None:
