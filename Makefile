@@ -179,7 +179,7 @@ test-fuzz: setup
 # what is long and needs nothing more: every pair of features in some run, runs with equal bytes,
 # torch's own compiler and compiled ranks, a notebook that trains, benchmarks on little work, copies that
 # lack one extension each: minutes
-LONG := $(wildcard tests/ext/ray/test_colocate.py) tests/e2e/test_matrix.py tests/e2e/test_exact.py tests/e2e/test_notebooks.py \
+LONG := $(wildcard tests/ext/ray/test_colocate.py) tests/e2e/test_matrix.py tests/e2e/test_exact.py tests/e2e/test_families.py tests/e2e/test_notebooks.py \
     tests/trainer/test_compiled.py tests/test_scripts.py tests/test_gpu_report.py tests/test_without.py
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m large $(LONG)

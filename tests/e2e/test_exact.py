@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.e2e.job import run, run_fresh, small_config, started, weights
+from tests.tiny import make_model
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,21 @@ def check_that_a_killed_run_ends_alike(
         {line["eid"]: line["reward"] for line in lines_of(job)} for job in (whole, killed)
     )
     assert learned == again and len(learned) == 48 and len(set(learned.values())) > 2
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_killed_run_of_a_model_with_attention_sinks_resumes_to_the_same_weights(
+    tmp_path: Path, adapts: bool
+) -> None:
+    def of_gpt_oss(folder: Path) -> dict[str, Any]:
+        config = small_config(folder)
+        config["model"]["model_path"] = str(make_model(folder / "sinks", "gpt_oss", max_len=256))
+        if adapts:
+            lora = {"name": "a", "lora_rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+            config["model"]["lora_configs"] = [lora]
+        return config
+
+    check_that_a_killed_run_ends_alike(tmp_path, of_gpt_oss)
 
 
 STORE = "buffer.trainer_input.experience_buffer"

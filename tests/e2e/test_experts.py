@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -12,9 +13,12 @@ from tests.e2e.job import run, small_config
 from tests.tiny import make_model
 
 
-def test_a_mixture_learns_what_its_engine_samples_and_is_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "router"), [("qwen3_moe", "mlp.gate"), ("gpt_oss", "mlp.router")])
+def test_a_mixture_learns_what_its_engine_samples_and_is_exported(
+    tmp_path: Path, arch: str, router: str
+) -> None:
     config = small_config(tmp_path)
-    before = make_model(tmp_path / "mixture", "qwen3_moe", max_len=256)
+    before = make_model(tmp_path / "mixture", arch, max_len=256)
     config["model"]["model_path"] = str(before)
     done = run(tmp_path, config)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,4 +33,6 @@ def test_a_mixture_learns_what_its_engine_samples_and_is_exported(tmp_path: Path
     )
     moved = [name for name in old if not torch.equal(old[name], new[name])]
     assert set(old) == set(new) and any(".experts." in n for n in moved)
-    assert any(name.endswith("mlp.gate.weight") for name in moved)
+    assert any(name.endswith(f"{router}.weight") for name in moved)
+    sinks = [name for name in moved if name.endswith(".sinks")]
+    assert len(sinks) == (2 if arch == "gpt_oss" else 0)
