@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -98,13 +99,57 @@ def make_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(".sinks"):  # which all begin near 0
-                weight.normal_()
+    _draw_sinks(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WITH_SINKS: dict[str, dict[str, Any]] = {
+    "flint": _EXPERTS | {"num_experts": 4},
+    "granite_swa": {},
+    "granitemoe_swa": _EXPERTS | {"num_local_experts": 4},
+    "mimo_v2_flash": _EXPERTS
+    | {"n_routed_experts": 4, "v_head_dim": 4, "swa_v_head_dim": 4, "swa_head_dim": 8}
+    | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+}
+"""Families with attention sinks besides gpt_oss, and what is tiny in them. mimo_v2_flash has sinks
+in the layers with a window alone, more keys' heads there, and values narrower than keys."""
+
+
+def make_with_sinks(folder: Path, kind: str) -> Path:
+    """A folder with a tiny model of one of these families."""
+    tokenizer = make_tokenizer()
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        sliding_window=8,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        **WITH_SINKS[kind],
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    _draw_sinks(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _draw_sinks(model: torch.nn.Module) -> None:
+    """Sinks of all sizes: new ones are all near 0."""
+    for name, weight in model.named_parameters():
+        if name.endswith(".sinks"):
+            torch.nn.init.normal_(weight)
 
 
 def make_reward_model(

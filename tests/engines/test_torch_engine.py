@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
-from tests.tiny import make_model, make_tokenizer
+from tests.tiny import make_model, make_tokenizer, make_with_sinks
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Sampling
 from trireme.engines.torch import rows
@@ -247,6 +247,19 @@ def test_an_engine_that_forgets_sinks_differs(
     attend = rows.attend
     monkeypatch.setattr(rows, "attend", lambda *x, sinks=None, **more: attend(*x, **more))
     assert farthest(folder) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["flint", "granite_swa", "granitemoe_swa"])
+def test_other_families_with_sinks_are_sampled_as_exactly(tmp_path: Path, kind: str) -> None:
+    assert farthest(make_with_sinks(tmp_path, kind)) < 1e-5
+
+
+def test_values_narrower_than_keys_are_refused(tmp_path: Path) -> None:
+    folder = make_with_sinks(tmp_path, "mimo_v2_flash")
+    with pytest.raises(
+        ValueError, match="MiMoV2FlashAttention has values of 4 numbers and keys of 8"
+    ):
+        farthest(folder)
 
 
 def test_sinks_in_bfloat16_are_as_close_to_float32_as_in_transformers(tmp_path: Path) -> None:

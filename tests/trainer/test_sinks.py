@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from tests.tiny import make_model
+from tests.tiny import WITH_SINKS, make_model, make_with_sinks
 from tests.trainer.samples import backend_of, buckets, experiences, gap
 from tests.trainer.test_attention import Largest, gpu_attention, long_group, random_batch
 from tests.trainer.test_attention_kernels import dense, rows_of
@@ -34,19 +34,6 @@ from trireme.trainer.pack import pack
 
 CLEAR = 15
 """A seed of samples in which no choice of experts is a near tie, which rounding would decide."""
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture(scope="module")
@@ -158,28 +145,9 @@ def test_packed_training_is_that_of_separate_rows(
     assert min(packed_gap(folder, batch, share=share) for batch in batches) > 1e-2
 
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "flint": EXPERTS | {"num_experts": 4},
-    "granite_swa": {},
-    "granitemoe_swa": EXPERTS | {"num_local_experts": 4},
-    # sinks in the layers with a window alone; values are narrower than keys
-    "mimo_v2_flash": EXPERTS
-    | {"n_routed_experts": 4, "v_head_dim": 4, "swa_v_head_dim": 4, "swa_head_dim": 8}
-    | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
-}
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", WITH_SINKS)
 def test_other_families_with_sinks_are_trained_as_exactly(kind: str, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(kind, **SIZES | FAMILIES[kind])
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for name, weight in model.named_parameters():
-        if name.endswith(".sinks"):
-            torch.nn.init.normal_(weight)
-    model.save_pretrained(tmp_path)
-    assert packed_gap(tmp_path, flatten(experiences())) < 1e-5
+    assert packed_gap(make_with_sinks(tmp_path, kind), flatten(experiences())) < 1e-5
 
 
 def test_a_trainer_that_forgets_sinks_is_refused(

@@ -15,8 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 from trireme.config.lookup import has_sinks
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.torch.composite import towers
-from trireme.trainer import ulysses
-from trireme.trainer.attention import Kernel, choose_kernel
+from trireme.trainer import attention, ulysses
 from trireme.trainer.compiled import compile_blocks
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.model import (
@@ -121,14 +120,14 @@ class TrainSettings:
         """Return the ranks that share the computation of a batch."""
         return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
 
-    def kernel(self, path: str | Path, device: torch.device) -> Kernel:
+    def kernel(self, path: str | Path, device: torch.device) -> attention.Kernel:
         """Choose the attention kernel for the model in a folder. Raises ValueError if the requested
         one cannot run.
         """
         model = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         text = model.get_text_config()
         heads = text.num_attention_heads
-        return choose_kernel(
+        return attention.choose_kernel(
             self.attn_implementation,
             device,
             half=self.half,

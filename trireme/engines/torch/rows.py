@@ -200,6 +200,11 @@ def rows_attention(
             raise ValueError(
                 f"{type(module).__name__} wants '{name}' in its attention: not supported"
             )
+    if value.shape != key.shape:
+        raise ValueError(
+            f"{type(module).__name__} has values of {value.shape[3]} numbers and keys of "
+            f"{key.shape[3]}: the embedded engine cannot store them"
+        )
     keys, values = rows.store.layer(int(module.layer_idx), key)  # pyright: ignore
     batch = query.shape[0]
     if rows.rows is None:
