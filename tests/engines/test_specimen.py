@@ -36,6 +36,7 @@ def trained(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.extension("fast_engine")
 def test_a_model_that_amplifies_rounding_is_trained_and_decoded_like_any_other(
     tmp_path: Path,
 ) -> None:
@@ -44,8 +45,9 @@ def test_a_model_that_amplifies_rounding_is_trained_and_decoded_like_any_other(
     folder = trained(tmp_path)
     model = load_model(folder, device="cpu")
     assert model.config._attn_implementation == "trireme_packed"
-    lean = pytest.importorskip("trireme.ext.fast_engine.lean")
-    assert lean.make_lean(load_shell(folder, device="cpu", dtype="float32")) is not None
+    from trireme.ext.fast_engine.lean import make_lean
+
+    assert make_lean(load_shell(folder, device="cpu", dtype="float32")) is not None
 
 
 def test_a_specimen_shows_every_kind_of_layer_and_leaves_a_runs_draws_alone() -> None:

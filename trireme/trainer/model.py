@@ -24,7 +24,6 @@ from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.engines.torch.specimen import make_specimen
 from trireme.trainer import attention, ulysses
-from trireme.trainer.attention import Kernel
 from trireme.trainer.head import score_entries
 from trireme.trainer.pack import PackedBatch, pack_on
 from trireme.trainer.ranks import SequenceGroup
@@ -54,6 +53,7 @@ def load_model(
     model.to(torch.device(device)).eval()
     quicken(model)
     model.set_attn_implementation(attention.NAME)
+    without_dropout(model)
     return model
 
 
@@ -89,6 +89,7 @@ def empty_model(
         replace_weights(model, lambda w: torch.zeros((), dtype=dtype).expand(w.shape))
     model.set_attn_implementation(attention.NAME)
     quicken(model)
+    without_dropout(model)
     return model.eval()
 
 
@@ -213,7 +214,7 @@ def token_logprobs(
     *,
     entropy: bool = False,
     share_prefix: bool = True,
-    kernel: Kernel = "sdpa",
+    kernel: attention.Kernel = "sdpa",
     sequence: SequenceGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log p(target | earlier) of each entry at its temperature [M], and the entropy there

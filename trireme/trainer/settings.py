@@ -24,7 +24,6 @@ from trireme.trainer.model import (
     fill_rows,
     load_model,
     prove_architecture,
-    without_dropout,
 )
 from trireme.trainer.optim import ScheduledOptimizer
 from trireme.trainer.ranks import Ranks, Root, Team, blocks, materialize, shard
@@ -83,7 +82,6 @@ class TrainSettings:
         else:
             device = "cpu" if ranks else self.device
             model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
-        without_dropout(model)
         if self.compile:
             compile_blocks(blocks(model))
         if ranks and frozen and self.half:
