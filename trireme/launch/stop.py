@@ -138,6 +138,7 @@ class Stop:
             self.gently = lambda: False
             self._loop = self._task = None
             self._abandoned += _close(loop)
+            self.waits_for = lambda: ""  # else a stage's models stay through the next one
 
     def request(self) -> None:
         """Request a stop as Ctrl-C does, from another thread; without the time limit."""
