@@ -18,7 +18,8 @@ from tests.trainer.test_composites import SIGHT
 def loaded(folder: Path) -> dict[str, Tensor]:
     """The tensors of the class that the folder names, of which none may be missing."""
     named = AutoConfig.from_pretrained(folder).architectures
-    model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    found: Any = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    model, report = found
     assert named == [type(model).__name__]
     assert not report["missing_keys"] and not report["unexpected_keys"]
     return model.state_dict()
