@@ -21,8 +21,8 @@ from trireme.monitor.console import Console
 def test_the_models_of_a_stage_are_gone_when_the_next_one_loads_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, gradients and moments of a warm-up stayed through the reinforcement, four gigabytes
-    of a model of 135 million weights: the object that ends a run held a function of them.
+    """Weights, gradients and moments of a warm-up stayed through the reinforcement: the object that
+    ends a run held a function of them.
     """
     loaded: list[weakref.ref[Any]] = []
     left: list[int] = []
