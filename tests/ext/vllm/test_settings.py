@@ -67,6 +67,7 @@ SCORES = """
 import json
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from trireme.engines.sampling import log_probabilities
 from trireme.ext.vllm import worker
 
 class Largest(TorchDispatchMode):
@@ -82,7 +83,7 @@ sampler.score_temperature, worker.SCORED_AT_ONCE = 0.7, 7 * 1000
 logits, ids = torch.randn(50, 1000).bfloat16(), torch.randint(0, 1000, (50,))
 with Largest() as largest:
     found = sampler.gather_logprobs(sampler.compute_logprobs(logits), 0, ids)
-whole = (logits.float() / 0.7).log_softmax(-1).gather(-1, ids[:, None])
+whole = log_probabilities(logits.float() / 0.7).gather(-1, ids[:, None])
 print(json.dumps([torch.equal(found.logprobs, whole), largest.numbers]))
 """
 
