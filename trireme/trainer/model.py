@@ -46,10 +46,10 @@ def load_model(
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_recurrent(config, "the torch trainer cannot train it")
+    prove_architecture(path, device=device, trust_remote_code=trust_remote_code)
     model = auto_class(config).from_pretrained(
         path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
     )
-    prove_architecture(path, device=device, trust_remote_code=trust_remote_code)
     model.to(torch.device(device)).eval()
     quicken(model)
     model.set_attn_implementation(attention.NAME)
@@ -148,7 +148,6 @@ def prove_architecture(
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     model = make_specimen(config, trust_remote_code=trust_remote_code)
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
-    quicken(model)
     prove_packed(model)
 
 

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trireme.engines.torch.composite import auto_class, is_composite
+from trireme.engines.torch.linear import quicken
 
 VOCABULARY = 1024
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -63,6 +64,7 @@ def make_specimen(
                 weight.normal_(std=_SPREAD * weight.shape[-1] ** -0.5, generator=draws)
             else:  # norms and biases, which begin at one number each
                 weight.add_(torch.empty_like(weight).normal_(std=0.1, generator=draws))
+    quicken(model)  # as engine and trainer do with the model itself
     return model.eval().requires_grad_(False)
 
 

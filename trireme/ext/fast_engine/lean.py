@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trireme.engines.sampling import inverse_cdf, log_probabilities
-from trireme.engines.torch.linear import GRID, is_quicker, linear, quicken
+from trireme.engines.torch.linear import GRID, is_quicker, linear
 from trireme.engines.torch.rows import NAME, Pass, RowStore
 from trireme.engines.torch.specimen import make_specimen
 from trireme.ext.fast_engine.native import NativeOps
@@ -304,7 +304,6 @@ def make_lean(model: PreTrainedModel) -> Lean | None:
         dtype = next(model.parameters()).dtype
         lean = Lean(model, _ops(dtype))
         specimen = make_specimen(model.config, dtype=dtype, attention=NAME)
-        quicken(specimen)
         worst = _difference(
             specimen, Lean(specimen, _ops(dtype), compiled=lean._compiled is not None)
         )
