@@ -51,6 +51,7 @@ def measure(options: argparse.Namespace, found: dict[str, Any], name: str) -> No
     named = [f"--{peer}={python}" for peer, python in pythons if python]
     named += ["--only", *options.only] if options.only else []
     named += ["--rounds", str(options.rounds)]
+    named += ["--threads", *map(str, options.threads)] if options.threads else []
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True)
     stamp = {"commit": commit.stdout.decode().strip(), "date": str(date.today())}
     stamp["load"] = f"{os.getloadavg()[1]:.1f}"
@@ -166,6 +167,7 @@ def main() -> int:
     parser.add_argument("--vllm", help="Python of an environment that has vLLM")
     parser.add_argument("--only", nargs="+", help="workloads of against_peers")
     parser.add_argument("--rounds", type=int, default=3, help="of against_peers")
+    parser.add_argument("--threads", type=int, nargs="+", help="those that against_peers tries")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     options = parser.parse_args()
     found = json.loads(DATA.read_text("utf-8"))
