@@ -11,12 +11,14 @@ from transformers import (
     Gemma3Config,
     Mistral3Config,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
 )
 
+from tests.hybrids import HYBRIDS, calm
 from tests.tiny import make_tokenizer
 
-FAMILIES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -52,6 +54,14 @@ def make_composite(folder: Path, family: str) -> Path:
         text |= {"model_type": "mistral", "sliding_window": None}
         sight = {**_PIXTRAL, "model_type": "pixtral", "head_dim": 8}
         config = Mistral3Config(text_config=text, vision_config=sight, image_token_index=image)
+    elif family == "qwen3_5":
+        text |= {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+        text |= {**HYBRIDS["qwen3_5_text"], "initializer_range": 0.15}
+        sight = {**_QWEN_SIGHT, "out_hidden_size": 32}
+        config = Qwen3_5Config(
+            text_config=text, vision_config=sight, image_token_id=image,
+            vision_start_token_id=image + 1, vision_end_token_id=image + 2,
+        )  # fmt: skip
     elif family == "qwen2_5_vl":
         text |= {"rope_parameters": _MROPE}
         sight = {**_QWEN_SIGHT, "out_hidden_size": 32, "fullatt_block_indexes": [1]}
@@ -68,6 +78,7 @@ def make_composite(folder: Path, family: str) -> Path:
         )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
+    calm(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

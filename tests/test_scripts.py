@@ -116,7 +116,7 @@ def test_a_part_that_is_measured_again_leaves_the_others(monkeypatch: pytest.Mon
         return subprocess.CompletedProcess(command, 0, stdout=out)
 
     monkeypatch.setattr(script.subprocess, "run", run)
-    options = Namespace(trl=None, vllm=None, only=None, rounds=1, quick=False)
+    options = Namespace(trl=None, vllm=None, only=None, rounds=1, threads=None, quick=False)
     script.measure(options, found, "overlap")
     new = found["targets"].pop("lateness")
     assert (new["asked"], new["reached"], new["commit"]) == ("at most 0.5", "0.2", "1234567")

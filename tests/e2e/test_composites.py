@@ -33,7 +33,7 @@ def config_of(folder: Path, family: str) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "qwen3_5"])
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path, family: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = run(whole, config_of(whole, family))

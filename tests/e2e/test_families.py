@@ -8,35 +8,52 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.job import trireme
 from trireme.demo import YAML
 from trireme.demo.prepare import INITIALIZER_RANGE, prepare
 
+WIDTH = 128
+FAMILIES: dict[str, dict[str, Any]] = {
+    # a layer that sees 32 tokens, and one that sees all; a token takes two of four experts
+    "gpt_oss": {
+        "intermediate_size": 3 * WIDTH // 2,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    # a layer with a state, and one that attends
+    "qwen3_5_text": {
+        "intermediate_size": 3 * WIDTH,
+        "num_key_value_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+}
 
-def make_gpt_oss(folder: Path, tokenizer: Any, *, seed: int, width: int = 128) -> None:
-    """A tiny gpt_oss with the demo's tokenizer: a layer that sees 32 tokens, and one that sees all;
-    four experts, of which a token takes two.
-    """
-    config = GptOssConfig(
+
+def make_family(folder: Path, family: str, tokenizer: Any, *, seed: int) -> None:
+    """A tiny model of a family, with two layers and the demo's tokenizer."""
+    config = AutoConfig.for_model(
+        family,
         vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=3 * width // 2,
+        hidden_size=WIDTH,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=width // 4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=32,
+        head_dim=WIDTH // 4,
         max_position_embeddings=256,
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        **FAMILIES[family],
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -47,9 +64,11 @@ def make_gpt_oss(folder: Path, tokenizer: Any, *, seed: int, width: int = 128) -
 
 @pytest.mark.large
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_tiny_gpt_oss_learns_the_demo(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tiny_model_learns_the_demo(tmp_path: Path, family: str, seed: int) -> None:
     data = prepare(tmp_path / "data", seed)
-    make_gpt_oss(tmp_path / "model", AutoTokenizer.from_pretrained(data / "model"), seed=seed)
+    tokenizer = AutoTokenizer.from_pretrained(data / "model")
+    make_family(tmp_path / "model", family, tokenizer, seed=seed)
     variables = {
         "TRINITY_MODEL_PATH": str(tmp_path / "model"),
         "TRINITY_TASKSET_PATH": str(data),
@@ -61,5 +80,5 @@ def test_a_tiny_gpt_oss_learns_the_demo(tmp_path: Path, seed: int) -> None:
     rows = [json.loads(line)["metrics"] for line in lines.splitlines()]
     right = [row[name] for row in rows if (name := "eval/held_out/accuracy/mean@1") in row]
     gaps = [row[name] for row in rows if (name := "rollout/logprob_diff_max") in row]
-    print(f"gpt_oss, seed {seed}: {right[0]:.1%} -> {right[-1]:.1%}, {max(gaps):.2g} nats at most")
+    print(f"{family}, seed {seed}: {right[0]:.1%} -> {right[-1]:.1%}, {max(gaps):.2g} nats at most")
     assert max(gaps) < 1e-4 and right[-1] > right[0] + 0.1

@@ -249,16 +249,10 @@ def test_an_engine_that_forgets_sinks_differs(
     assert farthest(folder) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["flint", "granite_swa", "granitemoe_swa"])
+@pytest.mark.parametrize("kind", ["flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"])
 def test_other_families_with_sinks_are_sampled_as_exactly(tmp_path: Path, kind: str) -> None:
+    """Those of mimo_v2_flash have values that are narrower than keys."""
     assert farthest(make_with_sinks(tmp_path, kind)) < 1e-5
-
-
-def test_values_narrower_than_keys_are_refused(tmp_path: Path) -> None:
-    folder = make_with_sinks(tmp_path, "mimo_v2_flash")
-    expected = "MiMoV2FlashAttention has values of 4 numbers and keys of 8: the embedded engine"
-    with pytest.raises(RuntimeError, match=expected):
-        farthest(folder)
 
 
 def test_sinks_in_bfloat16_are_as_close_to_float32_as_in_transformers(tmp_path: Path) -> None:

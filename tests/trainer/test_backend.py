@@ -22,7 +22,8 @@ from tests.tiny import make_model
 from tests.trainer.samples import VOCABULARY, backend_of, critic_of, experiences, optimizer_of
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import Batch, flatten
-from trireme.engines.torch.shell import load_shell, refuse_recurrent
+from trireme.engines.torch.recurrent import is_recurrent
+from trireme.engines.torch.shell import load_shell
 from trireme.trainer.backend import Backend
 from trireme.trainer.model import load_model
 from trireme.trainer.step import train_step
@@ -107,20 +108,19 @@ def test_the_schedule_and_the_clipped_norm_are_reported(tiny_dir):
     assert metrics["actor/grad_norm"] > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba", "qwen3_5"])
 @pytest.mark.parametrize("load", [load_model, partial(load_shell, dtype="float32")])
-def test_trainer_and_engine_refuse_a_recurrent_architecture_by_name(tmp_path, kind, load):
-    """`qwen3_5` names its layers in the configuration of its language model."""
-    AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"'{kind}' has layers .* \(linear_attention\)"):
+def test_trainer_and_engine_refuse_layers_of_an_unknown_kind_by_name(tmp_path, load):
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=2)
+    config.layer_types = ["full_attention", "chunked_attention"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'qwen3' has layers .* \(chunked_attention\): not supported"):
         load(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("key", ["state_size", "ssm_state_size", "linear_num_key_heads"])
 def test_a_state_is_seen_where_no_layers_are_listed(key):
-    config = AutoConfig.for_model("llama", **{key: 16})
-    with pytest.raises(ValueError, match=rf"attention \({key}\): it cannot be"):
-        refuse_recurrent(config, "it cannot be")
+    assert is_recurrent(AutoConfig.for_model("llama", **{key: 16}))
+    assert not is_recurrent(AutoConfig.for_model("llama"))
 
 
 def test_an_architecture_whose_attention_has_extras_is_refused(tmp_path, monkeypatch):

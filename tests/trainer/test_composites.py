@@ -107,7 +107,7 @@ def test_engines_take_the_weights_of_a_trained_composite(folder: Path) -> None:
     assert set(marks) >= set(backend.weights())
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "qwen3_5"])
 def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
     path = make_composite(tmp_path / "model", family)
     names = ["plain", "lora"]

@@ -171,6 +171,12 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
             "trainer.ulysses_sequence_parallel_size",
             f"is {window}: expected a divisor of the model's {heads} attention heads",
         )
+    if window > 1 and facts.has_states:
+        findings.problem(
+            "trainer.ulysses_sequence_parallel_size",
+            f"is {window}: expected 1, since layers of this model have a state, which passes from "
+            "token to token",
+        )
     template = model.chat_template_path
     if template and not Path(template).is_file():
         findings.problem("model.chat_template_path", f"is {template!r}: expected a file")

@@ -10,7 +10,7 @@ import os
 import re
 import struct
 import subprocess
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from importlib import metadata
 from itertools import count, takewhile
 from pathlib import Path
@@ -77,6 +77,23 @@ class ModelFacts(NamedTuple):
     has_chat_template: bool | None = None
     size: int = 0
     attention_heads: int | None = None
+    has_states: bool = False
+    """Whether layers have a state other than keys and values."""
+
+
+WITHOUT_STATE = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
+"""Names in `layer_types` of layers that have no state other than keys and values."""
+_STATE_KEYS = ("state_size", "ssm_state_size", "mamba_d_state", "linear_num_key_heads", "lru_width")
+"""Keys that configurations without a list of layers have for such a state."""
+
+
+def has_states(read: Callable[[str], Any]) -> bool:
+    """Return whether layers of a language model have a state other than keys and values; `read`
+    gives what its configuration says under a key, None if nothing.
+    """
+    if kinds := read("layer_types"):
+        return not WITHOUT_STATE.issuperset(kinds)
+    return any(read(key) for key in _STATE_KEYS)
 
 
 def model_facts(model_path: str) -> ModelFacts:
@@ -104,6 +121,7 @@ def model_facts(model_path: str) -> ModelFacts:
         or (settings.is_file() and bool(_json(settings).get("chat_template"))),
         size=sum(path.stat().st_size for path in weights),
         attention_heads=config.get("num_attention_heads"),
+        has_states=has_states(config.get),
     )
 
 

@@ -213,7 +213,7 @@ class Rows:
         for begin, path in trie.spans:
             start = begin if align or len(path) - begin < max(_LONG, 8 * begin) else 0
             first = start if align else start == 0
-            key = (first, _grid(len(path) - start), _grid(len(path)))
+            key = (first, grid(len(path) - start), grid(len(path)))
             buckets.setdefault(key, []).append((start, begin, path))
         out: list[AttentionRows] = []
         place = np.empty(len(trie.depth), np.int64)
@@ -456,7 +456,7 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
-def _grid(length: int) -> int:
+def grid(length: int) -> int:
     """Round up to a bucket's length: lengths in it differ by a factor of at most 1.5 or so."""
     size = _SMALLEST
     while size < length:

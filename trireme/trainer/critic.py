@@ -20,7 +20,7 @@ from trireme.checkpoint.saved import read
 from trireme.trainer.attention import Kernel, select
 from trireme.trainer.measure import Arithmetic
 from trireme.trainer.model import checkpoint_activations, read_entries
-from trireme.trainer.pack import PackedBatch, pack_on
+from trireme.trainer.pack import PackedBatch, pack_for
 from trireme.trainer.ranks import Ranks, dummy
 from trireme.trainer.settings import TrainSettings
 
@@ -150,7 +150,7 @@ class Critic:
 
     def _values(self, part: Batch) -> Tensor:
         share = self._settings.share_prefix
-        layout = pack_on(self.device, part, share_prefix=share, kernel=self._kernel)
+        layout = pack_for(self.model, self.device, part, share_prefix=share, kernel=self._kernel)
         with self._settings.precision(self._ranks):
             return self._root(self._worth, layout).float()
 

@@ -70,7 +70,8 @@ class Passes:
     head_trained: bool
     query_width: int
     windows: tuple[int, ...]
-    """The largest number of keys that a query of each layer sees; 0: all before it."""
+    """The largest number of keys that a query of each layer with attention sees; 0: all before
+    it."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Passes | None:
@@ -98,7 +99,11 @@ class Passes:
             head=weight.numel() if isinstance(weight, Tensor) else 0,
             head_trained=isinstance(weight, Tensor) and weight.requires_grad,
             query_width=shape.query_width,
-            windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+            windows=tuple(
+                window if kind == "sliding_attention" else 0
+                for kind in kinds
+                if kind not in ("linear_attention", "conv", "mlp", "moe")
+            ),
         )
 
     def flops(self, tokens: Any, pairs: Any, nodes: Any, *, backward: bool) -> Any:

@@ -21,15 +21,22 @@ from trireme.config.lookup import names_in, read_shapes, weight_files
 from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch.composite import auto_class, text_model
 from trireme.engines.torch.linear import quicken
-from trireme.engines.torch.shell import refuse_recurrent
+from trireme.engines.torch.recurrent import carry_states
 from trireme.engines.torch.specimen import make_specimen
 from trireme.trainer import attention, ulysses
 from trireme.trainer.head import score_entries
-from trireme.trainer.pack import PackedBatch, pack_on
+from trireme.trainer.pack import PackedBatch, pack_for
 from trireme.trainer.ranks import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
+_PROOF = [
+    [7, 2, 3, 5, 1, 4, 6, 2, 3],
+    [7, 2, 3, 5, 1, 4, 6, 2, 3],
+    [7, 2, 3, 5, 6, 3, 3, 4, 1],
+    [7, 2, 4, 4, 5, 1, 2, 3, 6],
+]
+"""Rows that branch after two tokens, and two tokens later again: fewer than a convolution sees."""
 _AGREEMENT = 1e-3  # largest difference from the model's own forward pass, nats, float32
 
 
@@ -45,7 +52,6 @@ def load_model(
     """
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    refuse_recurrent(config, "the torch trainer cannot train it")
     prove_architecture(path, device=device, trust_remote_code=trust_remote_code)
     model = auto_class(config).from_pretrained(
         path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
@@ -53,6 +59,7 @@ def load_model(
     model.to(torch.device(device)).eval()
     quicken(model)
     model.set_attn_implementation(attention.NAME)
+    carry_states(model)
     without_dropout(model)
     return model
 
@@ -71,7 +78,6 @@ def empty_model(
 
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    refuse_recurrent(config, "the torch trainer cannot train it")
     with init_empty_weights(include_buffers=False):
         model = auto_class(config).from_config(
             config, dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -89,6 +95,7 @@ def empty_model(
         replace_weights(model, lambda w: torch.zeros((), dtype=dtype).expand(w.shape))
     model.set_attn_implementation(attention.NAME)
     quicken(model)
+    carry_states(model)
     without_dropout(model)
     return model.eval()
 
@@ -187,12 +194,13 @@ def prove_packed(model: PreTrainedModel) -> None:
 
     Raises ValueError if the two differ: an architecture with extras that are not computed here.
     """
-    batch = of_tokens([[7, 2, 3, 5], [7, 2, 3, 5], [7, 4, 3, 6]])
+    batch = of_tokens(_PROOF)
     name = model.config.model_type
     with torch.no_grad():
         expected = _own_logprobs(model, batch)
         try:
             model.set_attn_implementation(attention.NAME)
+            carry_states(model)
             got, _ = token_logprobs(model, batch)
         except (TypeError, AttributeError, ValueError) as error:
             raise ValueError(
@@ -231,7 +239,7 @@ def token_logprobs(
         logprobs, entropies = score_entries(model, hidden, at, *selected, entropy=entropy)
         return [logprobs] if entropies is None else [logprobs, *entropies]
 
-    layout = pack_on(device, batch, share_prefix=share_prefix, kernel=kernel)
+    layout = pack_for(model, device, batch, share_prefix=share_prefix, kernel=kernel)
     scored = read_entries(model, layout, sequence, score)
     return scored[0], torch.stack(scored[1:]) if entropy else None
 

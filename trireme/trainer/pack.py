@@ -21,10 +21,13 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trireme.batch import Batch
+from trireme.engines.torch.recurrent import is_recurrent
 from trireme.trainer.attention import Kernel, Layout, Trie, lay_out
 from trireme.trainer.compiled import handle_of
+from trireme.trainer.nodes import Nodes
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class PackedBatch:
     """The layout of attention, in the kernel's form."""
     predecessors: Tensor
     """[M] flat index of the token that predicts each entry of the batch."""
+    nodes: Nodes | None = None
+    """The same tokens for layers with a state; None for a model that has none."""
     handle: Tensor = field(default_factory=Tensor)
     """The handle of `attention`, for blocks that are compiled. Callers omit it; FSDP, which casts a
     block's inputs, makes copies with a value for each field."""
@@ -53,13 +58,19 @@ class PackedBatch:
             self.positions.to(device),
             self.attention.to(device),
             self.predecessors.to(device),
+            None if self.nodes is None else self.nodes.to(device),
         )
 
 
 def pack(
-    batch: Batch, *, share_prefix: bool = True, align: bool = False, kernel: Kernel = "sdpa"
+    batch: Batch,
+    *,
+    share_prefix: bool = True,
+    align: bool = False,
+    kernel: Kernel = "sdpa",
+    nodes: bool = False,
 ) -> PackedBatch:
-    """Lay out a batch that has at least one entry.
+    """Lay out a batch that has at least one entry; `nodes`: for a model whose layers have a state.
 
     `align`, for a GPU: rows of a bucket begin at the same token, so that none needs a mask, and
     have multiples of 128 queries. This leaves more rows alone; a CPU attends with a mask as fast.
@@ -97,15 +108,22 @@ def pack(
         positions=torch.from_numpy(depth),
         attention=lay_out(trie, kernel, align=align),
         predecessors=torch.from_numpy(predecessors),
+        nodes=Nodes.of(trie) if nodes else None,
     )
 
 
-def pack_on(
-    device: torch.device, batch: Batch, *, share_prefix: bool = True, kernel: Kernel = "sdpa"
+def pack_for(
+    model: PreTrainedModel,
+    device: torch.device,
+    batch: Batch,
+    *,
+    share_prefix: bool = True,
+    kernel: Kernel = "sdpa",
 ) -> PackedBatch:
-    """Return `pack` in the form for a device, and on it."""
-    align = device.type == "cuda"
-    return pack(batch, share_prefix=share_prefix, align=align, kernel=kernel).to(device)
+    """Return `pack` in the form that a model needs on a device, and on it."""
+    align, nodes = device.type == "cuda", is_recurrent(model.config)
+    layout = pack(batch, share_prefix=share_prefix, align=align, kernel=kernel, nodes=nodes)
+    return layout.to(device)
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from trireme.engines.torch.composite import text_model
+from trireme.engines.torch.recurrent import is_recurrent
 from trireme.trainer.attention import packed_attention
 from trireme.trainer.pack import PackedBatch
 from trireme.trainer.ranks import SequenceGroup
@@ -30,9 +31,14 @@ NAME = "trireme_ulysses"
 
 
 def switch(model: PreTrainedModel, sequence: SequenceGroup) -> None:
-    """Make a model attend over several ranks. Raises ValueError if its number of heads
-    forbids it.
+    """Make a model attend over several ranks. Raises ValueError if its number of heads,
+    or a layer with a state, forbids it.
     """
+    if is_recurrent(model.config):
+        raise ValueError(
+            f"trainer.ulysses_sequence_parallel_size is {sequence.size}: expected 1, since layers "
+            "of this model have a state, which passes from token to token"
+        )
     heads = model.config.get_text_config().num_attention_heads
     if heads % sequence.size:
         raise ValueError(

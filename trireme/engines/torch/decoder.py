@@ -22,6 +22,7 @@ from trireme.engines.sampling import Drawn, RowParameters, draw, log_probabiliti
 from trireme.engines.torch.composite import text_model
 from trireme.engines.torch.forward import ForwardPass, Places
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
+from trireme.engines.torch.recurrent import is_recurrent
 from trireme.engines.torch.rows import Pass, RowStore
 
 PREFILL_TOKENS = 8192
@@ -56,6 +57,7 @@ class Decoder:
         self.forward = forward
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
+        self._recurrent = is_recurrent(model.config)
         self.active: list[Request] = []
         self.store = RowStore(kv_tokens)
         self.prefixes = PrefixCache(prefix_tokens)
@@ -230,7 +232,7 @@ class Decoder:
         """Copy a prompt's tokens from the prefix cache; returns their number."""
         if request.cached:
             return request.cached
-        saved, common = self.prefixes.find(request.ids)
+        saved, common = self.prefixes.find(request.ids, whole=self._recurrent)
         common = min(common, len(request.ids) - 1)
         if saved is None or common <= 0:
             return 0
@@ -379,11 +381,11 @@ class Decoder:
     def _park(self, request: Request) -> None:
         """Store a finished row's keys and values for a prompt that continues it."""
         if self.prefixes.max_tokens and request.cached:
-            parts = [self.store.row(self.active.index(request), request.cached - request.shared)]
+            own = self.store.row(self.active.index(request), request.cached - request.shared)
+            prompt = None
             if request.shared:
-                parts.insert(0, self.prompts.store.row(request.slot, request.shared))
-            saved = [torch.cat(part, 2) for part in zip(*parts, strict=True)]
-            self.prefixes.add(request.ids[: request.cached], saved)
+                prompt = self.prompts.store.row(request.slot, request.shared)
+            self.prefixes.add(request.ids[: request.cached], own.copied(prompt))
 
     def _remove(self, gone: Sequence[Request]) -> None:
         """Free rows; the last ones move into the holes."""

@@ -11,10 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from trireme.engines.request import Request
-from trireme.engines.torch.rows import RowStore
+from trireme.engines.torch.rows import RowStore, SavedRow
 
 BLOCK = 16
 CANDIDATES = 32
@@ -26,7 +24,7 @@ class ParkedSequence:
     """One parked sequence."""
 
     ids: tuple[int, ...]
-    saved: list[Tensor]
+    saved: SavedRow
     blocks: list[int]
 
 
@@ -40,22 +38,24 @@ class PrefixCache:
         self._tokens = 0
         self._next = 0
 
-    def find(self, ids: Sequence[int]) -> tuple[list[Tensor] | None, int]:
-        """Return saved tensors, and the number of leading tokens of `ids` that they serve (never
-        all).
+    def find(self, ids: Sequence[int], *, whole: bool = False) -> tuple[SavedRow | None, int]:
+        """Return a saved row, and the number of leading tokens of `ids` that it serves (never all).
+
+        `whole`: only one whose tokens are all leading tokens of `ids`, since its states are those
+        after its last token.
         """
         for block in reversed(_chain(ids)):
             numbers = self._by_block.get(block, [])[-CANDIDATES:]
-            if numbers:
-                break
-        else:
-            return None, 0
-        lengths = {n: _common(self._entries[n].ids, ids) for n in numbers}
-        best = max(lengths, key=lambda n: lengths[n])
-        self._entries.move_to_end(best)
-        return self._entries[best].saved, lengths[best]
+            lengths = {n: _common(self._entries[n].ids, ids) for n in numbers}
+            if whole:
+                lengths = {n: k for n, k in lengths.items() if k == len(self._entries[n].ids)}
+            if lengths:
+                best = max(lengths, key=lambda n: lengths[n])
+                self._entries.move_to_end(best)
+                return self._entries[best].saved, lengths[best]
+        return None, 0
 
-    def add(self, ids: Sequence[int], saved: list[Tensor]) -> None:
+    def add(self, ids: Sequence[int], saved: SavedRow) -> None:
         """Store a sequence; `saved` covers all of `ids`."""
         blocks = _chain(ids)
         if not blocks or len(ids) > self.max_tokens:

@@ -1,5 +1,5 @@
-"""Rows: the keys and values of running requests, and how the model's attention reads and writes
-them.
+"""Rows: what running requests remember, and how the model's layers read and write it: keys and
+values, and the states of layers that have one.
 
 Active requests hold rows 0 .. B-1 without a gap, so that decoding attends over a view and copies
 nothing. Registered with transformers as `trireme_rows`, without a mask function of that name, so
@@ -18,21 +18,42 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
+from trireme.engines.torch.recurrent import Call, State
+
 NAME = "trireme_rows"
 GRAIN = 64
 GPU = "cuda"
 _UNKNOWN = ("softcap", "position_bias")
 
 
+@dataclass(frozen=True)
+class SavedRow:
+    """The tokens of a row, in tensors of its own or in views of the store's."""
+
+    layers: dict[int, Tensor]
+    """Keys and values [2, Hkv, length, D] of each layer that attends."""
+    states: dict[tuple[int, str], Tensor]
+    """The state of each layer that has one, after all of these tokens."""
+
+    def copied(self, prompt: SavedRow | None = None) -> SavedRow:
+        """Return a copy, with the keys and values of a prompt before its own."""
+        parts = [self.layers] if prompt is None else [prompt.layers, self.layers]
+        layers = {n: torch.cat([part[n] for part in parts], 2) for n in self.layers}
+        return SavedRow(layers, {name: state.clone() for name, state in self.states.items()})
+
+
 class RowStore:
-    """Stores keys and values [rows, Hkv, length, D] of each layer; grows to about `max_tokens`."""
+    """Stores what rows remember: keys and values [rows, Hkv, length, D] of each layer that attends,
+    and the states [rows, ...] of other layers; grows to about `max_tokens`.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self._layers: list[Tensor] = []
+        self._layers: dict[int, Tensor] = {}
         """Keys and values of each layer together [2, rows, Hkv, length, D]: moved in one
         operation."""
-        self._views: list[tuple[Tensor, Tensor]] = []
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[tuple[int, str], Tensor] = {}
         self._shape = (0, 0)
 
     @property
@@ -53,10 +74,13 @@ class RowStore:
         length = max(have_length, -(-length // GRAIN) * GRAIN)
         rows = max(have_rows, rows)
         self._shape = (rows, length)
-        for layer, old in enumerate(self._layers):
+        for layer, old in self._layers.items():
             new = old.new_zeros(2, rows, old.shape[2], length, old.shape[4])
             new[:, : old.shape[1], :, : old.shape[3]] = old
             self._layers[layer], self._views[layer] = new, (new[0], new[1])
+        if rows > have_rows:
+            for name, old in self._states.items():
+                self._states[name] = F.pad(old, (0, 0) * (old.ndim - 1) + (0, rows - len(old)))
 
     def fit(self, rows: int, length: int) -> None:
         """Give up room that `rows` rows of `length` tokens do not need, the present ones among
@@ -70,42 +94,62 @@ class RowStore:
         self._shape = rows, length = min(have_rows, rows), min(have_length, length)
         if (rows, length) == (have_rows, have_length):
             return
-        for layer, old in enumerate(self._layers):
+        for layer, old in self._layers.items():
             new = old[:, :rows, :, :length].clone(memory_format=torch.contiguous_format)
             self._layers[layer], self._views[layer] = new, (new[0], new[1])
+        self._states = {name: old[:rows].clone() for name, old in self._states.items()}
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, which are allocated on first use."""
-        while len(self._layers) <= index:
+        if index not in self._views:
             shape = (2, self._shape[0], like.shape[1], self._shape[1], like.shape[3])
-            new = like.new_zeros(shape)
-            self._layers.append(new)
-            self._views.append((new[0], new[1]))
+            new = self._layers[index] = like.new_zeros(shape)
+            self._views[index] = new[0], new[1]
         return self._views[index]
 
+    def states(self, layer: int, rows: Tensor | slice) -> State | None:
+        """Return a layer's states of some rows, in a copy if `rows` is a tensor; None before its
+        first tokens.
+        """
+        found = {name: state[rows] for (n, name), state in self._states.items() if n == layer}
+        return found or None
+
+    def put_states(self, layer: int, rows: Tensor | slice, states: State) -> None:
+        """Overwrite a layer's states of some rows."""
+        for name, state in states.items():
+            key = layer, name
+            if key not in self._states:
+                self._states[key] = state.new_zeros(self._shape[0], *state.shape[1:])
+            self._states[key][rows] = state
+
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` tokens of a row into others."""
-        for tensor in self._layers:
+        """Copy the first `length` tokens of a row, all that it has, into others."""
+        for tensor in self._layers.values():
             if len(targets) == 1:
                 tensor[:, targets[0], :, :length] = tensor[:, source, :, :length]
             else:
                 tensor[:, targets, :, :length] = tensor[:, source, None, :, :length].clone()
+        for state in self._states.values():
+            state[targets] = state[source].clone()
 
-    def row(self, row: int, length: int) -> list[Tensor]:
-        """Return views of a row's first tokens: keys and values [2, Hkv, length, D] of each
-        layer.
+    def row(self, row: int, length: int) -> SavedRow:
+        """Return views of a row's first `length` tokens; its states are after all that it has."""
+        layers = {n: layer[:, row, :, :length] for n, layer in self._layers.items()}
+        return SavedRow(layers, {name: state[row] for name, state in self._states.items()})
+
+    def put(self, row: int, saved: SavedRow, length: int) -> None:
+        """Write the first `length` tokens that `row` returned into a row; where there are states,
+        all of them.
         """
-        return [layer[:, row, :, :length] for layer in self._layers]
-
-    def put(self, row: int, saved: list[Tensor], length: int) -> None:
-        """Write the first `length` tokens of the tensors that `row` returned into a row."""
-        self.layer(len(saved) - 1, saved[0])
-        for layer, old in zip(self._layers, saved, strict=True):
-            layer[:, row, :, :length] = old[:, :, :length]
+        for layer, old in saved.layers.items():
+            self.layer(layer, old)
+            self._layers[layer][:, row, :, :length] = old[:, :, :length]
+        for (layer, name), state in saved.states.items():
+            self.put_states(layer, slice(row, row + 1), {name: state[None]})
 
     def clear(self) -> None:
         """Release the tensors."""
-        self._layers, self._views, self._shape = [], [], (0, 0)
+        self._layers, self._views, self._states, self._shape = {}, {}, {}, (0, 0)
 
 
 @dataclass
@@ -166,6 +210,37 @@ class Pass:
             x[self.entry * self.width + self.offset] = flat
         return x.view(batch, self.width, *x.shape[1:]).transpose(1, 2)
 
+    def carry(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
+        """Call a mixer for the new tokens [B, S, W], from the state that each row has.
+
+        Rows that get the same number of tokens are called together: a state is that of a row's own
+        last token then, and never of the padding after it.
+        """
+        if self.rows is None:
+            rows = slice(len(hidden))
+            begin = self.store.states(layer, rows)
+            first = self.starts == 0
+            if begin is not None and bool(first.any()):
+                begin = {name: _cleared(state, first) for name, state in begin.items()}
+            out, end = call(hidden, begin)
+            self.store.put_states(layer, rows, end)
+            return out
+        groups: dict[tuple[int, bool], list[int]] = {}
+        both = zip(self.lengths.tolist(), self.starts.tolist(), strict=True)
+        for entry, (length, start) in enumerate(both):
+            groups.setdefault((length, start == 0), []).append(entry)
+        out = None
+        for (length, first), entries in groups.items():
+            rows = self.rows[entries]
+            begin = None if first else self.store.states(layer, rows)
+            part, end = call(hidden[entries, :length], begin)
+            self.store.put_states(layer, rows, end)
+            if out is None:
+                out = part.new_zeros(*hidden.shape[:2], part.shape[2])
+            out[entries, :length] = part
+        assert out is not None
+        return out
+
     def mask(self, window: int) -> Tensor:
         """Return [B, 1, S, L], true where a new token may attend to a key."""
         if window not in self._masks:
@@ -176,6 +251,11 @@ class Pass:
                 seen &= behind < window
             self._masks[window] = seen[:, None]
         return self._masks[window]
+
+
+def _cleared(state: Tensor, first: Tensor) -> Tensor:
+    """Return a copy of states [B, ...] with zeros in the rows whose first token comes now."""
+    return state.masked_fill(first.view(-1, *(1 for _ in state.shape[1:])), 0)
 
 
 def rows_attention(
@@ -200,11 +280,13 @@ def rows_attention(
             raise ValueError(
                 f"{type(module).__name__} wants '{name}' in its attention: not supported"
             )
-    if value.shape != key.shape:
+    width = value.shape[3]
+    if width > key.shape[3]:
         raise ValueError(
-            f"{type(module).__name__} has values of {value.shape[3]} numbers and keys of "
-            f"{key.shape[3]}: the embedded engine cannot store them"
+            f"{type(module).__name__} has values of {width} numbers and keys of {key.shape[3]}: "
+            "the embedded engine cannot store them"
         )
+    value = F.pad(value, (0, key.shape[3] - width))  # as wide as keys, and they lie together
     keys, values = rows.store.layer(int(module.layer_idx), key)  # pyright: ignore
     batch = query.shape[0]
     if rows.rows is None:
@@ -219,7 +301,7 @@ def rows_attention(
         all_values = values[rows.rows, :, : rows.total]
     mask = rows.mask(sliding_window or 0)
     out = attend(query, all_keys, all_values, mask=mask, scale=scaling, sinks=s_aux)
-    return out.transpose(1, 2), None
+    return out[..., :width].transpose(1, 2), None
 
 
 def attend(

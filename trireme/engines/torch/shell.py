@@ -26,21 +26,18 @@ from transformers import (
 
 from trireme.config.lookup import need_weight_files
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
+from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch import rows
 from trireme.engines.torch.composite import auto_class
 from trireme.engines.torch.linear import quicken
+from trireme.engines.torch.recurrent import carry_states, is_recurrent, refuse_unknown
+from trireme.engines.torch.rows import Pass, RowStore
+from trireme.engines.torch.specimen import make_specimen
 from trireme.engines.weights import refuse_unusable
 
-# Layers that attend to tokens by position and have no other state.
-_PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
-# Keys that configurations without a list of layers have for state other than keys and values.
-_RECURRENT_KEYS = (
-    "state_size",
-    "ssm_state_size",
-    "mamba_d_state",
-    "linear_num_key_heads",
-    "lru_width",
-)
+_PROOF, _READ = (5, 3, 8, 2, 7, 1, 6, 9, 4), 4
+"""A row of the proof, and the tokens of it that are read at once."""
+_AGREEMENT = 5e-4  # nats, float32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -79,10 +76,10 @@ class TorchSettings:
 def load_shell(
     path: str | Path, *, device: str, dtype: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a separate model. Raises ValueError for layers whose state is not keys and values."""
+    """Load a separate model. Raises ValueError for layers of an unknown kind."""
     rows.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    refuse_recurrent(config, "the embedded engine cannot run it")
+    prove_states(config, trust_remote_code=trust_remote_code)
     model = auto_class(config).from_pretrained(
         path,
         config=config,
@@ -92,13 +89,14 @@ def load_shell(
     )
     model.to(device)
     quicken(model)
+    carry_states(model)
     return model.eval().requires_grad_(False)
 
 
 def share_shell(module: PreTrainedModel) -> PreTrainedModel:
     """Make a second module over the parameters and buffers of `module`; nothing is copied."""
     rows.register()
-    refuse_recurrent(module.config, "the embedded engine cannot run it")
+    prove_states(module.config)
     config = copy.deepcopy(module.config)
     config._attn_implementation = rows.NAME
     with torch.device("meta"):
@@ -108,21 +106,46 @@ def share_shell(module: PreTrainedModel) -> PreTrainedModel:
     for name, buffer in module.named_buffers(remove_duplicate=False):
         _assign(shell, name, buffer)
     quicken(shell)
+    carry_states(shell)
     return shell.eval()
 
 
-def refuse_recurrent(config: PreTrainedConfig, consequence: str) -> None:
-    """Raise ValueError if layers of the language model have a state other than keys and values.
-
-    `consequence` ends the sentence: it names what cannot be done with such a model.
+@torch.inference_mode()
+def prove_states(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """Raise ValueError if layers of the language model have a state, and a specimen of it decodes
+    other log-probabilities token by token than it computes at once.
     """
-    text = config.get_text_config()
-    others = sorted({*(getattr(text, "layer_types", None) or ())} - _PLAIN_LAYERS)
-    others += [key for key in _RECURRENT_KEYS if not others and getattr(text, key, None)]
-    if others:
+    refuse_unknown(config)
+    if not is_recurrent(config):
+        return
+    model = make_specimen(config, attention="eager", trust_remote_code=trust_remote_code)
+    tokens = torch.tensor([_PROOF, _PROOF[::-1]]) % model.config.get_text_config().vocab_size
+    expected = log_probabilities(model(input_ids=tokens, use_cache=False).logits.float())
+    model.set_attn_implementation(rows.NAME)
+    try:
+        carry_states(model)
+        store = RowStore(64)
+        store.reserve(2, len(_PROOF))
+        parts = [row[:_READ].tolist() for row in tokens]
+        read = Pass.of(store, parts, [0, 1], [0, 0], device=torch.device("cpu"))
+        passes = [(tokens[:, :_READ], read)]
+        for at in range(_READ, len(_PROOF)):
+            starts, ones = torch.full((2,), at), torch.ones(2, dtype=torch.long)
+            passes.append((tokens[:, at : at + 1], Pass(store, None, starts, ones, 1, at + 1)))
+        got = [
+            model(input_ids=ids, position_ids=one.positions, use_cache=False, rows=one).logits
+            for ids, one in passes
+        ]
+    except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"model_type '{config.model_type}' has layers that are not plain attention "
-            f"({', '.join(others)}): {consequence}"
+            f"model_type '{config.model_type}': the embedded engine cannot run it: {error}"
+        ) from error
+    worst = float((log_probabilities(torch.cat(got, 1).float()) - expected).abs().max())
+    if not worst < _AGREEMENT:
+        raise ValueError(
+            f"model_type '{config.model_type}': token by token its layers give log-probabilities "
+            f"that differ by {worst:.3g} from those of a whole text (at most {_AGREEMENT:g} "
+            "allowed): the embedded engine cannot run it"
         )
 
 

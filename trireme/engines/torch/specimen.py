@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trireme.engines.torch.composite import auto_class, is_composite
 from trireme.engines.torch.linear import quicken
+from trireme.engines.torch.recurrent import refuse_unknown
 
 VOCABULARY = 1024
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -31,16 +32,14 @@ def make_specimen(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Make the specimen of a configuration: as many layers as show every kind that there is, at
-    least two, and at most VOCABULARY tokens. `attention` is an implementation's name.
+    least two, and at most VOCABULARY tokens. `attention` is an implementation's name. Raises
+    ValueError for layers of an unknown kind.
     """
+    refuse_unknown(config)
     config = copy.deepcopy(config)
     text = config.get_text_config()
     kinds: list[str] = list(getattr(text, "layer_types", None) or [])
-    text.num_hidden_layers = min(
-        text.num_hidden_layers, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
-    )
-    if kinds:
-        text.layer_types = kinds[: text.num_hidden_layers]
+    _shorten(text, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]))
     if is_composite(config):
         _shorten_towers(config, text)
     if text.vocab_size > VOCABULARY:
@@ -66,6 +65,18 @@ def make_specimen(
                 weight.add_(torch.empty_like(weight).normal_(std=0.1, generator=draws))
     quicken(model)  # as engine and trainer do with the model itself
     return model.eval().requires_grad_(False)
+
+
+def _shorten(text: PreTrainedConfig, layers: int) -> None:
+    """Leave a configuration at most so many layers, in each of its lists that name one a layer."""
+    present = text.num_hidden_layers
+    if layers >= present:
+        return
+    for name, value in [*vars(text).items()]:
+        if isinstance(value, list) and len(value) == present:
+            setattr(text, name, value[:layers])
+    if text.num_hidden_layers != layers:  # some count the entries of such a list
+        text.num_hidden_layers = layers
 
 
 def _shorten_towers(config: PreTrainedConfig, text: PreTrainedConfig) -> None:

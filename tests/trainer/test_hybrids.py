@@ -1,0 +1,360 @@
+"""Hybrids: gradients of packed and prefix-shared training are those of separate rows, a state that
+leaks is seen, and the engine decodes what transformers computes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.engines.test_torch_engine import run
+from tests.hybrids import HYBRIDS, KINDS, make_hybrid
+from tests.trainer.own_pass import in_float64, packed_gap
+from tests.trainer.ranks import run as run_ranks
+from tests.trainer.samples import apart, backend_of, experiences, gap, gradients_of, move
+from tests.trainer.test_composites import grpo
+from tests.trainer.test_fsdp2 import LAYOUTS, _learn, _learned, _make
+from trireme.batch import flatten, of_tokens
+from trireme.engines.engine import Sampling
+from trireme.engines.torch import decoder as decoder_module
+from trireme.engines.torch.prefix import PrefixCache
+from trireme.engines.torch.recurrent import States
+from trireme.engines.torch.shell import load_shell
+from trireme.trainer.lora import Lora
+from trireme.trainer.model import load_model
+from trireme.trainer.nodes import NodeCall, Nodes
+
+ROWS = [list(range(5, 45)), [7, 7, 9], [8], list(range(30, 50))]
+"""Prompts of several lengths, one of a single token."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = make_hybrid(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return folder
+
+
+def own_scores(folder: Path, row: list[int]) -> Tensor:
+    """log p of each token after the first, by transformers' forward pass in float64."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]
+    return logits.double().log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+
+
+def far(got: list[float], expected: Tensor) -> float:
+    return float((torch.tensor(got, dtype=torch.float64) - expected).abs().max())
+
+
+SINGLE = of_tokens([[5, 6, 7, 8], [5, 6, 9, 9], [5, 7, 11, 11], [5, 6, 7, 4], [5, 6, 9, 3]])
+"""Rows with nodes of one token that others continue: modules work in place there."""
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_packed_training_in_float64_is_that_of_separate_rows(
+    folders: Callable[[str], Path], family: str
+) -> None:
+    """MiniMax keeps factors of its decay in float32."""
+    folder, limit = folders(family), 1e-6 if family == "minimax" else 1e-12
+    with in_float64(folder):
+        assert packed_gap(folder, SINGLE, dtype=torch.float64) < limit
+        batch = flatten(experiences())
+        for share in (True, False):
+            assert packed_gap(folder, batch, share=share, dtype=torch.float64) < limit
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "activations computed again"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_packed_training_in_float32_differs_by_rounding(
+    folders: Callable[[str], Path], family: str, again: bool
+) -> None:
+    for batch in (SINGLE, flatten(experiences())):
+        assert packed_gap(folders(family), batch, again=again) < 1e-4
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("family", KINDS.values())
+def test_shared_is_unshared_with_gradients(
+    folders: Callable[[str], Path], family: str, lora: Lora | None
+) -> None:
+    samples = experiences()
+    scores, found = [], []
+    for tokens, share in ((1, False), (999, True)):
+        backend = backend_of(folders(family), lora=lora, max_token_len=tokens, share_prefix=share)
+        move(backend)
+        scores.append(backend.logprobs(flatten(samples)))
+        found.append(gradients_of(backend, grpo(), samples)[0])
+    assert float((scores[0] - scores[1]).abs().max()) < 1e-5
+    assert found[0] and gap(found[1], found[0]) < 1e-4
+
+
+@pytest.mark.parametrize("family", KINDS.values())
+def test_activations_computed_again_give_the_same_gradients(
+    folders: Callable[[str], Path], family: str
+) -> None:
+    found = []
+    for again in (False, True):
+        backend = backend_of(folders(family), max_token_len=999, gradient_checkpointing=again)
+        found.append(gradients_of(backend, grpo(), experiences())[0])
+    assert gap(found[1], found[0]) < 1e-6
+
+
+def _one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What packing does without states: the flat tokens are one sequence."""
+
+    def flat(trie: Any) -> Nodes:
+        every = torch.arange(len(trie.depth))
+        return Nodes((NodeCall(every[None], None, False),), every)
+
+    monkeypatch.setattr(Nodes, "of", flat)
+
+
+def _state_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("get_recurrent_state", "get_linear_cache"):
+        monkeypatch.setattr(States, name, lambda *_, **__: None)
+
+
+def _tail_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(States, "get_conv_state", lambda *_, **__: None)
+
+
+def _state_after_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Continued nodes get padding after their end, which their states then contain."""
+    of = Nodes.of
+
+    def padded(trie: Any) -> Nodes:
+        nodes = of(trie)
+        calls, moves, base = [], [], 0
+        for call in nodes.calls:
+            count, width = call.tokens.shape
+            extra = 2 * call.continued
+            rows = torch.arange(count)[:, None] * (width + extra) + torch.arange(width)
+            moves.append(base + rows.reshape(-1))
+            base += count * (width + extra)
+            more = call.tokens[:, -1:].expand(-1, extra)
+            calls.append(replace(call, tokens=torch.cat([call.tokens, more], 1)))
+        return Nodes(tuple(calls), torch.cat(moves)[nodes.place])
+
+    monkeypatch.setattr(Nodes, "of", padded)
+
+
+LEAKS = {
+    "samples are one sequence": (_one_sequence, tuple(KINDS)),
+    "a state is not passed on": (
+        _state_forgotten,
+        ("delta rule", "delta attention of Kimi", "Mamba 2", "lightning"),
+    ),
+    "a convolution's last inputs are not passed on": (
+        _tail_forgotten,
+        ("delta rule", "delta attention of Kimi", "Mamba 2", "short convolution"),
+    ),
+    "a state contains padding": (_state_after_padding, tuple(KINDS)),
+}
+
+
+@pytest.mark.parametrize(
+    ("leak", "kind"), [(leak, kind) for leak, (_, kinds) in LEAKS.items() for kind in kinds]
+)
+def test_a_leak_is_seen(
+    folders: Callable[[str], Path], leak: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the proof when a model is loaded, and by the comparison above."""
+    folder = folders(KINDS[kind])
+    LEAKS[leak][0](monkeypatch)
+    with pytest.raises(ValueError, match="packed attention gives log-probabilities that differ"):
+        load_model(folder, device="cpu")
+    monkeypatch.setattr("trireme.trainer.model._AGREEMENT", math.inf)
+    assert packed_gap(folder, flatten(experiences())) > 1e-2
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_trainer_and_engine_score_as_transformers_does(
+    folders: Callable[[str], Path], family: str
+) -> None:
+    """Prompts of several lengths at once, two samples of each, then a turn that continues one: it
+    begins with the states that were saved at that one's end.
+    """
+    folder = folders(family)
+
+    async def ask(engine: Any) -> Any:
+        asked = Sampling(max_tokens=12, n=2, ignore_eos=True)
+        replies = await asyncio.gather(*(engine.generate(row, asked) for row in ROWS))
+        before = engine.health().cached_tokens
+        further = [*ROWS[0], *replies[0][0].ids, 9, 11]
+        again = await engine.generate(further, replace(asked, n=1))
+        assert engine.health().cached_tokens - before == len(further) - 3
+        return await engine.logprobs(ROWS[:2]), [*zip(ROWS, replies, strict=True), (further, again)]
+
+    scored, answered = run(folder, ask, max_model_len=128)
+    trained = backend_of(folder).score(ROWS[:2])
+    for row, engine, trainer in zip(ROWS[:2], scored, trained, strict=True):
+        expected = own_scores(folder, row)
+        assert far(engine[1:], expected) < 1e-4
+        assert far(trainer[1:], expected) < 1e-4
+    for row, pair in answered:
+        assert far_of(folder, row, pair) < 1e-4
+
+
+def far_of(folder: Path, row: list[int], replies: list[Any]) -> float:
+    """The largest difference of replies' log-probabilities from transformers' own."""
+    return max(
+        far(one.logprobs, own_scores(folder, [*row, *one.ids])[len(row) - 1 :]) for one in replies
+    )
+
+
+@pytest.mark.parametrize("family", KINDS.values())
+def test_a_prompt_that_leaves_a_saved_one_in_its_middle_begins_anew(
+    folders: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state is that of the saved row's end; one resumed in the middle would be seen."""
+    folder = folders(family)
+    other = [*ROWS[0][:33], 60, 61, 62]
+
+    async def ask(engine: Any) -> Any:
+        asked = Sampling(max_tokens=8, ignore_eos=True)
+        await engine.generate(ROWS[0], asked)
+        before = engine.health().cached_tokens
+        [reply] = await engine.generate(other, asked)
+        return reply, engine.health().cached_tokens - before
+
+    reply, cached = run(folder, ask, max_model_len=128)
+    assert not cached and far_of(folder, other, [reply]) < 1e-4
+    find = PrefixCache.find
+    monkeypatch.setattr(PrefixCache, "find", lambda self, ids, whole: find(self, ids))
+    reply, cached = run(folder, ask, max_model_len=128)
+    assert cached and far_of(folder, other, [reply]) > 1e-2
+
+
+@pytest.mark.parametrize("family", KINDS.values())
+def test_rows_that_come_and_go_have_states_of_their_own(
+    folders: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replies of all lengths: a finished row's place is taken, and taken again by a new request;
+    long prompts are read in pieces.
+    """
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 16)
+    folder = folders(family)
+    prompts = [[n + 5] * (1 + 5 * n) + [9, n + 20] for n in range(7)]
+
+    async def ask(engine: Any) -> Any:
+        lengths = [3, 11, 1, 7, 2, 14, 5]
+        return await asyncio.gather(
+            *(
+                engine.generate(row, Sampling(max_tokens=n, n=2, ignore_eos=True))
+                for row, n in zip(prompts, lengths, strict=True)
+            )
+        )
+
+    answered = run(folder, ask, max_model_len=128, max_rows=4)
+    for row, pair in zip(prompts, answered, strict=True):
+        assert far_of(folder, row, pair) < 1e-4
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_states_belong_to_a_version_as_keys_and_values_do(
+    folders: Callable[[str], Path], keep: bool
+) -> None:
+    """New weights in mid-reply: states are computed again, unless old keys and values stay."""
+    folder = folders("qwen3_5_text")
+    new = make_hybrid(folder.parent / f"other_{keep}", "qwen3_5_text", seed=1)
+    weights = AutoModelForCausalLM.from_pretrained(new).state_dict()
+    row = ROWS[3]
+
+    async def ask(engine: Any) -> Any:
+        asked = asyncio.create_task(engine.generate(row, Sampling(max_tokens=60, ignore_eos=True)))
+        while engine.health().generated_tokens < 8:
+            await asyncio.sleep(0)
+        await engine.update_weights(weights, 1)
+        return (await asked)[0]
+
+    reply = run(folder, ask, max_model_len=128, keep_kv=keep)
+    first = reply.versions.index(1)
+    assert 0 < first < 60
+    of_new = own_scores(new, [*row, *reply.ids])[len(row) - 1 :]
+    gap_after = far(reply.logprobs[first:], of_new[first:])
+    assert (gap_after > 1e-2) if keep else (gap_after < 1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
+    path = make_hybrid(tmp_path / "model", family)
+    names = ["plain", "lora"]
+    ranks = run_ranks(_learn, tmp_path / "ranks", path, names, world=2)
+    for name in names:
+        expected = _learned(_make(path, LAYOUTS[name][1]))
+        for got in ranks:
+            assert gap(got[name]["gradients"], expected["gradients"]) < 1e-5
+            assert apart(got[name]["weights"], expected["weights"]) < 1e-3
+            assert torch.allclose(got[name]["scores"], expected["scores"], atol=1e-4)
+
+
+def test_an_engine_takes_the_weights_of_a_trained_hybrid(folders: Callable[[str], Path]) -> None:
+    backend = backend_of(folders("qwen3_5_text"))
+    move(backend)
+
+    async def ask(engine: Any) -> Any:
+        await engine.update_weights(backend.weights(), 1)
+        return (await engine.logprobs([ROWS[0]]))[0]
+
+    scored = run(folders("qwen3_5_text"), ask, max_model_len=64)
+    [expected] = backend.score([ROWS[0]])
+    assert max(abs(a - b) for a, b in zip(scored, expected, strict=True)) < 1e-4
+
+
+def test_an_engine_over_the_trainers_tensors_decodes_with_them(
+    folders: Callable[[str], Path],
+) -> None:
+    folder = folders("granitemoehybrid")
+    model = load_model(folder, device="cpu")
+
+    async def ask(engine: Any) -> Any:
+        return await engine.generate(ROWS[3], Sampling(max_tokens=8, ignore_eos=True))
+
+    replies = run(folder, ask, max_model_len=64, share_with=model)
+    assert far_of(folder, ROWS[3], replies) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
+def test_a_family_that_decodes_otherwise_than_it_reads_is_refused_by_the_engine(
+    kind: str, tmp_path: Path
+) -> None:
+    """transformers bounds their time steps from below at once, but not token by token."""
+    config = AutoConfig.for_model(
+        kind, hidden_size=32, mamba_d_state=8, ssm_state_size=8, vocab_size=40, chunk_size=16,
+        mamba_num_heads=8, n_mamba_heads=8, mamba_head_dim=8, mamba_ngroups=1, n_groups=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
+        num_hidden_layers=2, num_mem_blocks=1, mamba_expand=2,
+        **({"hybrid_override_pattern": "M*"} if kind == "nemotron_h" else
+           {"layers_block_type": ["mamba", "hybrid"]}),
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"'{kind}': token by token its layers give"):
+        load_shell(tmp_path, device="cpu", dtype="float32")
+
+
+def test_layers_that_pass_no_carrier_are_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model(
+        "jamba", hidden_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=40,
+        intermediate_size=48, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1,
+        mamba_d_state=8, num_experts=2,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    for load in (load_model, lambda path, device: load_shell(path, device=device, dtype="float32")):
+        with pytest.raises(ValueError, match=r"'jamba'.*called without one: not supported"):
+            load(tmp_path, device="cpu")

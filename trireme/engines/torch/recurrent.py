@@ -1,0 +1,226 @@
+"""Recurrent: layers whose memory of earlier tokens is a state in place of keys and values.
+
+Linear attention, state-space layers and short convolutions of transformers read their state from a
+cache and write it there in place, which carries no gradient and knows one length for all of its
+rows. Here such a layer, a *mixer*, is called by a *carrier*: the rows of an engine's pass, or the
+nodes of a trainer's micro-batch. A carrier calls it once for each set of sequences that end
+together, with the state that each begins with, and takes the state at their end. Arithmetic is the
+module's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from trireme.config.lookup import WITHOUT_STATE, has_states
+
+State = dict[str, Tensor]
+"""What a mixer remembers of N sequences, by name: each [N, ...]."""
+Call = Callable[[Tensor, State | None], tuple[Tensor, State]]
+"""A mixer: hidden states [N, S, W] and the state that they begin with (None: the first tokens) ->
+the output [N, S, W], and the state after S tokens."""
+
+_KINDS = {"linear_attention", "conv", "hybrid"}
+"""Names in `layer_types` of layers that have a state."""
+
+
+class Carrier(Protocol):
+    """Sequences that are computed together, with their states."""
+
+    def carry(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
+        """Return a mixer's output for `hidden`, in the form that the model computes."""
+        ...
+
+
+class HasCarrier(Protocol):
+    """A packed micro-batch."""
+
+    @property
+    def nodes(self) -> Carrier | None:
+        """Its nodes; None if it was packed for a model without mixers."""
+        ...
+
+
+class States:
+    """The cache that a mixer sees in one call: a state to begin with, and one to end with."""
+
+    def __init__(self, begin: State | None) -> None:
+        # copies: a mixer that works in place overwrites them
+        self.end: State = {name: state.clone() for name, state in (begin or {}).items()}
+        self._given = {state.untyped_storage().data_ptr() for state in self.end.values()}
+
+    def gradients(self) -> AbstractContextManager[Any]:
+        """Let autograd save copies of the given states, which a single token overwrites."""
+        return saved_tensors_hooks(self._saved, _as_it_is)
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        overwritten = tensor.untyped_storage().data_ptr() in self._given
+        return tensor.clone() if overwritten else tensor
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of a convolution [N, C, K]."""
+        return self.end.get(f"conv{state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state of a recurrence [N, ...]."""
+        return self.end.get(f"recurrent{state_idx}")
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state of MiniMax's lightning attention [N, H, D, D]."""
+        return self.end.get("linear")
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """Return whether these are not the first tokens."""
+        return bool(self.end)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return True: the branch that returns all inputs of a convolution writes nothing in
+        place.
+        """
+        return True
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Put the last inputs before the new ones [N, C, S] -> [N, C, K + S]."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        inputs = conv_states
+        if before is not None:
+            inputs = torch.cat([before.to(conv_states.dtype), conv_states], -1)
+        size = conv_kernel_size or (inputs if before is None else before).shape[-1]
+        padded = F.pad(inputs, (max(0, size - inputs.shape[-1]), 0))
+        self.end[f"conv{state_idx}"] = padded[..., -size:]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Take the state after the new tokens."""
+        self.end[f"recurrent{state_idx}"] = recurrent_states
+        return recurrent_states
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Take the state after the new tokens."""
+        self.end["linear"] = linear_cache
+
+
+def carry_states(model: PreTrainedModel) -> None:
+    """Make the mixers of a model, which has attention of ours, take the carrier of each pass.
+
+    Raises ValueError if one of its layers has a state that is not known here.
+    """
+    refuse_unknown(model.config)
+    for module in model.modules():
+        if _is_mixer(type(module)):
+            module.__class__ = _carried(type(module))
+    if is_recurrent(model.config) and not has_mixers(model):
+        raise ValueError(
+            f"model_type '{model.config.model_type}' has layers with a state, and none of "
+            f"{type(model).__name__}'s modules reads one from transformers' cache: not supported"
+        )
+
+
+def has_mixers(module: nn.Module) -> bool:
+    """Return whether a module contains a mixer of `carry_states`."""
+    return any(isinstance(part, _Carried) for part in module.modules())
+
+
+def is_recurrent(config: PreTrainedConfig) -> bool:
+    """Return whether layers of the language model have a state other than keys and values."""
+    text = config.get_text_config()
+    return has_states(lambda key: getattr(text, key, None))
+
+
+def refuse_unknown(config: PreTrainedConfig) -> None:
+    """Raise ValueError if layers of the language model are of a kind that is not known here."""
+    kinds = {*(getattr(config.get_text_config(), "layer_types", None) or ())}
+    if others := sorted(kinds - WITHOUT_STATE - _KINDS):
+        raise ValueError(
+            f"model_type '{config.model_type}' has layers that are neither attention nor one of "
+            f"{', '.join(sorted(_KINDS))} ({', '.join(others)}): not supported"
+        )
+
+
+@cache
+def _is_mixer(kind: type[nn.Module]) -> bool:
+    """Return whether a class of transformers reads its state from a cache."""
+    if not kind.__module__.startswith("transformers.models.") or issubclass(kind, _Carried):
+        return False
+    names = inspect.unwrap(kind.forward).__code__.co_names
+    return not {"update_conv_state", "update_recurrent_state", "get_linear_cache"}.isdisjoint(names)
+
+
+@cache
+def _carried(kind: type[nn.Module]) -> type[nn.Module]:
+    """Make the subclass of a mixer's class that takes carriers."""
+    return type(kind.__name__, (_Carried, kind), {"__module__": kind.__module__})
+
+
+class _Carried(nn.Module):
+    """A mixer that takes the carrier of each pass: `rows` or `packed`."""
+
+    layer_idx: int
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        rows: Carrier | None = None,
+        packed: HasCarrier | None = None,
+        **options: Any,
+    ) -> Any:
+        """Compute the mixer's output for the tokens of the carrier."""
+        carrier = rows if packed is None else packed.nodes
+        if carrier is None:
+            raise ValueError(
+                f"{type(self).__name__} has a state, and was called without one: not supported"
+            )
+        plain = super().forward
+        more: list[Any] = []
+
+        def call(hidden: Tensor, begin: State | None) -> tuple[Tensor, State]:
+            states = States(begin)
+            known = options | _cache_options(type(self), states)
+            if hidden.shape[1] == 1 and torch.is_grad_enabled():
+                with states.gradients():
+                    out = plain(hidden, *args, **known)
+            else:
+                out = plain(hidden, *args, **known)
+            if isinstance(out, tuple):
+                out, *more[:] = out
+            return out, states.end
+
+        out = carrier.carry(call, self.layer_idx, hidden_states)
+        return (out, *more) if more else out
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _cache_options(kind: type[nn.Module], states: States) -> dict[str, Any]:
+    """Return the keywords by which a mixer takes a cache and no mask."""
+    known = _parameters(kind)
+    name = "cache_params" if "cache_params" in known else "past_key_values"
+    return {name: states} | ({"attention_mask": None} if "attention_mask" in known else {})
+
+
+@cache
+def _parameters(kind: type[nn.Module]) -> frozenset[str]:
+    plain = next(k for k in kind.__mro__ if not issubclass(k, _Carried))
+    return frozenset(inspect.signature(plain.forward).parameters)
