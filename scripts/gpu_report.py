@@ -401,7 +401,7 @@ def blocks(machine: Machine) -> Lines:
 def kernels(machine: Machine) -> Lines:
     """Attention of one layer over a trie, forward and backward, by each kernel that there is."""
     from trireme.trainer.attention import choose_kernel
-    from trireme.trainer.pack import pack_on
+    from trireme.trainer.pack import pack
 
     s, seconds = machine.sizes, {}
     tokens, width = s.tokens[-2], s.hidden // s.heads
@@ -415,7 +415,8 @@ def kernels(machine: Machine) -> Lines:
             verdict = machine.judged(False)
             yield Row("kernels", what, f"not here: {error}"[:200], "it works on a GPU", verdict)
             continue
-        packed = pack_on(machine.device, batch_of(s, tokens, shared=True), kernel=kernel)
+        batch = batch_of(s, tokens, shared=True)
+        packed = pack(batch, align=machine.device.type == "cuda", kernel=kernel).to(machine.device)
         counts = s.heads, s.key_heads, s.key_heads
         rows = [torch.randn(1, n, len(packed.tokens), width, **sizes) for n in counts]
 

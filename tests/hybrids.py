@@ -100,8 +100,8 @@ def calm(model: torch.nn.Module) -> None:
             weight.uniform_(-2, 1)
 
 
-def make_hybrid(folder: Path, family: str, *, seed: int = 0) -> Path:
-    """A folder that transformers loads, of four layers."""
+def make_hybrid(folder: Path, family: str, *, seed: int = 0, **changed: Any) -> Path:
+    """A folder that transformers loads, of four layers; `changed`: keys of its configuration."""
     tokenizer = make_tokenizer()
     sizes = {
         "vocab_size": len(tokenizer),
@@ -117,7 +117,7 @@ def make_hybrid(folder: Path, family: str, *, seed: int = 0) -> Path:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = AutoConfig.for_model(family, **sizes | HYBRIDS[family])
+    config = AutoConfig.for_model(family, **sizes | HYBRIDS[family] | changed)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     calm(model)

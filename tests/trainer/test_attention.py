@@ -42,7 +42,7 @@ def test_the_aligned_layout_computes_what_the_masked_one_does(tiny_dir: Any) -> 
         for align in (False, True):
             model.zero_grad()
             layout = pack(batch, align=align)
-            with patch("trireme.trainer.model.pack_on", lambda *_, layout=layout, **__: layout):
+            with patch("trireme.trainer.model.pack_for", lambda *_, layout=layout, **__: layout):
                 logprobs, _ = token_logprobs(model, batch)
             (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
             found.append([logprobs, *(p.grad for p in model.parameters())])

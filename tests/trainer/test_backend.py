@@ -113,7 +113,9 @@ def test_trainer_and_engine_refuse_layers_of_an_unknown_kind_by_name(tmp_path, l
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2)
     config.layer_types = ["full_attention", "chunked_attention"]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"'qwen3' has layers .* \(chunked_attention\): not supported"):
+    with pytest.raises(
+        ValueError, match=r"'qwen3' has layers .* \(chunked_attention\): not supported"
+    ):
         load(tmp_path, device="cpu")
 
 
