@@ -364,6 +364,29 @@ def test_pause_holds_and_resume_goes_on(tiny_dir: Path) -> None:
     assert held == 0 and after > 0
 
 
+def test_a_paused_engine_frees_keys_and_values_only_if_nothing_runs(tiny_dir: Path) -> None:
+    greedy = Sampling(max_tokens=150, temperature=0, ignore_eos=True)
+
+    async def main(engine: TorchEngine) -> Any:
+        decoder = engine._decoder
+        call = asyncio.ensure_future(engine.generate(PROMPTS[1], greedy))
+        while not decoder.generated:
+            await asyncio.sleep(0)
+        await engine.pause()
+        amid = decoder.store.room
+        await engine.resume()
+        replies, before = [(await call)[0].ids], decoder.store.room
+        await engine.pause()
+        after = decoder.store.room, decoder.prompts.store.room
+        await engine.resume()
+        replies.append((await engine.generate(PROMPTS[1], greedy))[0].ids)
+        return amid, before, after, replies
+
+    amid, before, after, replies = run(tiny_dir, main)
+    assert 0 < amid <= before and after == (0, 0)
+    assert replies[0] == replies[1]
+
+
 def test_a_gate_holds_the_engine_until_every_live_rollout_waits(tiny_dir: Path) -> None:
     barrier = RolloutBarrier()
 

@@ -1,4 +1,6 @@
-"""Stages in one process: what one of them held is free when the next begins."""
+"""Stages in one process: what one of them held is free when the next begins, and what their engines
+hold is free while they train.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from typing import Any
 import pytest
 
 from tests.e2e.job import small_config, write_jsonl
+from trireme.config import Plan
 from trireme.config.load import load_config
 from trireme.files import write_json
 from trireme.launch import run
 from trireme.launch.check import checked
+from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
+from trireme.trainer.trainer import Trainer
 
 
 def test_the_models_of_a_stage_are_gone_when_the_next_one_loads_its_own(
@@ -36,9 +41,38 @@ def test_the_models_of_a_stage_are_gone_when_the_next_one_loads_its_own(
         return models
 
     monkeypatch.setattr(run, "load_models", watched)
-    config = small_config(tmp_path)
+    run.run_stages(_two_stages(tmp_path), console=Console(), stop=Stop())
+    assert left == [0, 0]
+
+
+def test_an_engine_of_the_trainers_process_holds_no_keys_and_values_in_a_train_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of SmolLM2's rollouts were 1 GB, and new weights make them worthless."""
+    engines: list[Any] = []
+    held: list[tuple[int, bool]] = []
+    make, step = Stage.embedded_engine, Trainer._step
+
+    async def made(*args: Any) -> Any:
+        engines.append(await make(*args))
+        return engines[-1]
+
+    def watched(*args: Any) -> Any:
+        decoder = engines[-1]._decoder
+        room = decoder.store.room + decoder.prompts.store.room
+        held.append((room, bool(decoder.prefixes._entries)))
+        return step(*args)
+
+    monkeypatch.setattr(Stage, "embedded_engine", made)
+    monkeypatch.setattr(Trainer, "_step", watched)
+    run.run_stages(_two_stages(tmp_path), console=Console(), stop=Stop())
+    assert len(engines) == 2 and held == [(0, False)] * 2
+
+
+def _two_stages(folder: Path) -> list[Plan]:
+    config = small_config(folder)
     shown = write_jsonl(
-        tmp_path / "shown.jsonl",
+        folder / "shown.jsonl",
         [
             {"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]}
             for _ in range(4)
@@ -61,7 +95,5 @@ def test_the_models_of_a_stage_are_gone_when_the_next_one_loads_its_own(
     }
     config["buffer"]["total_steps"] = 1
     config["stages"] = [sft, {"stage_name": "grpo"}]
-    write_json(tmp_path / "config.yaml", config)
-    plans = checked(load_config(tmp_path / "config.yaml", [])).plans
-    run.run_stages(plans, console=Console(), stop=Stop())
-    assert left == [0, 0]
+    write_json(folder / "config.yaml", config)
+    return checked(load_config(folder / "config.yaml", [])).plans

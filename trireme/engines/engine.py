@@ -229,7 +229,9 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop decoding after the current step; requests wait."""
+        """Stop decoding after the current step; requests wait. Without running requests an engine
+        may free keys and values.
+        """
         ...
 
     async def resume(self) -> None:

@@ -25,7 +25,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.config.launcher import launcher_named
-from trireme.engines.device import ColocationLock, Device
+from trireme.engines.device import ColocationLock, Device, return_freed_memory
 from trireme.engines.engine import ServedEngine
 from trireme.files import Unreadable, read_json, write_json
 from trireme.launch import GC_THRESHOLDS
@@ -92,9 +92,11 @@ def rare_collections() -> Iterator[None]:
 
     A full collection of the objects of torch, transformers and a run takes a quarter of a second
     and holds the interpreter's lock; with Python's default thresholds it happens every few steps.
+    What an earlier stage has left is freed before.
     """
     thresholds = gc.get_threshold()
     gc.collect()
+    return_freed_memory()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     try:
@@ -161,7 +163,8 @@ def more_supervised(
         notes=(),
     )
     console.stage("more SFT, for comparison", steps)
-    return stop.run(run_plan(plan, supervised.model_dir, console, stop=stop))
+    with rare_collections():
+        return stop.run(run_plan(plan, supervised.model_dir, console, stop=stop))
 
 
 async def run_plan(

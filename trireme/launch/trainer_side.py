@@ -193,6 +193,17 @@ class TrainerSide:
         self._saving.finish()
         self._saving = None
 
+    async def _turn(self) -> None:
+        """Wait for the trainer's turn. An engine of this process that generates nothing until it
+        has new weights then frees keys and values, which these make worthless.
+        """
+        if not self.stage.reads_file:
+            await self.sync.trainers_turn()
+        engine, rests = self.engine, self.stage.plan.sync.lock_step or self.stage.recipe.from_data
+        if engine is not None and engine.servers is None and rests:
+            await engine.pause()
+            await engine.resume()
+
     async def _train_for_others(self) -> None:
         """Train on the experiences of other commands' explorers, and publish the trainer's state to
         them.
@@ -279,7 +290,7 @@ class TrainerSide:
             buffer=self.buffer,
             settings=settings,
             auxiliary=self.auxiliary,
-            turn=None if stage.reads_file else self.sync.trainers_turn,
+            turn=self._turn,
             device=stage.device,
             sync=None if stage.recipe.from_data else self.sync,
             checkpointer=self,

@@ -163,13 +163,18 @@ class Decoder:
                 request.cached = 0
         self._changed()
 
+    def rest(self) -> None:
+        """Free the memory, unless requests are active."""
+        if not self.active:
+            self.store.clear()
+            self.prefixes.clear()
+            self.prompts.clear()
+            self._changed()
+
     def close(self) -> None:
         """Free the memory."""
         self.active = []
-        self.store.clear()
-        self.prefixes.clear()
-        self.prompts.clear()
-        self._changed()
+        self.rest()
 
     def _place(self, admitted: Sequence[Request]) -> None:
         if not admitted:

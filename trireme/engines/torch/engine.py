@@ -146,9 +146,11 @@ class TorchEngine:
         )
 
     async def pause(self) -> None:
-        """Stop after the current step, until `resume`."""
+        """Stop after the current step, until `resume`; without running requests, free keys and
+        values.
+        """
         self._paused = True
-        await self._between(lambda: None)
+        await self._between(self._decoder.rest)
 
     async def resume(self) -> None:
         """Continue after a pause."""
