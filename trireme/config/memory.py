@@ -55,6 +55,8 @@ class MemoryRequest(NamedTuple):
     """The number of engine processes on this machine."""
     takes_turns: bool
     """Whether trainer and engine take turns on their device."""
+    lock_step: bool
+    """Whether explorer and trainer take turns."""
     shared: bool
     """Whether the engine reads the trainer's tensors."""
     free: int | None
@@ -79,6 +81,7 @@ def request_of(
         half=half,
         hosts=engine.hosts or sleeping,
         takes_turns=sync.takes_turns,
+        lock_step=sync.lock_step,
         shared=sync.share_tensors,
         free=free,
     )

@@ -144,6 +144,19 @@ def test_an_engine_that_sleeps_and_the_training_do_not_add_up() -> None:
     assert beside[:2] == [20 * GIB, GIB] and GIB < beside[2] < 200 * GIB
 
 
+def test_keys_and_values_that_are_freed_for_the_training_count_where_they_are_more() -> None:
+    policy = ModelShape(*SMALL)
+    use = Use(ranks=1, tokens=1024, half=False, device="cpu")
+    parts = memory_of(policy, use)
+    passing = ("gathered", "activations", "their gradients", "logits", "gradients")
+    steps = sum(parts[name] for name in passing)
+    counted = [
+        memory_of(policy, replace(use, cache=size, cache_rests=rests))["engine's cache"]
+        for size, rests in ((steps - 1, True), (steps + GIB, True), (GIB, False))
+    ]
+    assert counted == [0, GIB, GIB]
+
+
 def test_an_engine_gets_what_a_resting_trainer_leaves_and_more_where_moments_are_parked() -> None:
     policy, card = ModelShape(*LARGE), 80 * GIB
     shares = {}
@@ -197,7 +210,8 @@ def test_the_plan_is_what_a_rank_takes(checkpointing: bool, tmp_path: Path) -> N
     AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "small")
     use = Use(ranks=2, tokens=tokens, half=False, device="cpu", checkpointing=checkpointing)
     parts = memory_of(shape(AutoConfig.from_pretrained(folder)), use)
-    expected = sum(parts.values()) - parts["sync"]  # nothing is pushed here
+    # nothing is pushed here, and the process's own memory is not counted
+    expected = sum(parts.values()) - parts["sync"] - parts["libraries"]
     given = {"gradient_checkpointing": checkpointing}
     for peak in run(_exact_peak, tmp_path / "ranks", folder, tokens, given):
         said = {name: round(size / MB) for name, size in parts.items()}
@@ -233,7 +247,7 @@ def test_the_plan_of_a_mixture_is_as_close_as_a_dense_models(tmp_path: Path) -> 
         for checkpointing in (False, True):
             use = Use(ranks=2, tokens=tokens, half=False, device="cpu", checkpointing=checkpointing)
             parts = memory_of(shape(config), use)
-            planned.append(sum(parts.values()) - parts["sync"])
+            planned.append(sum(parts.values()) - parts["sync"] - parts["libraries"])
             given = {"gradient_checkpointing": checkpointing}
             peaks.append(max(run(_exact_peak, tmp_path / "ranks", folder, tokens, given)))
         assert planned[0] - planned[1] == pytest.approx(peaks[0] - peaks[1], rel=0.15)

@@ -36,7 +36,9 @@ _OF_STEPS = (
     "gradients", "gathered", "activations", "their gradients", "logits", "merged adapter",
 )  # fmt: skip
 """The parts that exist only while a trainer computes."""
-_CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and that of its libraries
+_LIBRARIES = {"cpu": 460 * 2**20, "cuda": GIB}
+"""Bytes of a process before it has a model: on a CPU Python, torch and transformers, on a GPU CUDA
+and its libraries."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Use:
     """Bytes of judges' and teachers' weights on the same device."""
     cache: int = 0
     """Most bytes of keys and values of the engine."""
+    cache_rests: bool = False
+    """Whether the engine has none of them while the trainer computes."""
 
 
 def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
@@ -110,8 +114,9 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     across = shape.query_width if shape.experts else max(shape.intermediate, shape.query_width)
     merged = 0 if use.trains_all else 3 * FLOAT * shape.hidden * across * lies_here
     # of a side that works and what the other holds while it rests, the larger sum counts
-    beside = sum(passing.values()) + states["gradients"] + states["moments"] * use.parks
-    at_rest = _CONTEXT[use.device] if use.engine else 0
+    steps = sum(passing.values()) + states["gradients"]
+    beside = steps + states["moments"] * use.parks
+    at_rest = _LIBRARIES[use.device] if use.engine else 0
     engine = max(use.engine - beside, at_rest) if use.engine_sleeps else use.engine
     return {
         **states,
@@ -119,9 +124,9 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         "merged adapter": max(merged - sum(passing.values()), 0),
         "sync": FLOAT * largest * apart + _BUCKET,
         "engine": engine,
-        "engine's cache": use.cache,
+        "engine's cache": max(use.cache - steps * use.cache_rests, 0),
         "auxiliary models": use.auxiliary,
-        "context": _CONTEXT[use.device],
+        "libraries": _LIBRARIES[use.device],
     }
 
 
@@ -147,12 +152,13 @@ def _engine_of(
     hosts: int,
     shared: bool,
     apart: bool,
+    rests: bool,
     length: int,
     width: int,
 ) -> dict[str, Any]:
-    """Return the fields of `Use` about an engine on the trainer's device. Engine processes that do
-    not alternate with the trainer have GPUs of their own, and a trainer that reads data has no
-    engine.
+    """Return the fields of `Use` about an engine on the trainer's device; on a CPU, in its process.
+    Engine processes that do not alternate with the trainer have GPUs of their own, and a trainer
+    that reads data has no engine.
     """
     config, explorer = stage.config, stage.config.explorer
     if config.mode != "both" or stage.remote or stage.reads_file:
@@ -171,6 +177,7 @@ def _engine_of(
     return {
         "engine": copies * width * numbers,
         "cache": tokens * 2 * width * shape.key_width * shape.layers,
+        "cache_rests": rests,
     }
 
 
@@ -190,7 +197,7 @@ def plan_memory(
 
     Too little memory is a problem, or a note.
     """
-    tokens, length, device, half, hosts, takes_turns, shared, free = request
+    tokens, length, device, half, hosts, takes_turns, lock_step, shared, free = request
     findings = Findings()
     config, trainer = stage.config, stage.config.trainer
     asked = trainer.enable_gradient_checkpointing
@@ -202,9 +209,10 @@ def plan_memory(
         return MemoryPlan({}, bool(asked)), findings
     spread = places.spread
     engine: dict[str, Any] = {}
-    if device == "cuda" and (takes_turns or not spread):
-        facts = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
-        engine = _engine_of(stage, shape, shared=shared, apart=places.paired, **facts)
+    if not spread or (device == "cuda" and takes_turns):
+        facts: dict[str, Any] = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
+        facts |= {"shared": shared, "apart": places.paired, "rests": lock_step}
+        engine = _engine_of(stage, shape, **facts)
         engine["auxiliary"] = _auxiliary_of(stage, facts["width"])
     shards = max(places.trainer_ranks, 1)
     if 0 < trainer.fsdp_size < shards:
@@ -264,7 +272,8 @@ def _share_of(stage: StageFacts, shape: ModelShape, use: Use, free: int) -> tupl
     model = stage.config.explorer.rollout_model
     given = "gpu_memory_utilization" in model.model_fields_set
     share = model.gpu_memory_utilization if given else engine_share(shape, use, free)
-    needed, gets = (2 if use.half else FLOAT) * shape.weights + _CONTEXT[use.device], free * share
+    numbers = (2 if use.half else FLOAT) * shape.weights
+    needed, gets = numbers + _LIBRARIES[use.device], free * share
     if needed > gets:
         findings.problem(
             "mode",
@@ -307,7 +316,7 @@ def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free:
     )
     if stage.config.ignore_validator_suggestions:
         findings.note(f"trainer {text} (ignore_validator_suggestions)")
-    elif short <= use.cache:
+    elif short <= needs["engine's cache"]:
         findings.note(f"trainer {text}, and so do replies that end early")
     else:
         findings.problem(
