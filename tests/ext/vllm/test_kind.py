@@ -25,7 +25,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ARGUMENTS = ("max_num_seqs", "block_size", "seed", "weight_transfer_config")
-FOUND = vllm_kind.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS)
+FOUND = vllm_kind.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS, ("Qwen3ForCausalLM",))
 
 
 @pytest.fixture
@@ -49,6 +49,16 @@ def test_vllm_generates_where_it_is_found_and_check_says_which(tmp_path: Path) -
     assert f"{VLLM.replace('=', ' (')}): vLLM 0.32.0 of {FOUND.python}" in found.notes
     method = "synchronizer.sync_method=memory"
     assert plan_of(tmp_path, VLLM, method, head_dim=64).sync.method == "memory"
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(("kind", "known"), [("Qwen3ForCausalLM", True), ("Qwen9Model", False)])
+def test_a_model_that_this_vllm_has_no_code_for_is_noted(
+    tmp_path: Path, kind: str, known: bool
+) -> None:
+    found = plan_of(tmp_path, VLLM, head_dim=64, architectures=[kind])
+    said = [note for note in found.notes if f"vLLM 0.32.0 has no model {kind}" in note]
+    assert len(said) == (not known)
 
 
 def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(

@@ -59,8 +59,12 @@ tree = ast.parse((home / "engine/arg_utils.py").read_text())
 kinds = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("EngineArgs")]
 names = [f.target.id for n in kinds for f in n.body if isinstance(f, ast.AnnAssign)]
 names = [n for n in names if not n.startswith("_")]
+tree = ast.parse((home / "model_executor/models/registry.py").read_text())
+tables = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Dict)]
+known = [n.value.keys for n in tables if "PREVIOUSLY" not in n.targets[0].id]
+models = [k.value for keys in known for k in keys if isinstance(k, ast.Constant)]
 dists = metadata.packages_distributions().get("vllm", ["vllm"])
-print(json.dumps({"version": metadata.version(dists[0]), "arguments": names, "dist": dists[0]}))
+print(json.dumps({"version": metadata.version(dists[0]), "arguments": names, "models": models}))
 """
 _OURS = {
     "model": "model.model_path sets it",
@@ -83,6 +87,8 @@ class Vllm:
     version: str
     arguments: tuple[str, ...]
     """The arguments of its engine."""
+    models: tuple[str, ...] = ()
+    """The classes of models that it has code of its own for; empty: not known."""
 
 
 class VllmKind:
@@ -126,6 +132,7 @@ class VllmKind:
         prefix = f"{KEY}.engine_type ({self.asked})"
         in_place = "" if self.asked == self.name else " generates in its place"
         notes = [f"{prefix}: vLLM {vllm.version} of {vllm.python}{in_place}"]
+        notes += _foreign(config, vllm, prefix)
         if colocated:
             rests = "it only pauses while the trainer works: on a CPU vLLM has no sleep mode"
             if gpus:
@@ -254,7 +261,7 @@ def _probe(python: str) -> Vllm:
         last = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
         raise ValueError(f"expected a Python that has vLLM: {last[0]}")
     facts = json.loads(done.stdout)
-    return Vllm(python, facts["version"], tuple(facts["arguments"]))
+    return Vllm(python, facts["version"], tuple(facts["arguments"]), tuple(facts["models"]))
 
 
 def largest_adapter(config: Config) -> int:
@@ -265,6 +272,17 @@ def largest_adapter(config: Config) -> int:
     asked = of(config.explorer.rollout_model, VllmModel).enable_lora
     holds = asked and model_type not in _WITHOUT_LORA
     return RANKS[-1] if holds else 0
+
+
+def _foreign(config: Config, vllm: Vllm, prefix: str) -> Iterator[str]:
+    """Note a class of models that this vLLM has no code of its own for."""
+    named = model_config(config.model.model_path).get("architectures") or []
+    if vllm.models and named and not {*vllm.models} & {*named}:
+        hint = did_you_mean(named[0], vllm.models, " (it has {})")
+        yield (
+            f"{prefix}: vLLM {vllm.version} has no model {named[0]}{hint}: it will run the code of "
+            "its environment's transformers, or refuse to start"
+        )
 
 
 def _check_arguments(config: Config, vllm: Vllm) -> Iterator[Problem]:
