@@ -151,6 +151,23 @@ def test_a_step_is_evaluated_before_it_is_put() -> None:
     assert metrics["eval/held_out/tasks"] == 3 and metrics["eval/held_out/reward/mean@1"] == 0
 
 
+def test_steps_that_end_together_have_one_rate() -> None:
+    """The second one's own seconds are almost none, and its tokens are not sampled in these."""
+    pause = 0.1
+
+    async def together(task: Any, model: Any) -> Any:
+        await asyncio.sleep(pause)
+        return await ask(task, model)
+
+    made = run(explored(workflow=together, sync=Sync(interval=9), runners=16))
+    found = [metrics for part, _, metrics in made.reports if part == "explorer"]
+    seconds = [metrics["time/explore"] for metrics in found]
+    assert sum(seconds) > pause and min(seconds) < pause / 2
+    total = sum(e.trained_tokens for e in run(made.buffer.take(16)))
+    assert found[-1]["perf/tokens_per_s"] == pytest.approx(total / sum(seconds))
+    assert max(metrics["perf/tokens_per_s"] for metrics in found) < 2 * total / pause
+
+
 def test_the_seconds_of_an_evaluation_begin_when_it_was_submitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import copy
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,10 @@ from trireme.task import Task
 from trireme.usercode import with_place
 
 logger = get_logger("explorer")
+
+_RATE_STEPS = 4
+"""Steps that tokens a second are counted over: of some that are under way together, all end at
+once, and one of them alone has no rate."""
 
 Evaluation = dict[str, dict[str, float]]
 
@@ -131,6 +136,8 @@ class Explorer:
         self._unkept: list[dict[str, float]] = []
         """The pipeline's metrics of the steps that left no experience to put."""
         self._last_end = 0.0
+        self._lately: deque[tuple[int, float]] = deque(maxlen=_RATE_STEPS)
+        """The sampled tokens and the seconds of the last steps."""
         self._submitted = asyncio.Event()
         self._collected = asyncio.Event()
 
@@ -283,7 +290,9 @@ class Explorer:
         metrics = rollout_metrics(outcomes)
         metrics["rollout/dropped_tasks"] = float(self.scheduler.dropped_tasks)
         sampled = sum(e.trained_tokens for e in experiences)
-        metrics |= {"time/explore": elapsed, "perf/tokens_per_s": sampled / max(elapsed, 1e-9)}
+        self._lately.append((sampled, elapsed))
+        rate = sum(n for n, _ in self._lately) / max(sum(s for _, s in self._lately), 1e-9)
+        metrics |= {"time/explore": elapsed, "perf/tokens_per_s": rate}
         if shown := _to_show(outcomes):
             self.emit(RolloutDone(shown))
         taught = self.taskset if self.taskset is not None and self.taskset.learns else None
