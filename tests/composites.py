@@ -18,7 +18,6 @@ from transformers import (
 from tests.hybrids import HYBRIDS, calm
 from tests.tiny import make_tokenizer
 
-FAMILIES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,

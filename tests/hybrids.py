@@ -80,14 +80,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }
 """Families with such layers, and what is theirs in a tiny model."""
-KINDS = {
-    "delta rule": "qwen3_5_text",
-    "delta attention of Kimi": "kimi_linear",
-    "Mamba 2": "granitemoehybrid",
-    "short convolution": "lfm2",
-    "lightning": "minimax",
-}
-"""A family of each kind of layer."""
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import layout_page
+from scripts import layout_page, models_page
 from scripts.house import (
     KERNEL_LIMITS,
     LIMITS,
@@ -127,6 +127,11 @@ def test_the_page_of_the_code_layout_names_every_file() -> None:
 
 
 @pytest.mark.whole
+def test_the_page_of_models_has_the_table_that_tests_are_parametrized_by() -> None:
+    page = models_page.PAGE.read_text(encoding="utf-8")
+    assert page == models_page.document(), "run: python scripts/models_page.py"
+
+
 def test_the_tables_of_the_code_layout_name_files_that_there_are() -> None:
     """A name without a folder is one of the folder that its row named before."""
     written = layout_page.PAGE.read_text(encoding="utf-8").partition(layout_page.BEGIN)[0]

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.composites import make_composite
 from tests.e2e.job import run, small_config, started
+from tests.tested import COMPOSITES, RESUME, families
 from tests.trainer.test_composites import SIGHT
 
 
@@ -33,7 +34,7 @@ def config_of(folder: Path, family: str) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", families(RESUME, COMPOSITES))
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path, family: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = run(whole, config_of(whole, family))

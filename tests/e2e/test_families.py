@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.job import trireme
+from tests.tested import DEMO, TESTED
 from trireme.demo import YAML
 from trireme.demo.prepare import INITIALIZER_RANGE, prepare
 
@@ -64,7 +65,7 @@ def make_family(folder: Path, family: str, tokenizer: Any, *, seed: int) -> None
 
 @pytest.mark.large
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TESTED[DEMO])
 def test_a_tiny_model_learns_the_demo(tmp_path: Path, family: str, seed: int) -> None:
     data = prepare(tmp_path / "data", seed)
     tokenizer = AutoTokenizer.from_pretrained(data / "model")

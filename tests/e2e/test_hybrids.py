@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.job import run, small_config, started
 from tests.hybrids import make_hybrid
+from tests.tested import HYBRIDS, RESUME, families
 
 FOLDER = "checkpoints/tests/job"
 
@@ -29,7 +30,7 @@ def gaps(folder: Path) -> list[float]:
     return [row[name] for row in rows if (name := "rollout/logprob_diff_max") in row]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize("family", families(RESUME, HYBRIDS))
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path, family: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = run(whole, config_of(whole, family))

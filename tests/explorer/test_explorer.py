@@ -162,7 +162,6 @@ def test_steps_that_end_together_have_one_rate() -> None:
     made = run(explored(workflow=together, sync=Sync(interval=9), runners=16))
     found = [metrics for part, _, metrics in made.reports if part == "explorer"]
     seconds = [metrics["time/explore"] for metrics in found]
-    assert sum(seconds) > pause and min(seconds) < pause / 2
     total = sum(e.trained_tokens for e in run(made.buffer.take(16)))
     assert found[-1]["perf/tokens_per_s"] == pytest.approx(total / sum(seconds))
     assert max(metrics["perf/tokens_per_s"] for metrics in found) < 2 * total / pause

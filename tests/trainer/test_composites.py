@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.composites import FAMILIES, make_composite
+from tests.composites import make_composite
 from tests.engines.test_torch_engine import run
+from tests.tested import COMPOSITES, RANKS, families
 from tests.trainer.ranks import run as run_ranks
 from tests.trainer.samples import apart, backend_of, experiences, gap, gradients_of, move
 from tests.trainer.test_fsdp2 import LAYOUTS, _learn, _learned, _make
@@ -28,7 +29,7 @@ from trireme.trainer.lora import Lora
 SIGHT = ("vision_tower", "multi_modal_projector", "visual")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=COMPOSITES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_composite(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -109,7 +110,7 @@ def test_engines_take_the_weights_of_a_trained_composite(folder: Path) -> None:
     assert set(marks) >= set(backend.weights())
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", families(RANKS, COMPOSITES))
 def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
     path = make_composite(tmp_path / "model", family)
     names = ["plain", "lora"]

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.test_torch_engine import run
-from tests.hybrids import HYBRIDS, KINDS, make_hybrid
+from tests.hybrids import make_hybrid
+from tests.tested import ENGINE, HYBRIDS, LORA, ONE_OF_EACH, RANKS, TRAINER, families
 from tests.trainer.own_pass import in_float64, packed_gap
 from tests.trainer.ranks import run as run_ranks
 from tests.trainer.samples import apart, backend_of, experiences, gap, gradients_of, move
@@ -67,7 +68,7 @@ SINGLE = of_tokens([[5, 6, 7, 8], [5, 6, 9, 9], [5, 7, 11, 11], [5, 6, 7, 4], [5
 """Rows with nodes of one token that others continue: modules work in place there."""
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", families(TRAINER, HYBRIDS))
 def test_packed_training_in_float64_is_that_of_separate_rows(
     folders: Callable[[str], Path], family: str
 ) -> None:
@@ -81,7 +82,7 @@ def test_packed_training_in_float64_is_that_of_separate_rows(
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["", "activations computed again"])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", families(TRAINER, HYBRIDS))
 def test_packed_training_in_float32_differs_by_rounding(
     folders: Callable[[str], Path], family: str, again: bool
 ) -> None:
@@ -90,7 +91,7 @@ def test_packed_training_in_float32_differs_by_rounding(
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)], ids=["full", "lora"])
-@pytest.mark.parametrize("family", KINDS.values())
+@pytest.mark.parametrize("family", families(LORA, HYBRIDS))
 def test_shared_is_unshared_with_gradients(
     folders: Callable[[str], Path], family: str, lora: Lora | None
 ) -> None:
@@ -105,7 +106,7 @@ def test_shared_is_unshared_with_gradients(
     assert found[0] and gap(found[1], found[0]) < 1e-4
 
 
-@pytest.mark.parametrize("family", KINDS.values())
+@pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_activations_computed_again_give_the_same_gradients(
     folders: Callable[[str], Path], family: str
 ) -> None:
@@ -156,27 +157,27 @@ def _state_after_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LEAKS = {
-    "samples are one sequence": (_one_sequence, tuple(KINDS)),
+    "samples are one sequence": (_one_sequence, ONE_OF_EACH),
     "a state is not passed on": (
         _state_forgotten,
-        ("delta rule", "delta attention of Kimi", "Mamba 2", "lightning"),
+        ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "minimax"),
     ),
     "a convolution's last inputs are not passed on": (
         _tail_forgotten,
-        ("delta rule", "delta attention of Kimi", "Mamba 2", "short convolution"),
+        ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2"),
     ),
-    "a state contains padding": (_state_after_padding, tuple(KINDS)),
+    "a state contains padding": (_state_after_padding, ONE_OF_EACH),
 }
 
 
 @pytest.mark.parametrize(
-    ("leak", "kind"), [(leak, kind) for leak, (_, kinds) in LEAKS.items() for kind in kinds]
+    ("leak", "family"), [(leak, one) for leak, (_, families) in LEAKS.items() for one in families]
 )
 def test_a_leak_is_seen(
-    folders: Callable[[str], Path], leak: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    folders: Callable[[str], Path], leak: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the proof when a model is loaded, and by the comparison above."""
-    folder = folders(KINDS[kind])
+    folder = folders(family)
     LEAKS[leak][0](monkeypatch)
     with pytest.raises(ValueError, match="packed attention gives log-probabilities that differ"):
         load_model(folder, device="cpu")
@@ -184,7 +185,7 @@ def test_a_leak_is_seen(
     assert packed_gap(folder, flatten(experiences())) > 1e-2
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", families(ENGINE, HYBRIDS))
 def test_trainer_and_engine_score_as_transformers_does(
     folders: Callable[[str], Path], family: str
 ) -> None:
@@ -219,7 +220,7 @@ def far_of(folder: Path, row: list[int], replies: list[Any]) -> float:
     )
 
 
-@pytest.mark.parametrize("family", KINDS.values())
+@pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_a_prompt_that_leaves_a_saved_one_in_its_middle_begins_anew(
     folders: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +243,7 @@ def test_a_prompt_that_leaves_a_saved_one_in_its_middle_begins_anew(
     assert cached and far_of(folder, other, [reply]) > 1e-2
 
 
-@pytest.mark.parametrize("family", KINDS.values())
+@pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_rows_that_come_and_go_have_states_of_their_own(
     folders: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +293,7 @@ def test_states_belong_to_a_version_as_keys_and_values_do(
     assert (gap_after > 1e-2) if keep else (gap_after < 1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("family", families(RANKS, HYBRIDS))
 def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
     path = make_hybrid(tmp_path / "model", family)
     names = ["plain", "lora"]

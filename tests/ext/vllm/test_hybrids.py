@@ -11,6 +11,7 @@ import pytest
 from tests.ext.vllm.host import vllm_host
 from tests.ext.vllm.test_engine import PROMPT, run, trained
 from tests.hybrids import make_hybrid
+from tests.tested import HYBRIDS, VLLM, families
 from tests.trainer.test_hybrids import far_of
 from tests.vllm import START_S, needs_vllm
 from trireme.engines.device import Device
@@ -31,7 +32,7 @@ WIDE = {
 """vLLM has kernels for heads of 32 numbers and more on a CPU."""
 
 
-@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize("family", families(VLLM, HYBRIDS))
 def test_samples_are_scored_as_they_are_trained_and_a_push_is_proved(
     family: str, tmp_path: Path
 ) -> None:
