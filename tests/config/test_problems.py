@@ -441,6 +441,22 @@ def test_ranks_that_share_a_sequence_divide_the_heads(tmp_path):
     )
 
 
+def test_layers_with_a_state_are_not_shared_by_ranks_and_unknown_ones_not_trained(tmp_path):
+    assert problems_of(tmp_path) == []
+    [file] = tmp_path.rglob("config.json")
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps(plain | {"layer_types": ["conv", "full_attention"]}))
+    found = only_problem(tmp_path, "trainer.ulysses_sequence_parallel_size=2")
+    assert found == (
+        "trainer.ulysses_sequence_parallel_size is 2: expected 1, since layers of this model have a "
+        "state, which passes from token to token"
+    )
+    file.write_text(json.dumps(plain | {"layer_types": ["chunked_attention", "full_attention"]}))
+    found = only_problem(tmp_path)
+    assert "has layers that cannot be trained (chunked_attention): expected attention, or" in found
+    assert problems_of(tmp_path, "mode=explore") == []
+
+
 def test_auxiliary_models_and_experts_must_be_there(tmp_path):
     found = only_problem(tmp_path, "explorer.auxiliary_models=[{max_model_len: 9}]")
     assert found.startswith("explorer.auxiliary_models[0].model_path is not given")

@@ -19,6 +19,7 @@ from trireme.config import Findings
 from trireme.config.engine_kind import EMBEDDED
 from trireme.config.launcher import launchers_named
 from trireme.config.lookup import (
+    WITH_STATE,
     ModelFacts,
     check_adapter,
     has_sinks,
@@ -152,6 +153,13 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
     except ValueError as error:
         findings.problem("model.model_path", f"({model.model_path}) {error}")
         return None, findings
+    if facts.unknown_layers and stage.config.mode not in ("explore", "bench", "serve"):
+        findings.problem(
+            "model.model_path",
+            f"({model.model_path}) has layers that cannot be trained "
+            f"({', '.join(facts.unknown_layers)}): expected attention, or one of "
+            f"{', '.join(sorted(WITH_STATE))}",
+        )
     findings.add(_check_critic(stage))
     findings.add(_check_adapter(stage))
     if facts.folder is None and stage.model_from is None:

@@ -79,10 +79,14 @@ class ModelFacts(NamedTuple):
     attention_heads: int | None = None
     has_states: bool = False
     """Whether layers have a state other than keys and values."""
+    unknown_layers: tuple[str, ...] = ()
+    """Kinds of layers that are not supported."""
 
 
 WITHOUT_STATE = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
 """Names in `layer_types` of layers that have no state other than keys and values."""
+WITH_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
+"""Names of those that have one."""
 _STATE_KEYS = ("state_size", "ssm_state_size", "mamba_d_state", "linear_num_key_heads", "lru_width")
 """Keys that configurations without a list of layers have for such a state."""
 
@@ -94,6 +98,11 @@ def has_states(read: Callable[[str], Any]) -> bool:
     if kinds := read("layer_types"):
         return not WITHOUT_STATE.issuperset(kinds)
     return any(read(key) for key in _STATE_KEYS)
+
+
+def unknown_layers(read: Callable[[str], Any]) -> tuple[str, ...]:
+    """Return the names in `layer_types` of layers that are not supported."""
+    return tuple(sorted({*(read("layer_types") or ())} - WITHOUT_STATE - WITH_STATE))
 
 
 def model_facts(model_path: str) -> ModelFacts:
@@ -122,6 +131,7 @@ def model_facts(model_path: str) -> ModelFacts:
         size=sum(path.stat().st_size for path in weights),
         attention_heads=config.get("num_attention_heads"),
         has_states=has_states(config.get),
+        unknown_layers=unknown_layers(config.get),
     )
 
 

@@ -22,16 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from trireme.config.lookup import WITHOUT_STATE, has_states
+from trireme.config.lookup import WITH_STATE, has_states, unknown_layers
 
 State = dict[str, Tensor]
 """What a mixer remembers of N sequences, by name: each [N, ...]."""
 Call = Callable[[Tensor, State | None], tuple[Tensor, State]]
 """A mixer: hidden states [N, S, W] and the state that they begin with (None: the first tokens) ->
 the output [N, S, W], and the state after S tokens."""
-
-_KINDS = {"linear_attention", "conv", "hybrid"}
-"""Names in `layer_types` of layers that have a state."""
 
 
 class Carrier(Protocol):
@@ -148,11 +145,11 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
 
 def refuse_unknown(config: PreTrainedConfig) -> None:
     """Raise ValueError if layers of the language model are of a kind that is not known here."""
-    kinds = {*(getattr(config.get_text_config(), "layer_types", None) or ())}
-    if others := sorted(kinds - WITHOUT_STATE - _KINDS):
+    text = config.get_text_config()
+    if others := unknown_layers(lambda key: getattr(text, key, None)):
         raise ValueError(
             f"model_type '{config.model_type}' has layers that are neither attention nor one of "
-            f"{', '.join(sorted(_KINDS))} ({', '.join(others)}): not supported"
+            f"{', '.join(sorted(WITH_STATE))} ({', '.join(others)}): not supported"
         )
 
 
