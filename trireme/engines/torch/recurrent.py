@@ -11,6 +11,7 @@ module's own.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -23,6 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trireme.config.lookup import WITH_STATE, has_states, unknown_layers
+
+if not torch.cuda.is_available():  # it recommends kernels that only a GPU has
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 State = dict[str, Tensor]
 """What a mixer remembers of N sequences, by name: each [N, ...]."""
