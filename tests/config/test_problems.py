@@ -448,8 +448,8 @@ def test_layers_with_a_state_are_not_shared_by_ranks_and_unknown_ones_not_traine
     file.write_text(json.dumps(plain | {"layer_types": ["conv", "full_attention"]}))
     found = only_problem(tmp_path, "trainer.ulysses_sequence_parallel_size=2")
     assert found == (
-        "trainer.ulysses_sequence_parallel_size is 2: expected 1, since layers of this model have a "
-        "state, which passes from token to token"
+        "trainer.ulysses_sequence_parallel_size is 2: expected 1, since layers of this model have "
+        "a state, which passes from token to token"
     )
     file.write_text(json.dumps(plain | {"layer_types": ["chunked_attention", "full_attention"]}))
     found = only_problem(tmp_path)
