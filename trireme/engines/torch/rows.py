@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -219,27 +220,39 @@ class Pass:
         if self.rows is None:
             rows = slice(len(hidden))
             begin = self.store.states(layer, rows)
-            first = self.starts == 0
-            if begin is not None and bool(first.any()):
-                begin = {name: _cleared(state, first) for name, state in begin.items()}
+            if begin is not None and self._begins is not None:
+                begin = {name: _cleared(state, self._begins) for name, state in begin.items()}
             out, end = call(hidden, begin)
             self.store.put_states(layer, rows, end)
             return out
+        parts = []
+        for entries, length, first in self._together:
+            begin = None if first else self.store.states(layer, self.rows[entries])
+            part, end = call(hidden[entries, :length], begin)
+            self.store.put_states(layer, self.rows[entries], end)
+            parts.append(part)
+        out = parts[0].new_zeros(*hidden.shape[:2], parts[0].shape[2])
+        for (entries, length, _), part in zip(self._together, parts, strict=True):
+            out[entries, :length] = part
+        return out
+
+    @cached_property
+    def _begins(self) -> Tensor | None:
+        """[B] which rows get their first token; None: none does."""
+        first = self.starts == 0
+        return first if bool(first.any()) else None
+
+    @cached_property
+    def _together(self) -> list[tuple[Tensor, int, bool]]:
+        """Entries that get the same number of tokens, that number, and whether they are the first
+        ones.
+        """
         groups: dict[tuple[int, bool], list[int]] = {}
         both = zip(self.lengths.tolist(), self.starts.tolist(), strict=True)
         for entry, (length, start) in enumerate(both):
             groups.setdefault((length, start == 0), []).append(entry)
-        out = None
-        for (length, first), entries in groups.items():
-            rows = self.rows[entries]
-            begin = None if first else self.store.states(layer, rows)
-            part, end = call(hidden[entries, :length], begin)
-            self.store.put_states(layer, rows, end)
-            if out is None:
-                out = part.new_zeros(*hidden.shape[:2], part.shape[2])
-            out[entries, :length] = part
-        assert out is not None
-        return out
+        device = self.starts.device
+        return [(torch.tensor(e, device=device), *key) for key, e in groups.items()]
 
     def mask(self, window: int) -> Tensor:
         """Return [B, 1, S, L], true where a new token may attend to a key."""
