@@ -92,17 +92,16 @@ class Nodes:
         """Call a mixer for all nodes: hidden states [1, T, W] -> its output [1, T, W]."""
         flat = hidden[0]
         outputs: list[Tensor] = []
-        ends: list[State] = []
+        ends: State = {}  # of all continued nodes so far
         for one in self.calls:
             begin = None
             if one.parents is not None:
-                parents = one.parents
-                begin = {name: torch.cat([end[name] for end in ends])[parents] for name in ends[0]}
+                begin = {name: state[one.parents] for name, state in ends.items()}
             shape = *one.tokens.shape, flat.shape[1]
             out, end = call(select(flat, one.tokens.reshape(-1)).view(shape), begin)
             outputs.append(out.reshape(one.tokens.numel(), -1))
             if one.continued:
-                ends.append(end)
+                ends = {n: torch.cat([ends[n], end[n]]) if ends else end[n] for n in end}
         return select(torch.cat(outputs), self.place)[None]
 
 

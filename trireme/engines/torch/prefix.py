@@ -26,6 +26,8 @@ class ParkedSequence:
     ids: tuple[int, ...]
     saved: SavedRow
     blocks: list[int]
+    tokens: int
+    """The memory that it takes, in tokens of keys and values."""
 
 
 class PrefixCache:
@@ -57,14 +59,14 @@ class PrefixCache:
 
     def add(self, ids: Sequence[int], saved: SavedRow) -> None:
         """Store a sequence; `saved` covers all of `ids`."""
-        blocks = _chain(ids)
-        if not blocks or len(ids) > self.max_tokens:
+        blocks, tokens = _chain(ids), saved.tokens(len(ids))
+        if not blocks or tokens > self.max_tokens:
             return
-        self._entries[self._next] = ParkedSequence(tuple(ids), saved, blocks)
+        self._entries[self._next] = ParkedSequence(tuple(ids), saved, blocks, tokens)
         for block in blocks:
             self._by_block.setdefault(block, []).append(self._next)
         self._next += 1
-        self._tokens += len(ids)
+        self._tokens += tokens
         while self._tokens > self.max_tokens:
             self._drop_oldest()
 
@@ -76,7 +78,7 @@ class PrefixCache:
 
     def _drop_oldest(self) -> None:
         number, entry = self._entries.popitem(last=False)
-        self._tokens -= len(entry.ids)
+        self._tokens -= entry.tokens
         for block in entry.blocks:
             self._by_block[block].remove(number)
             if not self._by_block[block]:

@@ -36,6 +36,14 @@ class SavedRow:
     states: dict[tuple[int, str], Tensor]
     """The state of each layer that has one, after all of these tokens."""
 
+    def tokens(self, length: int) -> int:
+        """Return for how many tokens of keys and values it takes memory: `length`, and its
+        states.
+        """
+        held = sum(layer.numel() for layer in self.layers.values())
+        states = sum(state.numel() for state in self.states.values())
+        return length + (states * length // held if held else states)
+
     def copied(self, prompt: SavedRow | None = None) -> SavedRow:
         """Return a copy, with the keys and values of a prompt before its own."""
         parts = [self.layers] if prompt is None else [prompt.layers, self.layers]
