@@ -13,9 +13,12 @@ HYBRIDS = (*DELTA, "kimi_linear", *MAMBA, *CONVOLUTIONS, "minimax")
 COMPOSITES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 SINKS = ("gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 
+CHUNKS = ("llama4_text",)
+
 KINDS: dict[str, tuple[str, ...]] = {
     "composites, trained on text": COMPOSITES,
     "attention sinks": SINKS,
+    "chunked attention": CHUNKS,
     "gated delta rule": DELTA,
     "delta attention of Kimi": ("kimi_linear",),
     "Mamba 2": MAMBA,
@@ -30,8 +33,8 @@ ENGINE = "embedded engine samples what transformers computes"
 LORA, RANKS, RESUME, VLLM = "LoRA", "FSDP2, two ranks", "kill -9 and resume by bytes", "vLLM (CPU)"
 DEMO = "learns the demo"
 TESTED: dict[str, tuple[str, ...]] = {
-    TRAINER: (*COMPOSITES, *SINKS, *HYBRIDS),
-    ENGINE: (*COMPOSITES, *SINKS, *HYBRIDS),
+    TRAINER: (*COMPOSITES, *SINKS, *CHUNKS, *HYBRIDS),
+    ENGINE: (*COMPOSITES, *SINKS, *CHUNKS, *HYBRIDS),
     LORA: (*COMPOSITES, "gpt_oss", *ONE_OF_EACH),
     RANKS: ("gemma3", "qwen3_vl", "qwen3_5", "gpt_oss", "qwen3_5_text", "lfm2"),
     RESUME: ("gemma3", "qwen3_vl", "qwen3_5", "gpt_oss", "qwen3_5_text", "granitemoehybrid"),

@@ -451,9 +451,9 @@ def test_layers_with_a_state_are_not_shared_by_ranks_and_unknown_ones_not_traine
         "trainer.ulysses_sequence_parallel_size is 2: expected 1, since layers of this model have "
         "a state, which passes from token to token"
     )
-    file.write_text(json.dumps(plain | {"layer_types": ["chunked_attention", "full_attention"]}))
+    file.write_text(json.dumps(plain | {"layer_types": ["indexed_attention", "full_attention"]}))
     found = only_problem(tmp_path)
-    assert "has layers that cannot be trained (chunked_attention): expected attention, or" in found
+    assert "has layers that cannot be trained (indexed_attention): expected attention, or" in found
     assert problems_of(tmp_path, "mode=explore") == []
 
 

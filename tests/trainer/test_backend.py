@@ -111,10 +111,10 @@ def test_the_schedule_and_the_clipped_norm_are_reported(tiny_dir):
 @pytest.mark.parametrize("load", [load_model, partial(load_shell, dtype="float32")])
 def test_trainer_and_engine_refuse_layers_of_an_unknown_kind_by_name(tmp_path, load):
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2)
-    config.layer_types = ["full_attention", "chunked_attention"]
+    config.layer_types = ["full_attention", "indexed_attention"]
     config.save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"'qwen3' has layers .* \(chunked_attention\): not supported"
+        ValueError, match=r"'qwen3' has layers .* \(indexed_attention\): not supported"
     ):
         load(tmp_path, device="cpu")
 

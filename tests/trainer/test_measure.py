@@ -17,7 +17,7 @@ from tests.tiny import make_model
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, buckets, critic_of, experiences
 from trireme.algorithms.recipes import get_recipe
-from trireme.batch import flatten
+from trireme.batch import flatten, of_tokens
 from trireme.config.schema import AlgorithmConfig
 from trireme.engines.torch import linear
 from trireme.trainer import measure, step
@@ -190,3 +190,9 @@ def test_a_rate_is_a_devices_share_of_what_all_of_them_computed():
         "perf/peak_memory_gib",
         "time/train/prepare",
     }
+
+
+def test_a_query_sees_the_keys_of_its_own_chunk():
+    """Ten tokens in chunks of four: 1 + 2 + 3 + 4, twice, without the last two."""
+    layout = pack(of_tokens([list(range(5, 16))]))
+    assert float(counted(layout, (-4,))[1]) == 10 + 10 + 3

@@ -64,7 +64,7 @@ def of_layout(layout: Layout, window: int, *rows: Tensor) -> Tensor:
     return layout.attend(*inputs, window=window, scale=None, sinks=sinks)
 
 
-@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("window", [0, 3, -3])
 @pytest.mark.parametrize("layout", ["sdpa", "aligned", "flex"])
 def test_values_and_gradients_are_those_of_plain_loops_in_float64(layout: str, window: int) -> None:
     rng = random.Random(0)
@@ -74,7 +74,11 @@ def test_values_and_gradients_are_those_of_plain_loops_in_float64(layout: str, w
         rows = rows_of(rng)
         packed, seen = pack(of_tokens(rows), kernel=kernel, align=layout == "aligned"), dense(rows)
         depth = seen.sum(1)
-        seen &= (depth[:, None] - depth < window) if window else True
+        depth -= 1
+        if window > 0:
+            seen &= depth[:, None] - depth < window
+        elif window:  # chunks of three tokens
+            seen &= depth[:, None] // -window == depth // -window
         inputs = [torch.randn(1, n, len(seen), 8).double() for n in (4, 2, 2)]
         inputs.append(2 * torch.randn(4).double())
         weight = torch.randn(1, len(seen), 4, 8)

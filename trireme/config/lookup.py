@@ -83,7 +83,9 @@ class ModelFacts(NamedTuple):
     """Kinds of layers that are not supported."""
 
 
-WITHOUT_STATE = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
+WITHOUT_STATE = {
+    "full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"
+}  # fmt: skip
 """Names in `layer_types` of layers that have no state other than keys and values."""
 WITH_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
 """Names of those that have one."""

@@ -28,7 +28,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import AttentionInterface
 
-from trireme.engines.torch.rows import attend, refuse_plans
+from trireme.engines.torch.rows import attend, refuse_plans, scaled_by_position, window_of
 from trireme.trainer import compiled
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class Layout(Protocol):
     ) -> Tensor:
         """Attend: query [1, H, T, D], key, value [1, Hkv, T, D] -> [1, T, H, D].
 
-        `window` > 0: each query attends only to the last `window` keys of its path. `sinks` [H]:
-        see `attend` of rows.py.
+        `window`: which keys of its path a query sees, see `window_of` of rows.py. `sinks` [H]: see
+        `attend` there.
         """
         ...
 
@@ -181,8 +181,8 @@ class AttentionRows:
         return self.mask(window) if window or self.named is None else self.named
 
     def mask(self, window: int = 0) -> Tensor:
-        """Return [R, 1, Q, K], true where a query sees a key; `window` > 0: only the last `window`
-        keys.
+        """Return [R, 1, Q, K], true where a query sees a key; `window`: see `window_of` of
+        rows.py.
         """
         if window not in self._masks:
             last = self.starts[:, None] + torch.arange(
@@ -190,9 +190,13 @@ class AttentionRows:
             )
             behind = last[:, :, None] - torch.arange(self.keys.shape[1], device=self.starts.device)
             seen = behind >= 0
+            if window > 0:
+                seen = seen & (behind < window)
+            elif window:
+                keys = torch.arange(self.keys.shape[1], device=self.starts.device)
+                seen = seen & ((last // -window)[:, :, None] == keys // -window)
             if window:
                 # Padded queries of a short row may be past the window of every key: keep key 0.
-                seen = seen & (behind < window)
                 seen[:, :, 0] |= ~seen.any(-1)
             self._masks[window] = seen[:, None]
         return self._masks[window]
@@ -324,6 +328,8 @@ class Paths:
             raise NotImplementedError(
                 "it cannot compute attention sinks: torch gives no gradient of its log-sum-exp"
             )
+        if window < 0:
+            raise NotImplementedError("it has no chunks of attention")
         query, key, value = _as_autocast(query, key, value)
         options = {"scale": scale} | _varlen_options(window, query.shape[1] != key.shape[1])
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
@@ -404,6 +410,8 @@ class Blocks:
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             seen = (key <= query) & (query < ends[key])
+            if window < 0:
+                return seen & (depth[query] // -window == depth[key] // -window)
             return seen & (depth[query] - depth[key] < window) if window else seen
 
         some, whole = _blocks(self.depth.numpy(), self.ends.numpy(), window)
@@ -423,7 +431,12 @@ def _blocks(depth: np.ndarray, ends: np.ndarray, window: int) -> tuple[np.ndarra
     earlier, same = number[:, None] > number, number[:, None] == number
     some = same | (earlier & (np.maximum.reduceat(ends, starts) > starts[:, None]))
     whole = earlier & (np.minimum.reduceat(ends, starts) >= starts[:, None] + _MULTIPLE)
-    if window:
+    if window < 0:
+        chunks = depth // -window
+        low, high = np.minimum.reduceat(chunks, starts), np.maximum.reduceat(chunks, starts)
+        some &= same | ((low[:, None] <= high) & (low <= high[:, None]))
+        whole &= (low[:, None] == high) & (low == high[:, None])
+    elif window:
         low, high = np.minimum.reduceat(depth, starts), np.maximum.reduceat(depth, starts)
         some &= same | (low[:, None] - high < window)
         whole &= high[:, None] - low < window
@@ -494,6 +507,11 @@ class HasLayout(Protocol):
         ...
 
     @property
+    def positions(self) -> Tensor:
+        """[T] the number of tokens before each on its path."""
+        ...
+
+    @property
     def handle(self) -> Tensor:
         """The handle of that layout, for blocks that are compiled."""
         ...
@@ -521,7 +539,10 @@ def packed_attention(
             raise ValueError(
                 f"{type(module).__name__} wants '{name}' in its attention: not supported"
             )
-    options: dict[str, Any] = {"window": sliding_window or 0, "scale": scaling, "sinks": s_aux}
+    window = window_of(module, sliding_window)
+    options: dict[str, Any] = {"window": window, "scale": scaling, "sinks": s_aux}
+    at = torch.arange(query.shape[2], device=query.device)[None]
+    query = scaled_by_position(module, query, at, packed.positions[None])
     if torch.compiler.is_compiling():
         inputs = _as_autocast(query, key, value)
         return compiled.attend(packed.handle, *inputs, **options), None

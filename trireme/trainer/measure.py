@@ -70,8 +70,7 @@ class Passes:
     head_trained: bool
     query_width: int
     windows: tuple[int, ...]
-    """The largest number of keys that a query of each layer with attention sees; 0: all before
-    it."""
+    """The keys that a query of each layer with attention sees, see `window_of` of rows.py."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Passes | None:
@@ -93,6 +92,8 @@ class Passes:
         window = getattr(text, "sliding_window", None) or 0
         window = window if getattr(text, "use_sliding_window", True) else 0
         kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * shape.layers
+        chunk = getattr(text, "attention_chunk_size", None) or 0
+        reach = {"sliding_attention": window, "chunked_attention": -chunk}
         return cls(
             trained=sum(numbers for numbers, p in linear if p.requires_grad),
             frozen=sum(numbers for numbers, p in linear if not p.requires_grad),
@@ -100,7 +101,7 @@ class Passes:
             head_trained=isinstance(weight, Tensor) and weight.requires_grad,
             query_width=shape.query_width,
             windows=tuple(
-                window if kind == "sliding_attention" else 0
+                reach.get(kind, 0)
                 for kind in kinds
                 if kind not in ("linear_attention", "conv", "mlp", "moe")
             ),
@@ -154,7 +155,8 @@ def counted(layout: PackedBatch, windows: Sequence[int]) -> tuple[int, Tensor, T
     seen = (layout.positions + 1).double()
     pairs = torch.zeros_like(seen[0])
     for window in set(windows):
-        in_one = (seen.clamp(max=window) if window else seen).sum()
+        in_one = seen.clamp(max=window) if window > 0 else seen
+        in_one = (in_one if window >= 0 else (in_one - 1) % -window + 1).sum()
         pairs = pairs + windows.count(window) * in_one
     marked = torch.zeros_like(seen)
     marked[layout.predecessors] = 1.0

@@ -39,6 +39,11 @@ def switch(model: PreTrainedModel, sequence: SequenceGroup) -> None:
             f"trainer.ulysses_sequence_parallel_size is {sequence.size}: expected 1, since layers "
             "of this model have a state, which passes from token to token"
         )
+    if getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
+        raise ValueError(
+            f"trainer.ulysses_sequence_parallel_size is {sequence.size}: expected 1, since layers "
+            "of this model scale queries by their places in a rank's own tokens"
+        )
     heads = model.config.get_text_config().num_attention_heads
     if heads % sequence.size:
         raise ValueError(

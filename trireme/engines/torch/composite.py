@@ -45,7 +45,10 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 def text_model(model: PreTrainedModel) -> nn.Module:
     """Return the part that turns token ids into hidden states."""
-    return model.get_decoder() if is_composite(model.config) else model.base_model
+    if is_composite(model.config):
+        return model.get_decoder()
+    base: Any = model.base_model  # the model itself for Llama 4, whose prefix is a composite's
+    return base.model if base is model else base
 
 
 def towers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:

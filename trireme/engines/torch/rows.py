@@ -263,15 +263,42 @@ class Pass:
         return [(torch.tensor(e, device=device), *key) for key, e in groups.items()]
 
     def mask(self, window: int) -> Tensor:
-        """Return [B, 1, S, L], true where a new token may attend to a key."""
+        """Return [B, 1, S, L], true where a new token may attend to a key; see `window_of`."""
         if window not in self._masks:
             keys = torch.arange(self.total, device=self.starts.device)
             behind = self.positions[:, :, None] - keys
             seen = behind >= 0
-            if window:
+            if window > 0:
                 seen &= behind < window
+            elif window:
+                seen &= keys // -window == (self.positions // -window)[:, :, None]
             self._masks[window] = seen[:, None]
         return self._masks[window]
+
+
+def window_of(module: nn.Module, sliding_window: int | None) -> int:
+    """Return how far a layer's queries see: 0: all earlier keys; w > 0: the last w keys, their own
+    among them; -c < 0: those of their own chunk, which begins at a multiple of c tokens.
+    """
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and layer is not None and kinds[layer] == "chunked_attention":
+        return -int(config.attention_chunk_size)  # pyright: ignore
+    return sliding_window or 0
+
+
+def scaled_by_position(module: Any, query: Tensor, at: Tensor, positions: Tensor) -> Tensor:
+    """Correct queries [B, H, S, D] that Llama 4 has scaled by their places [B, S] in this tensor:
+    return them scaled by their positions [B, S] (arXiv:2501.19399).
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scale(place: Tensor) -> Tensor:
+        steps = torch.floor((place.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    return (query * (scale(positions) / scale(at))[:, None, :, None]).to(query.dtype)
 
 
 def _cleared(state: Tensor, first: Tensor) -> Tensor:
@@ -320,7 +347,9 @@ def rows_attention(
         values[rows.write_row, :, rows.write_at] = value[rows.entry, :, rows.offset]
         all_keys = keys[rows.rows, :, : rows.total]
         all_values = values[rows.rows, :, : rows.total]
-    mask = rows.mask(sliding_window or 0)
+    mask = rows.mask(window_of(module, sliding_window))
+    at = torch.arange(query.shape[2], device=query.device).expand(len(query), -1)
+    query = scaled_by_position(module, query, at, rows.positions)
     out = attend(query, all_keys, all_values, mask=mask, scale=scaling, sinks=s_aux)
     return out[..., :width].transpose(1, 2), None
 
