@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.hybrids import make_hybrid
 from tests.tiny import make_model
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, buckets, critic_of, experiences
@@ -23,7 +25,7 @@ from trireme.engines.torch import linear
 from trireme.trainer import measure, step
 from trireme.trainer.lora import Lora
 from trireme.trainer.measure import Passes, counted, peak_flops
-from trireme.trainer.model import hidden_states
+from trireme.trainer.model import hidden_states, load_model
 from trireme.trainer.pack import PackedBatch, pack
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
@@ -196,3 +198,19 @@ def test_a_query_sees_the_keys_of_its_own_chunk():
     """Ten tokens in chunks of four: 1 + 2 + 3 + 4, twice, without the last two."""
     layout = pack(of_tokens([list(range(5, 16))]))
     assert float(counted(layout, (-4,))[1]) == 10 + 10 + 3
+
+
+def test_states_are_counted_by_hand(tmp_path):
+    """Three layers with 4 heads of 8 x 8, and convolutions of 64 channels over 4 inputs; two with
+    convolutions alone, of 32 channels over 3.
+    """
+    counts = {"qwen3_5_text": (3 * 4 * 64, 3 * 64 * 4), "lfm2": (0, 2 * 32 * 3)}
+    for family, (recurrent, convolved) in counts.items():
+        model = load_model(make_hybrid(tmp_path / family, family), device="cpu")
+        passes = Passes.of(model)
+        assert passes is not None and passes.states == 6 * recurrent + 2 * convolved
+        without = replace(passes, states=0)
+        for backward in (False, True):
+            more = passes.flops(10, 0, 0, backward=backward)
+            less = without.flops(10, 0, 0, backward=backward)
+            assert more - less == 10 * passes.states * (3 if backward else 1)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from trireme.config.memory import GIB
 from trireme.config.shape import shape_of
 from trireme.engines.torch.composite import text_model
+from trireme.engines.torch.recurrent import count_states
 from trireme.files import whole_file
 from trireme.trainer.pack import PackedBatch
 
@@ -94,18 +95,25 @@ class Passes:
         kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * shape.layers
         chunk = getattr(text, "attention_chunk_size", None) or 0
         reach = {"sliding_attention": window, "chunked_attention": -chunk}
+        recurrent, convolved = count_states(model)
         return cls(
             trained=sum(numbers for numbers, p in linear if p.requires_grad),
             frozen=sum(numbers for numbers, p in linear if not p.requires_grad),
             head=weight.numel() if isinstance(weight, Tensor) else 0,
             head_trained=isinstance(weight, Tensor) and weight.requires_grad,
             query_width=shape.query_width,
+            states=6 * recurrent + 2 * convolved,
             windows=tuple(
                 reach.get(kind, 0)
                 for kind in kinds
                 if kind not in ("linear_attention", "conv", "mlp", "moe")
             ),
         )
+
+    states: int = 0
+    """FLOPs of a token in the recurrences and convolutions of layers with a state: each number of a
+    state decays, gets a product and is read, six operations; of a convolution it is multiplied and
+    added."""
 
     def flops(self, tokens: Any, pairs: Any, nodes: Any, *, backward: bool) -> Any:
         """Return the FLOPs of one pass over `tokens` with `nodes` rows of logits; numbers, or
@@ -114,6 +122,7 @@ class Passes:
         `pairs`: the number of pairs of a query and a key that it sees, all layers together.
         """
         linear = (2 + 4 * backward) * self.trained + (2 + 2 * backward) * self.frozen
+        linear += (1 + 2 * backward) * self.states
         head = (2 + (2 + 2 * self.head_trained) * backward) * self.head
         return tokens * linear + nodes * head + 4 * (1 + 2 * backward) * self.query_width * pairs
 

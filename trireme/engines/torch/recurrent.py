@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trireme.config.lookup import WITH_STATE, has_states, unknown_layers
@@ -141,6 +142,31 @@ def has_mixers(module: nn.Module) -> bool:
     return any(isinstance(part, _Carried) for part in module.modules())
 
 
+@torch.no_grad()
+def count_states(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the numbers in the states of one sequence, all layers together: of recurrences, and of
+    convolutions. Nothing is computed.
+    """
+    recurrent = convolved = 0
+    for module in model.modules():
+        if not isinstance(module, _Carried):
+            continue
+        tensors = dict((*module.named_parameters(), *module.named_buffers()))
+        tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        width = model.config.get_text_config().hidden_size
+        dtype = next(module.parameters()).dtype
+        token = torch.empty(1, 1, width, dtype=dtype, device="meta")
+        unused = {"position_embeddings", "attention_mask"} & _parameters(type(module))
+        one = _OneToken()
+        functional_call(module, tensors, (token,), {"rows": one} | dict.fromkeys(unused))
+        for name, state in one.end.items():
+            if name.startswith("conv"):
+                convolved += state.numel()
+            else:
+                recurrent += state.numel()
+    return recurrent, convolved
+
+
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Return whether layers of the language model have a state other than keys and values."""
     text = config.get_text_config()
@@ -208,6 +234,17 @@ class _Carried(nn.Module):
 
         out = carrier.carry(call, self.layer_idx, hidden_states)
         return (out, *more) if more else out
+
+
+class _OneToken:
+    """A carrier of one sequence, which keeps the state at its end."""
+
+    end: State
+
+    def carry(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
+        """Call the mixer from the beginning."""
+        out, self.end = call(hidden, None)
+        return out
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
