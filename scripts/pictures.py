@@ -1,9 +1,11 @@
 """Pictures: draws measured curves and a console's text as SVG, for the documentation.
 
     python scripts/pictures.py curves OUT.svg LABEL=RUN_FOLDER ...   # held-out accuracy and reward
+    python scripts/pictures.py curves OUT.svg "seed 0=examples/smollm2/results.jsonl:words:0" ...
     python scripts/pictures.py console OUT.svg LOG.txt                # a console, line after line
 
-The curves are read from `monitor/metrics.jsonl` of each folder. A console's lines light up at an
+The curves are read from `monitor/metrics.jsonl` of each folder, or from the row of a training and
+seed in the gallery's results. A console's lines light up at an
 even pace: the picture shows what is printed, and not when.
 """
 
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from trireme.files import write_text
+from trireme.files import read_jsonl, write_text
 
 _COLORS = (
     ("#3b55d9", "#93a1ff"),
@@ -37,6 +39,11 @@ _LINE, _PACE = 19, 0.2
 
 def series(folder: Path, metric: str) -> list[tuple[int, float]]:
     """A metric of a run, as (step, value)."""
+    file, _, row = str(folder).partition(":")
+    if row:
+        name, _, seed = row.partition(":")
+        found = [r for r in read_jsonl(Path(file)) if (r["name"], r["seed"]) == (name, int(seed))]
+        return [(n, x) for n, x in found[-1]["held_out" if metric == _EVALUATION else "sampled"]]
     lines = (folder / "monitor" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [(row["step"], row["metrics"][metric]) for row in rows if metric in row["metrics"]]
