@@ -5,6 +5,8 @@ do.
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -510,3 +512,19 @@ def test_neither_many_rows_nor_long_ones_make_room_beyond_the_limit(
     for some, others in zip(replies, alone, strict=True):
         for a, b in zip(some, others, strict=True):
             assert [c.ids for c in a] == [c.ids for c in b]
+
+
+def test_a_closed_engine_has_no_model(tmp_path: Path) -> None:
+    """Others may have the engine for longer, as a server's framework does in caches of its own."""
+    weights: list[weakref.ref[Any]] = []
+    engines: list[TorchEngine] = []
+
+    async def main(engine: TorchEngine) -> None:
+        engines.append(engine)
+        await engine.generate([5, 6], Sampling(max_tokens=2))
+        weights.extend(weakref.ref(weight) for weight in engine.module.parameters())
+
+    run(make_model(tmp_path), main)
+    gc.collect()
+    assert weights and not any(weight() is not None for weight in weights)
+    assert engines[0].version == 0

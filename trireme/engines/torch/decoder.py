@@ -172,9 +172,10 @@ class Decoder:
             self._changed()
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory, the model's too: whoever has a closed engine has none of it."""
         self.active = []
         self.rest()
+        del self.model, self.forward
 
     def _place(self, admitted: Sequence[Request]) -> None:
         if not admitted:

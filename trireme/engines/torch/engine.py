@@ -193,6 +193,7 @@ class TorchEngine:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
         await self._device.run(self._decoder.close)
+        del self.module
 
     def _make(self, ids: list[int], sampling: Sampling, key: tuple[Any, ...]) -> list[Request]:
         """Make one request per sample. Raises ValueError for a prompt that leaves no room."""
