@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.config.lookup import located, model_config, model_shapes
+from trireme.config.lookup import WITH_STATE, has_states, located, model_config, model_shapes
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """The keys for a layer's number of experts."""
@@ -37,6 +38,14 @@ class ModelShape:
     """Experts of a layer; 0: it is dense."""
     chosen: int = 0
     """Experts that compute a token."""
+    stateful: int = 0
+    """Layers with a state."""
+    attending: int | None = None
+    """Layers with keys and values; None: all."""
+    state: int = 0
+    """The numbers in the state of a sequence in one layer."""
+    keeps: float = 1.0
+    """What a layer with a state stores for its backward pass, relative to one of attention."""
 
     @property
     def linear(self) -> int:
@@ -75,9 +84,43 @@ class ModelShape:
         return attention + 4 * self.intermediate * (not self.experts) + self.kept_by_experts
 
     @property
+    def kept_by_states(self) -> float:
+        """Return the numbers per token that a layer with a state stores besides `kept`."""
+        return self.kept * (self.keeps - 1)
+
+    @property
     def kept_by_experts(self) -> int:
         """Return the experts' part of them, including the inputs and outputs of each."""
         return self.chosen * (2 * self.hidden + 4 * self.intermediate)
+
+
+_OF_STATES = (
+    (("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"), 2.5),
+    (("linear_num_heads", "linear_head_dim", "linear_head_dim"), 2.5),
+    (("mamba_n_heads", "mamba_d_head", "mamba_d_state"), 4.0),
+    (("mamba_num_heads", "mamba_head_dim", "ssm_state_size"), 4.0),
+    (("hidden_size", "conv_L_cache"), 1.5),
+    (("num_attention_heads", "head_dim", "head_dim"), 2.5),
+)
+"""The keys whose product is the size of a state, for the first that a configuration has; and
+`ModelShape.keeps`: measured with transformers' own code for a CPU, at a width of 512."""
+
+
+def _states_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a shape about layers with a state."""
+    layers = facts["num_hidden_layers"]
+    if not has_states(facts.get):
+        return {}
+    kinds = facts.get("layer_types") or ["hybrid"] * layers
+    keys, keeps = next(both for both in _OF_STATES if all(facts.get(key) for key in both[0]))
+    return {
+        "stateful": sum(kind in WITH_STATE for kind in kinds),
+        "attending": sum(
+            ("attention" in k and k not in WITH_STATE) or k == "hybrid" for k in kinds
+        ),
+        "state": math.prod(facts[key] for key in keys),
+        "keeps": keeps,
+    }
 
 
 def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape | None:
@@ -112,6 +155,7 @@ def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape
         normed=width if kind in ("qwen3", "qwen3_moe") else 0,
         experts=experts,
         chosen=chosen if experts and isinstance(chosen, int) else 0,
+        **_states_of(facts),
     )
 
 

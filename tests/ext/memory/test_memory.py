@@ -253,3 +253,61 @@ def test_the_plan_of_a_mixture_is_as_close_as_a_dense_models(tmp_path: Path) -> 
         assert planned[0] - planned[1] == pytest.approx(peaks[0] - peaks[1], rel=0.15)
         shares.append([plan / peak for plan, peak in zip(planned, peaks, strict=True)])
     assert shares[1] == pytest.approx(shares[0], rel=0.1), shares
+
+
+_DELTA: Any = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "head_dim": 64,
+}
+_MAMBA: Any = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "layer_types": ["mamba"] * 3 + ["attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 2048,
+}
+_CONV: Any = {"layer_types": ["conv"] * 3 + ["full_attention"], "block_auto_adjust_ff_dim": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "further", "state"),
+    [
+        ("qwen3_5_text", _DELTA, 8 * 64 * 64),
+        ("granitemoehybrid", _MAMBA, 16 * 64 * 64),
+        ("lfm2", _CONV, 512 * 3),
+    ],
+)
+def test_layers_with_a_state_are_seen(family: str, further: Any, state: int) -> None:
+    found = shape(AutoConfig.for_model(family, **SIZES | further))
+    assert (found.stateful, found.attending, found.state) == (3, 1, state)
+    plain = replace(found, stateful=0, keeps=1.0)
+    use = Use(ranks=1, tokens=1024, half=False, device="cpu")
+    more = memory_of(found, use)["activations"] - memory_of(plain, use)["activations"]
+    assert more == 3 * int(1024 * found.kept * (found.keeps - 1) * 4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc, and Linux's /proc")
+@pytest.mark.parametrize(
+    ("family", "further"), [("qwen3_5_text", _DELTA), ("granitemoehybrid", _MAMBA)]
+)
+def test_the_plan_of_a_hybrid_is_near_what_a_rank_takes(
+    family: str, further: Any, tmp_path: Path
+) -> None:
+    folder, tokens = tmp_path / "model", 1024
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **SIZES | further)
+    ).save_pretrained(folder)
+    small = Qwen2Config(**SIZES | {"hidden_size": 64, "intermediate_size": 64})
+    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "small")
+    use = Use(ranks=2, tokens=tokens, half=False, device="cpu")
+    parts = memory_of(shape(AutoConfig.from_pretrained(folder)), use)
+    expected = sum(parts.values()) - parts["sync"] - parts["libraries"]
+    peak = max(run(_exact_peak, tmp_path / "ranks", folder, tokens, {}))
+    said = {name: round(size / MB) for name, size in parts.items()}
+    assert 0.8 * peak < expected < 1.6 * peak, (round(peak / MB), said)

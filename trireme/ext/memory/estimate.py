@@ -101,12 +101,15 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         gathered = width * cast * use.half * use.trains_all
     experts = FLOAT if not apart and use.trains_all else width
     block = use.tokens * (shape.kept * width + shape.kept_by_experts * (experts - width))
-    layers = shape.layers * use.tokens * shape.hidden * width + block
+    states_too = int(use.tokens * shape.kept_by_states * FLOAT)  # float32 in either computation
+    layers = shape.layers * use.tokens * shape.hidden * width + block + states_too
     largest = shape.vocabulary * shape.hidden
     passing = {
         "gathered": gathered,
-        "activations": layers if use.checkpointing else block * shape.layers,
-        "their gradients": block,
+        "activations": layers
+        if use.checkpointing
+        else block * shape.layers + states_too * shape.stateful,
+        "their gradients": block + states_too,
         "logits": FLOAT * (_chunk(shape, use) * _CHUNK_COPIES + largest * use.trains_all),
     }
     # an adapter is merged in float32, a layer at a time, where the model is saved or pushed whole:
@@ -174,9 +177,11 @@ def _engine_of(
     numbers = shape.weights + shape.layers * shape.linear * bool(alone)
     # a process of its own stores new weights next to its old ones until all have arrived
     copies = 0 if shared else 1 + apart
+    attending = shape.layers if shape.attending is None else shape.attending
     return {
         "engine": copies * width * numbers,
-        "cache": tokens * 2 * width * shape.key_width * shape.layers,
+        "cache": tokens * 2 * width * shape.key_width * attending
+        + rows * FLOAT * shape.state * shape.stateful,
         "cache_rests": rests,
     }
 
