@@ -38,7 +38,9 @@ def test_what_a_run_makes_is_still_collected() -> None:
         assert sum(isinstance(o, Link) for o in gc.get_objects()) - there <= GC_THRESHOLDS[0]
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc, and Linux's /proc"
+)
 def test_what_an_ended_thread_has_freed_goes_back_to_the_system() -> None:
     """A supervised stage of SmolLM2 left 3 GB to its thread's heap; the next stage has another."""
 

@@ -541,8 +541,7 @@ def packed_attention(
             )
     window = window_of(module, sliding_window)
     options: dict[str, Any] = {"window": window, "scale": scaling, "sinks": s_aux}
-    at = torch.arange(query.shape[2], device=query.device)[None]
-    query = scaled_by_position(module, query, at, packed.positions[None])
+    query = scaled_by_position(module, query, packed.positions[None])
     if torch.compiler.is_compiling():
         inputs = _as_autocast(query, key, value)
         return compiled.attend(packed.handle, *inputs, **options), None

@@ -152,7 +152,10 @@ def count_states(model: PreTrainedModel) -> tuple[int, int]:
         if not isinstance(module, _Carried):
             continue
         tensors = dict((*module.named_parameters(), *module.named_buffers()))
-        tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        # of their whole shapes, on a rank too
+        tensors = {
+            n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()
+        }
         width = model.config.get_text_config().hidden_size
         dtype = next(module.parameters()).dtype
         token = torch.empty(1, 1, width, dtype=dtype, device="meta")

@@ -280,19 +280,21 @@ def window_of(module: nn.Module, sliding_window: int | None) -> int:
     """Return how far a layer's queries see: 0: all earlier keys; w > 0: the last w keys, their own
     among them; -c < 0: those of their own chunk, which begins at a multiple of c tokens.
     """
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds and layer is not None and kinds[layer] == "chunked_attention":
-        return -int(config.attention_chunk_size)  # pyright: ignore
+    config: Any = getattr(module, "config", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    # a layer's number is asked for only here: a compiler makes a graph for each
+    if chunk and config.layer_types[module.layer_idx] == "chunked_attention":
+        return -int(chunk)
     return sliding_window or 0
 
 
-def scaled_by_position(module: Any, query: Tensor, at: Tensor, positions: Tensor) -> Tensor:
-    """Correct queries [B, H, S, D] that Llama 4 has scaled by their places [B, S] in this tensor:
-    return them scaled by their positions [B, S] (arXiv:2501.19399).
+def scaled_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Correct queries [B, H, S, D] that Llama 4 has scaled by their places in this tensor: return
+    them scaled by their positions [B, S] (arXiv:2501.19399).
     """
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
+    at = torch.arange(query.shape[2], device=query.device)[None]
 
     def scale(place: Tensor) -> Tensor:
         steps = torch.floor((place.float() + 1.0) / module.floor_scale)
@@ -348,8 +350,7 @@ def rows_attention(
         all_keys = keys[rows.rows, :, : rows.total]
         all_values = values[rows.rows, :, : rows.total]
     mask = rows.mask(window_of(module, sliding_window))
-    at = torch.arange(query.shape[2], device=query.device).expand(len(query), -1)
-    query = scaled_by_position(module, query, at, rows.positions)
+    query = scaled_by_position(module, query, rows.positions)
     out = attend(query, all_keys, all_values, mask=mask, scale=scaling, sinks=s_aux)
     return out[..., :width].transpose(1, 2), None
 
