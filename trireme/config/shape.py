@@ -106,13 +106,15 @@ _OF_STATES = (
 `ModelShape.keeps`: measured with transformers' own code for a CPU, at a width of 512."""
 
 
-def _states_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a shape about layers with a state."""
-    layers = facts["num_hidden_layers"]
+def _states_of(facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of a shape about layers with a state; None if their size is unknown."""
     if not has_states(facts.get):
         return {}
-    kinds = facts.get("layer_types") or ["hybrid"] * layers
-    keys, keeps = next(both for both in _OF_STATES if all(facts.get(key) for key in both[0]))
+    kinds = facts.get("layer_types") or ["hybrid"] * facts["num_hidden_layers"]
+    sized = (both for both in _OF_STATES if all(facts.get(key) for key in both[0]))
+    keys, keeps = next(sized, ((), 0.0))
+    if not keys:
+        return None
     return {
         "stateful": sum(kind in WITH_STATE for kind in kinds),
         "attending": sum(
@@ -144,6 +146,8 @@ def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape
     ):
         return None
     assert isinstance(heads, int)
+    if (of_states := _states_of(facts)) is None:
+        return None
     width = facts.get("head_dim") or facts["hidden_size"] // heads
     return ModelShape(
         *(facts[name] for name in sizes[:3]),
@@ -155,7 +159,7 @@ def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape
         normed=width if kind in ("qwen3", "qwen3_moe") else 0,
         experts=experts,
         chosen=chosen if experts and isinstance(chosen, int) else 0,
-        **_states_of(facts),
+        **of_states,
     )
 
 

@@ -311,3 +311,8 @@ def test_the_plan_of_a_hybrid_is_near_what_a_rank_takes(
     peak = max(run(_exact_peak, tmp_path / "ranks", folder, tokens, {}))
     said = {name: round(size / MB) for name, size in parts.items()}
     assert 0.8 * peak < expected < 1.6 * peak, (round(peak / MB), said)
+
+
+@pytest.mark.parametrize("family", ["jamba", "zamba2", "falcon_mamba"])
+def test_states_of_unknown_size_have_no_plan(family: str) -> None:
+    assert shape_of(AutoConfig.for_model(family).to_dict()) is None
