@@ -5,8 +5,8 @@
     python scripts/pictures.py console OUT.svg LOG.txt                # a console, line after line
 
 The curves are read from `monitor/metrics.jsonl` of each folder, or from the row of a training and
-seed in the gallery's results. A console's lines light up at an
-even pace: the picture shows what is printed, and not when.
+seed in the gallery's results. A console's lines light up at an even pace: the picture shows what is
+printed, and not when.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from transformers import AutoModelForImageTextToText
 from tests.composites import make_composite
 from tests.engines.test_torch_engine import run
 from tests.tested import COMPOSITES, RANKS, families
-from tests.trainer.ranks import run as run_ranks
-from tests.trainer.samples import apart, backend_of, experiences, gap, gradients_of, move
-from tests.trainer.test_fsdp2 import LAYOUTS, _learn, _learned, _make
+from tests.trainer.samples import backend_of, experiences, gap, gradients_of, move
+from tests.trainer.test_fsdp2 import two_ranks_learn_alike
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig
@@ -113,11 +112,4 @@ def test_engines_take_the_weights_of_a_trained_composite(folder: Path) -> None:
 @pytest.mark.parametrize("family", families(RANKS, COMPOSITES))
 def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
     path = make_composite(tmp_path / "model", family)
-    names = ["plain", "lora"]
-    ranks = run_ranks(_learn, tmp_path / "ranks", path, names, world=2)
-    for name in names:
-        expected = _learned(_make(path, LAYOUTS[name][1]))
-        for got in ranks:
-            assert gap(got[name]["gradients"], expected["gradients"]) < 1e-5
-            assert apart(got[name]["weights"], expected["weights"]) < 1e-3
-            assert torch.allclose(got[name]["scores"], expected["scores"], atol=1e-4)
+    two_ranks_learn_alike(path, tmp_path / "ranks")

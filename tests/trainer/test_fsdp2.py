@@ -92,6 +92,18 @@ def _same(got: dict[str, Any], expected: dict[str, Any]) -> None:
             assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
+def two_ranks_learn_alike(path: Path, folder: Path) -> None:
+    """Two ranks learn what one process learns, with all weights and with an adapter."""
+    names = ["plain", "lora"]
+    ranks = run(_learn, folder, path, names, world=2)
+    for name in names:
+        expected = _learned(_make(path, LAYOUTS[name][1]))
+        for got in ranks:
+            assert gap(got[name]["gradients"], expected["gradients"]) < 1e-5
+            assert apart(got[name]["weights"], expected["weights"]) < 1e-3
+            assert torch.allclose(got[name]["scores"], expected["scores"], atol=1e-4)
+
+
 SLICED: dict[int, list[str]] = {2: ["plain", "many_micro_batches", "lora"], 4: ["plain"]}
 
 

@@ -20,10 +20,9 @@ from tests.engines.test_torch_engine import run
 from tests.hybrids import make_hybrid
 from tests.tested import ENGINE, HYBRIDS, LORA, ONE_OF_EACH, RANKS, TRAINER, families
 from tests.trainer.own_pass import in_float64, packed_gap
-from tests.trainer.ranks import run as run_ranks
-from tests.trainer.samples import apart, backend_of, experiences, gap, gradients_of, move
+from tests.trainer.samples import backend_of, experiences, gap, gradients_of, move
 from tests.trainer.test_composites import grpo
-from tests.trainer.test_fsdp2 import LAYOUTS, _learn, _learned, _make
+from tests.trainer.test_fsdp2 import two_ranks_learn_alike
 from trireme.batch import flatten, of_tokens
 from trireme.engines.engine import Sampling
 from trireme.engines.torch import decoder as decoder_module
@@ -297,14 +296,7 @@ def test_states_belong_to_a_version_as_keys_and_values_do(
 @pytest.mark.parametrize("family", families(RANKS, HYBRIDS))
 def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
     path = make_hybrid(tmp_path / "model", family)
-    names = ["plain", "lora"]
-    ranks = run_ranks(_learn, tmp_path / "ranks", path, names, world=2)
-    for name in names:
-        expected = _learned(_make(path, LAYOUTS[name][1]))
-        for got in ranks:
-            assert gap(got[name]["gradients"], expected["gradients"]) < 1e-5
-            assert apart(got[name]["weights"], expected["weights"]) < 1e-3
-            assert torch.allclose(got[name]["scores"], expected["scores"], atol=1e-4)
+    two_ranks_learn_alike(path, tmp_path / "ranks")
 
 
 def test_an_engine_takes_the_weights_of_a_trained_hybrid(folders: Callable[[str], Path]) -> None:
@@ -364,7 +356,7 @@ def test_layers_that_pass_no_carrier_are_refused(tmp_path: Path) -> None:
 
 def test_a_saved_state_counts_in_the_prefix_cache_as_tokens_do() -> None:
     """One layer's keys and values are 8 numbers a token, another's state is 160."""
-    saved = SavedRow({0: torch.zeros(2, 1, 32, 4)}, {(1, "conv0"): torch.zeros(160)})
+    saved = SavedRow({0: torch.zeros(2, 1, 32, 4)}, {1: {"conv0": torch.zeros(160)}})
     assert saved.tokens(32) == 52 and SavedRow(saved.layers, {}).tokens(32) == 32
     ids = list(range(33))
     for room, found in ((51, 0), (52, 32)):

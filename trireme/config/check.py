@@ -153,7 +153,7 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
     except ValueError as error:
         findings.problem("model.model_path", f"({model.model_path}) {error}")
         return None, findings
-    if facts.unknown_layers and stage.config.mode not in ("explore", "bench", "serve"):
+    if facts.unknown_layers and stage.config.mode in ("both", "train"):
         findings.problem(
             "model.model_path",
             f"({model.model_path}) has layers that cannot be trained "

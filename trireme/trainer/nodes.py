@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -117,9 +118,7 @@ def _stretches(trie: Trie) -> tuple[Sequence[tuple[int, int]], list[int]]:
         if start:
             above[first] = int(path[start - 1])
             cuts.add(above[first] + 1)
-    borders = sorted(cuts)
-    stretches = [*zip([0, *borders][:-1], borders, strict=True)]
-    stretches = [(begin, end) for begin, end in stretches if begin < end]
+    stretches = [*pairwise(sorted(cuts))]
     ending = {end - 1: number for number, (_, end) in enumerate(stretches)}
     roots = {int(path[0]) for start, path in trie.spans if not start}
     parents = [

@@ -28,8 +28,10 @@ def serving(folder: Path, *, max_model_len: int) -> Iterator[EngineHost]:
     """An engine's process inside."""
     host = vllm_host(folder, max_model_len=max_model_len)
     asyncio.run(start_all([host], START_S))
-    yield host
-    asyncio.run(stop_all([host]))
+    try:
+        yield host
+    finally:
+        asyncio.run(stop_all([host]))
 
 
 async def with_engine(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ext.vllm.host import vllm_host
+from tests.ext.vllm.host import serving
 from tests.ext.vllm.test_engine import PROMPT, run, trained
 from tests.hybrids import make_hybrid
 from tests.tested import HYBRIDS, VLLM, families
 from tests.trainer.test_hybrids import far_of
-from tests.vllm import START_S, needs_vllm
+from tests.vllm import needs_vllm
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.ext.remote.engine import RemoteEngine
-from trireme.ext.remote.engine_host import start_all, stop_all
 from trireme.ext.remote.push import GroupSync, HttpSync
 from trireme.sync.probe import Probe
 
@@ -54,9 +52,5 @@ def test_samples_are_scored_as_they_are_trained_and_a_push_is_proved(
             assert reply.logprobs == pytest.approx(scored[len(PROMPT) :], abs=1e-4)
         device.close()
 
-    host = vllm_host(folder)
-    asyncio.run(start_all([host], START_S))
-    try:
+    with serving(folder, max_model_len=64) as host:
         run(host, main)
-    finally:
-        asyncio.run(stop_all([host]))

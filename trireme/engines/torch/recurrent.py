@@ -59,15 +59,15 @@ class States:
     def __init__(self, begin: State | None) -> None:
         # copies: a mixer that works in place overwrites them
         self.end: State = {name: state.clone() for name, state in (begin or {}).items()}
-        self._given = {state.untyped_storage().data_ptr() for state in self.end.values()}
 
     def gradients(self) -> AbstractContextManager[Any]:
         """Let autograd save copies of the given states, which a single token overwrites."""
-        return saved_tensors_hooks(self._saved, _as_it_is)
+        given = {state.untyped_storage().data_ptr() for state in self.end.values()}
 
-    def _saved(self, tensor: Tensor) -> Tensor:
-        overwritten = tensor.untyped_storage().data_ptr() in self._given
-        return tensor.clone() if overwritten else tensor
+        def save(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.untyped_storage().data_ptr() in given else tensor
+
+        return saved_tensors_hooks(save, lambda tensor: tensor)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the last inputs of a convolution [N, C, K]."""
@@ -80,10 +80,6 @@ class States:
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Return the state of MiniMax's lightning attention [N, H, D, D]."""
         return self.end.get("linear")
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """Return whether these are not the first tokens."""
-        return bool(self.end)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True: the branch that returns all inputs of a convolution writes nothing in
@@ -248,10 +244,6 @@ class _OneToken:
         """Call the mixer from the beginning."""
         out, self.end = call(hidden, None)
         return out
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _cache_options(kind: type[nn.Module], states: States) -> dict[str, Any]:

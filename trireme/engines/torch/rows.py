@@ -8,7 +8,7 @@ that the model builds no mask; the rows of a forward pass are passed as the keyw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ class SavedRow:
 
     layers: dict[int, Tensor]
     """Keys and values [2, Hkv, length, D] of each layer that attends."""
-    states: dict[tuple[int, str], Tensor]
+    states: dict[int, State]
     """The state of each layer that has one, after all of these tokens."""
 
     def tokens(self, length: int) -> int:
@@ -41,14 +41,14 @@ class SavedRow:
         states.
         """
         held = sum(layer.numel() for layer in self.layers.values())
-        states = sum(state.numel() for state in self.states.values())
+        states = sum(state.numel() for each in self.states.values() for state in each.values())
         return length + (states * length // held if held else states)
 
     def copied(self, prompt: SavedRow | None = None) -> SavedRow:
         """Return a copy, with the keys and values of a prompt before its own."""
         parts = [self.layers] if prompt is None else [prompt.layers, self.layers]
         layers = {n: torch.cat([part[n] for part in parts], 2) for n in self.layers}
-        return SavedRow(layers, {name: state.clone() for name, state in self.states.items()})
+        return SavedRow(layers, _each(self.states, Tensor.clone))
 
 
 class RowStore:
@@ -62,7 +62,7 @@ class RowStore:
         """Keys and values of each layer together [2, rows, Hkv, length, D]: moved in one
         operation."""
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
-        self._states: dict[tuple[int, str], Tensor] = {}
+        self._states: dict[int, State] = {}
         self._shape = (0, 0)
 
     @property
@@ -88,8 +88,9 @@ class RowStore:
             new[:, : old.shape[1], :, : old.shape[3]] = old
             self._layers[layer], self._views[layer] = new, (new[0], new[1])
         if rows > have_rows:
-            for name, old in self._states.items():
-                self._states[name] = F.pad(old, (0, 0) * (old.ndim - 1) + (0, rows - len(old)))
+            self._states = _each(
+                self._states, lambda old: F.pad(old, (0, 0) * (old.ndim - 1) + (0, rows - len(old)))
+            )
 
     def fit(self, rows: int, length: int) -> None:
         """Give up room that `rows` rows of `length` tokens do not need, the present ones among
@@ -106,7 +107,7 @@ class RowStore:
         for layer, old in self._layers.items():
             new = old[:, :rows, :, :length].clone(memory_format=torch.contiguous_format)
             self._layers[layer], self._views[layer] = new, (new[0], new[1])
-        self._states = {name: old[:rows].clone() for name, old in self._states.items()}
+        self._states = _each(self._states, lambda old: old[:rows].clone())
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, which are allocated on first use."""
@@ -120,16 +121,16 @@ class RowStore:
         """Return a layer's states of some rows, in a copy if `rows` is a tensor; None before its
         first tokens.
         """
-        found = {name: state[rows] for (n, name), state in self._states.items() if n == layer}
-        return found or None
+        found = self._states.get(layer)
+        return None if found is None else {name: state[rows] for name, state in found.items()}
 
     def put_states(self, layer: int, rows: Tensor | slice, states: State) -> None:
         """Overwrite a layer's states of some rows."""
+        held = self._states.setdefault(layer, {})
         for name, state in states.items():
-            key = layer, name
-            if key not in self._states:
-                self._states[key] = state.new_zeros(self._shape[0], *state.shape[1:])
-            self._states[key][rows] = state
+            if name not in held:
+                held[name] = state.new_zeros(self._shape[0], *state.shape[1:])
+            held[name][rows] = state
 
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` tokens of a row, all that it has, into others."""
@@ -138,13 +139,14 @@ class RowStore:
                 tensor[:, targets[0], :, :length] = tensor[:, source, :, :length]
             else:
                 tensor[:, targets, :, :length] = tensor[:, source, None, :, :length].clone()
-        for state in self._states.values():
-            state[targets] = state[source].clone()
+        for states in self._states.values():
+            for state in states.values():
+                state[targets] = state[source].clone()
 
     def row(self, row: int, length: int) -> SavedRow:
         """Return views of a row's first `length` tokens; its states are after all that it has."""
         layers = {n: layer[:, row, :, :length] for n, layer in self._layers.items()}
-        return SavedRow(layers, {name: state[row] for name, state in self._states.items()})
+        return SavedRow(layers, _each(self._states, lambda state: state[row]))
 
     def put(self, row: int, saved: SavedRow, length: int) -> None:
         """Write the first `length` tokens that `row` returned into a row; where there are states,
@@ -153,12 +155,20 @@ class RowStore:
         for layer, old in saved.layers.items():
             self.layer(layer, old)
             self._layers[layer][:, row, :, :length] = old[:, :, :length]
-        for (layer, name), state in saved.states.items():
-            self.put_states(layer, slice(row, row + 1), {name: state[None]})
+        for layer, states in _each(saved.states, lambda state: state[None]).items():
+            self.put_states(layer, slice(row, row + 1), states)
 
     def clear(self) -> None:
         """Release the tensors."""
         self._layers, self._views, self._states, self._shape = {}, {}, {}, (0, 0)
+
+
+def _each(states: dict[int, State], change: Callable[[Tensor], Tensor]) -> dict[int, State]:
+    """Return the states of all layers, each changed."""
+    return {
+        layer: {name: change(state) for name, state in each.items()}
+        for layer, each in states.items()
+    }
 
 
 @dataclass
@@ -336,7 +346,8 @@ def rows_attention(
             f"{type(module).__name__} has values of {width} numbers and keys of {key.shape[3]}: "
             "the embedded engine cannot store them"
         )
-    value = F.pad(value, (0, key.shape[3] - width))  # as wide as keys, and they lie together
+    if width < key.shape[3]:  # keys and values lie together, equally wide
+        value = F.pad(value, (0, key.shape[3] - width))
     keys, values = rows.store.layer(int(module.layer_idx), key)  # pyright: ignore
     batch = query.shape[0]
     if rows.rows is None:

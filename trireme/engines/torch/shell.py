@@ -76,7 +76,9 @@ class TorchSettings:
 def load_shell(
     path: str | Path, *, device: str, dtype: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a separate model. Raises ValueError for layers of an unknown kind."""
+    """Load a separate model. Raises ValueError for layers of an unknown kind, or with states that
+    the engine decodes otherwise than the model reads.
+    """
     rows.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     prove_states(config, trust_remote_code=trust_remote_code)
