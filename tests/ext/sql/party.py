@@ -26,6 +26,10 @@ BATCH, SAVE_INTERVAL = 64, 5
 LEASE = 10.0
 GO = "go"
 """In the folder, once all writers have opened the buffer."""
+ALL_KILLED = "all_killed"
+"""In the folder, once nobody else is to be killed: until then nobody comes to an end."""
+SHARE_BEFORE = 0.5
+"""The part of their share of all experiences that readers take before that."""
 
 
 def open_as(url: str, role: Any, name: str) -> SqlBuffer:
@@ -45,20 +49,26 @@ def load(path: Path, default: Any) -> Any:
     return json.loads(path.read_text()) if path.exists() else default
 
 
+async def appears(path: Path) -> None:
+    while not path.exists():
+        await asyncio.sleep(0.01)
+
+
 async def write(url: str, name: str, folder: Path, steps: int) -> None:
     """Every step once, or again after a kill."""
     buffer, meta = open_as(url, "explore", name), folder / f"{name}.json"
     if not meta.exists():
         write_json(meta, 0)
-    while not (folder / GO).exists():  # else the first could have ended before the others begin
-        await asyncio.sleep(0.01)
+    await appears(folder / GO)  # else the first could have ended before the others begin
     for step in range(load(meta, 0), steps):
+        if step == steps - 1:
+            await appears(folder / ALL_KILLED)
         await buffer.put(made(name, step))
         write_json(meta, step + 1)
     await buffer.close()
 
 
-async def read(url: str, name: str, folder: Path) -> None:
+async def read(url: str, name: str, folder: Path, share: int = 0) -> None:
     """Until the writers have ended."""
     buffer, checkpoint = open_as(url, "train", name), folder / f"{name}.json"
     saved = load(checkpoint, None)
@@ -75,6 +85,8 @@ async def read(url: str, name: str, folder: Path) -> None:
         if ended or taken % SAVE_INTERVAL == 0:
             write_json(checkpoint, {"buffer": buffer.state(), "learned": learned})
             buffer.commit()
+            if len(learned) >= SHARE_BEFORE * share:  # having committed: nothing is under a lease
+                await appears(folder / ALL_KILLED)
     await buffer.close()
 
 
@@ -84,4 +96,4 @@ if __name__ == "__main__":
     if role == "explore":
         asyncio.run(write(address, own_name, Path(place), int(count[0])))
     else:
-        asyncio.run(read(address, own_name, Path(place)))
+        asyncio.run(read(address, own_name, Path(place), share=int(count[0]) * TASKS * RUNS))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ext.sql.party import GO, RUNS, TASKS, made, read
+from tests.ext.sql.party import ALL_KILLED, GO, RUNS, TASKS, made, read
 from tests.limits import HANG_S
 from tests.postgres import Server
 
@@ -83,6 +83,7 @@ def play(url: str, folder: Path, number: int, steps: int) -> float:
         all_of_them.kill_at("explorer_1", steps // 3)
         all_of_them.start("explore", "explorer_1")  # as a launcher does; it repeats its step
         all_of_them.kill_at("trainer_1", steps * TASKS * RUNS // 6)  # this one stays away
+        (folder / ALL_KILLED).touch()
         all_of_them.finish()
         return time.monotonic() - started
 
