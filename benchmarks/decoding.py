@@ -136,7 +136,8 @@ def measured(
     for name, (work, rows) in works.items():
         ways: dict[str, Callable[[], object]] = {}
         for way, one in lean.items():
-            decoder = Decoder(shell, tokenizer, kv_tokens=2**18, prefix_tokens=0, forward=one)
+            decoder = Decoder(shell, tokenizer, kv_tokens=2**18, prefix_tokens=0)
+            decoder.forward = one
             ways[way] = lambda decoder=decoder, work=work, rows=rows: by_decoder(
                 decoder, work, rows
             )

@@ -61,7 +61,7 @@ def test_an_unknown_field_lists_the_known_ones():
 
 def test_images_are_refused_by_name():
     e = Experience([1, 2], prompt_length=1, multi_modal_inputs={"pixels": torch.zeros(1)})
-    with pytest.raises(ValueError, match="only text"):
+    with pytest.raises(ValueError, match="has multi_modal_inputs, which are not trained"):
         flatten([e])
 
 

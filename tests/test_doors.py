@@ -94,7 +94,8 @@ def test_a_store_is_named_by_storage_type_checked_and_made(package: None, tmp_pa
     (plan,) = make_plans(config)
     assert plan.store.kind == "shelf"
     assert plan.store.path == str(plan.job_dir / "buffer" / "experience_buffer.shelf")
-    text: Any = SimpleNamespace(tokenizer=None, template=None)
+    chat = SimpleNamespace(reader=None)
+    text: Any = SimpleNamespace(tokenizer=None, template=None, chat=chat)
     buffer = make_buffer(plan, JobFolder(plan.job_dir), text)
 
     async def run() -> list[str]:

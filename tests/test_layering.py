@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "usercode",
         "config",
     ),
-    ("registry", "text"),
+    ("registry", "text", "pictures"),
     ("extensions",),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trireme.experience import TOKEN_FIELDS, Experience
+from trireme.pictures import BEGIN, Picture, Pictures, album, first_of
 
 # The names of the experience's per-token fields in parts of an algorithm.
 FIELD_NAMES = {
@@ -180,6 +181,8 @@ class Batch:
     """All other per-token data, each [M]."""
     missing: dict[str, str]
     """Maps a field that not every experience has to the id of the first that lacks it."""
+    pictures: Pictures = field(default_factory=dict)
+    """The pictures of all samples, and perhaps of others."""
 
     @property
     def num_samples(self) -> int:
@@ -235,6 +238,7 @@ class Batch:
             temperatures=self.temperatures[index],
             fields={name: value[index] for name, value in self.fields.items()},
             missing=self.missing,
+            pictures=self.pictures,
         )
 
 
@@ -312,6 +316,10 @@ def flatten(experiences: Sequence[Experience]) -> Batch:
             missing[name] = lacking[0]
         else:
             fields[name] = _joined(rows)[entries]
+    pictures = album(picture for e in experiences for picture in e.pictures)
+    tokens = _joined([e.tokens for e in experiences])
+    if len(tokens) and int(tokens.max()) >= BEGIN:
+        _check_pictures(experiences, pictures)
     return Batch(
         tokens=tuple(e.tokens.numpy() for e in experiences),
         eids=tuple(e.eid.uid for e in experiences),
@@ -319,26 +327,49 @@ def flatten(experiences: Sequence[Experience]) -> Batch:
         counts=counts,
         sample_ids=torch.from_numpy(sample_ids),
         positions=entries - torch.from_numpy(starts[sample_ids]),
-        targets=_joined([e.tokens for e in experiences])[entries],
+        targets=tokens[entries],
         temperatures=temperatures[torch.from_numpy(sample_ids)],
         fields=fields,
         missing=missing,
+        pictures=pictures,
     )
 
 
-def of_tokens(rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Batch:
-    """Make a batch in which every token except each row's first is an entry: for scoring
-    plain ids.
+def of_tokens(
+    rows: Sequence[Sequence[int]], *, temperature: float = 1.0, pictures: Sequence[Picture] = ()
+) -> Batch:
+    """Make a batch in which every token is an entry, except each row's first and those of pictures:
+    for scoring plain ids.
     """
+    masks = [[at > 0 and token < BEGIN for at, token in enumerate(row)] for row in rows]
     return flatten(
-        [Experience(list(row), prompt_length=1, temperature=temperature) for row in rows]
+        [
+            Experience(list(row), mask=mask, temperature=temperature, pictures=pictures)
+            for row, mask in zip(rows, masks, strict=True)
+        ]
     )
+
+
+def _check_pictures(experiences: Sequence[Experience], pictures: Pictures) -> None:
+    """Raise ValueError for a picture's token that is trained, or whose picture is missing."""
+    for e in experiences:
+        seen = e.tokens >= BEGIN
+        if bool((seen & e.mask).any()):
+            raise ValueError(
+                f"experience {e.eid.uid} trains a token of a picture: expected a mask that is "
+                "false there"
+            )
+        if any(first_of(token) not in pictures for token in e.tokens[seen].tolist()):
+            raise ValueError(
+                f"experience {e.eid.uid} has tokens of a picture that is not among its `pictures`"
+            )
 
 
 def _mask(e: Experience) -> Tensor:
     if e.multi_modal_inputs:
         raise ValueError(
-            f"experience {e.eid.uid} has multi_modal_inputs: only text is trained here"
+            f"experience {e.eid.uid} has multi_modal_inputs, which are not trained here: expected "
+            "`pictures`, and their token ids"
         )
     return e.mask
 

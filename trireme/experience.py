@@ -7,7 +7,9 @@ Invariants, everywhere inside the code:
   data;
 - `logprobs[t]` is log-softmax(logits / temperature) of token t under the policy that sampled it,
   without truncation or penalties, so that the trainer can recompute it;
-- index 0 and unsampled tokens hold 0 in `logprobs` and never enter a ratio.
+- index 0 and unsampled tokens hold 0 in `logprobs` and never enter a ratio;
+- a token of a picture has an id that no vocabulary has (trireme/pictures.py), is never trained, and
+  its picture is in `pictures`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trireme.pictures import Picture
 from trireme.text import storable
 
 # Fields with one entry per token, and their types.
@@ -123,6 +126,8 @@ class Experience:
     chosen: Tensor | None
     rejected: Tensor | None
     multi_modal_inputs: dict[str, Tensor] | None
+    pictures: tuple[Picture, ...]
+    """The pictures of `tokens`, each once."""
 
     def __init__(
         self,
@@ -154,6 +159,7 @@ class Experience:
         chosen: Tensor | Sequence[int] | None = None,
         rejected: Tensor | Sequence[int] | None = None,
         multi_modal_inputs: dict[str, Tensor] | None = None,
+        pictures: Iterable[Picture] = (),
     ) -> None:
         self.tokens = _row(tokens, torch.int64)
         if self.tokens.dim() != 1 or self.tokens.shape[0] == 0:
@@ -190,6 +196,7 @@ class Experience:
         self.chosen = None if chosen is None else torch.as_tensor(chosen, dtype=torch.int64)
         self.rejected = None if rejected is None else torch.as_tensor(rejected, dtype=torch.int64)
         self.multi_modal_inputs = multi_modal_inputs
+        self.pictures = tuple(pictures)
 
     def aligned(self, name: str, value: Tensor | Sequence[Any]) -> Tensor:
         """Return `value` at the length of `tokens`; a response-length one gets leading zeros

@@ -78,6 +78,8 @@ KINDS = (
     "engine",
     "servers",
     "forward_pass",
+    "vision",
+    "picture_reader",
     "push",
     "steering",
     "memory_planner",

@@ -401,6 +401,12 @@ SERVERS = Registry("servers of engines", kind="servers")
 FORWARD_PASSES = Registry("forward pass", kind="forward_pass")
 """Functions that make a faster pass for the embedded engine: see engines/torch/forward.py."""
 
+VISIONS = Registry("vision", kind="vision")
+"""Functions that make a model see pictures: see engines/torch/vision.py."""
+PICTURE_READERS = Registry("picture reader", kind="picture_reader")
+"""Functions `(model_path, config)` that make a PictureReader, or return None for a model that takes
+no pictures: see pictures.py."""
+
 PUSHES = Registry("weight push", kind="push")
 """Methods of sending weights to an engine, which names its own: see sync/push.py."""
 LAUNCHERS = Registry("cluster.launcher", kind="launcher")

@@ -2,7 +2,8 @@
 
 No pickle: data from disk or network can contain tensors and JSON values and nothing else. All rows
 of numbers are concatenated in one tensor of 4-byte words, each in the shortest of three forms
-(unchanged; runs of equal words; nonzero words and their positions), bit for bit; text is
+(unchanged; runs of equal words; nonzero words and their positions), bit for bit, ids of pictures as
+two words each; a picture's bytes are there once; text is
 compressed, since it contains a reply both as text and in its messages. Version 1 can still be read.
 
 A flipped bit is detected: in the text by zlib, in the rest by a checksum (which older bytes lack).
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load, save
 
 from trireme.experience import EID, TOKEN_FIELDS, Experience
+from trireme.pictures import BEGIN, Picture
 
 FORMAT = "trireme-experiences-2"
 _FORMAT_1 = "trireme-experiences-1"
@@ -51,6 +53,9 @@ def encode(experiences: Sequence[Experience]) -> bytes:
     for index, e in enumerate(experiences):
         for key, value in (e.multi_modal_inputs or {}).items():
             images[f"mm/{index}/{key}"] = value.contiguous()
+        for picture in e.pictures:  # once, however many experiences show it
+            data = torch.frombuffer(bytearray(picture.data), dtype=torch.uint8)
+            images[f"picture/{picture.digest}"] = data
     forms, words = [], []
     for name in _ROWS:
         rows = [row for e in experiences if (row := getattr(e, name)) is not None]
@@ -139,6 +144,13 @@ def _experiences(
 ) -> list[Experience]:
     """Cut the concatenated rows; `tensors` has the images."""
     offsets = dict.fromkeys(rows, 0)
+    pictures: dict[str, Picture] = {}
+
+    def picture_of(digest: str, tokens: int, grid: Sequence[int]) -> Picture:
+        if digest not in pictures:
+            data = tensors[f"picture/{digest}"].numpy().tobytes()
+            pictures[digest] = Picture(data, digest, tokens, tuple(grid))
+        return pictures[digest]
 
     def cut(name: str, length: int) -> torch.Tensor:
         start = offsets[name]
@@ -151,7 +163,12 @@ def _experiences(
         fields.update({name: header[name] for name in _PLAIN if name in header})
         prefix = f"mm/{index}/"
         images = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        out.append(Experience(**fields, eid=EID(*header["eid"]), multi_modal_inputs=images or None))
+        seen = [picture_of(*each) for each in header.get("pictures", ())]
+        out.append(
+            Experience(
+                **fields, eid=EID(*header["eid"]), multi_modal_inputs=images or None, pictures=seen
+            )
+        )
     return out
 
 
@@ -163,6 +180,8 @@ def _header(e: Experience) -> dict[str, Any]:
         "eid": [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix],
     }
     row.update({name: value for name in _PLAIN if (value := getattr(e, name)) not in (None, {})})
+    if e.pictures:
+        row["pictures"] = [[each.digest, each.tokens, each.grid] for each in e.pictures]
     return row
 
 
@@ -188,7 +207,9 @@ def _packed(row: torch.Tensor) -> tuple[str, Words]:
     if plain.dtype == np.int64:
         words = plain.astype(np.int32)
         if (words != plain).any():
-            raise ValueError(f"token ids go up to {plain.max()}: expected less than 2**31")
+            if not ((words == plain) | (plain >= BEGIN)).all():
+                raise ValueError(f"token ids go up to {plain.max()}: expected less than 2**31")
+            return "wide", plain.view(np.int32)
         return "all", words
     words = plain.view(np.int32) if plain.dtype == np.float32 else plain.astype(np.int32)
     size = len(words)
@@ -222,6 +243,8 @@ def _unpacked(name: str, form: str, words: Words) -> torch.Tensor:
         there = np.repeat(np.arange(runs) % 2 == 1, words[2 : 2 + runs])
         values, words = words[2 + runs :], np.zeros(size, np.int32)
         words[there] = values
+    elif form == "wide":
+        return torch.from_numpy(words.copy().view(np.int64))
     kind = TOKEN_FIELDS.get(name, torch.int64)
     row = torch.from_numpy(words)
     return row.view(torch.float32) if kind == torch.float32 else row.to(kind)

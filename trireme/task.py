@@ -118,6 +118,11 @@ class Task:
         return self.raw_task.get(self.prompt_key)
 
     @property
+    def image_key(self) -> str | None:
+        """The column of the row's pictures; None: `images` or `image`, if there is one."""
+        return self._format("image_key")
+
+    @property
     def truth_key(self) -> str:
         """The column of the right answer."""
         return self._format("response_key", "response")

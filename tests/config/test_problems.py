@@ -424,7 +424,7 @@ def test_determinism_names_all_that_it_lacks(tmp_path):
             "data_processor.task_pipeline={priority_weights: {difficulty: 1.0}}",
             "data_processor.task_pipeline.priority_weights",
         ),
-        (f"{TASKSET}.format.image_key=answer", f"{TASKSET}.format.image_key"),
+        (f"{TASKSET}.format.video_key=answer", f"{TASKSET}.format.video_key"),
     ],
 )
 def test_what_comes_later_is_refused_with_its_key(tmp_path, override, key):

@@ -189,10 +189,10 @@ def test_a_base_model_gets_a_conversation_as_lines() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "What is it?", "images": ["a.png"]}, "'images' is not empty: only text"),
+        ({"prompt": "What is it?", "videos": ["a.mp4"]}, "'videos' is not empty: only text"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
-            "only text is supported",
+            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]},
+            "only text and pictures are supported",
         ),
         ({"prompt": [{"content": "no role"}]}, "'role' and 'content'"),
         ({"prompt": []}, "expected text, or a list of messages"),

@@ -77,6 +77,7 @@ class FileStore:
             chat_template=parts.chat_template,
             enable_thinking=plan.config.model.enable_thinking,
             on_error=config.on_error,
+            reader=parts.reader,
         )
         epochs = None if plan.steps.train or parts.endless else plan.config.buffer.total_epochs
         return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)

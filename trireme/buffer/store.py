@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trireme.buffer.buffer import Buffer
 from trireme.config import Plan, Problem
 from trireme.config.schema_rollout import ExperienceBufferConfig
+from trireme.pictures import PictureReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,8 @@ class StoreParts:
     """The ids that end the model's generation: supervised replies must end with one."""
     endless: bool = False
     """Whether a data set restarts at its end, because it is mixed into something else."""
+    reader: PictureReader | None = None
+    """Reads the pictures of rows; None: the model takes none."""
 
     def copy(self) -> Record:
         """Make the copy for people, for a store whose contents nobody can read."""

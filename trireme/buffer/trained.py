@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from trireme.files import remove, write_bytes
+from trireme.pictures import BEGIN, PICTURE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,8 +115,9 @@ class TrainedTokens:
                 at = np.searchsorted(positions[own], place.numpy())
                 if len(at) and at.max() < part.counts[n]:
                     new[own][at] = row.numpy()
+        tokens = np.concatenate(part.tokens)
         rows: dict[str, Numbers] = {
-            "tokens": np.concatenate(part.tokens).astype(np.int32),
+            "tokens": np.where(tokens >= BEGIN, PICTURE, tokens).astype(np.int32),
             "positions": positions.astype(np.int32),
             "trained_logprobs": new,
         }

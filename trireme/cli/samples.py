@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from trireme.pictures import legible
+
 if TYPE_CHECKING:
     from trireme.config import Plan
     from trireme.experience import Experience
@@ -41,6 +43,7 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
         chat_template=text.template,
         enable_thinking=plan.config.model.enable_thinking,
         on_error=config.on_error,
+        reader=text.chat.reader,
     )
     for index in range(min(count, len(to_experience))):
         experience = to_experience(index, eid=EID(0, index))
@@ -71,7 +74,7 @@ def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer:
         for token, weight in zip(ids, weights, strict=True)
     ]
     parts = [
-        (tokenizer.decode([ids[index] for index in places]), weight, is_special)
+        (legible([ids[index] for index in places], tokenizer.decode), weight, is_special)
         for (weight, is_special), places in groupby(range(len(ids)), key=lambda i: kinds[i])
     ]
     trained = sum(weight != 0 for weight in weights)

@@ -32,8 +32,8 @@ class FormatConfig(Section):
     """Column of a whole conversation."""
     tools_key: str = "tools"
     """Column of the tools that the conversation may call."""
-    image_key: Annotated[str | None, Refused("is not supported yet: prompts are text only")] = None
-    """Column of images."""
+    image_key: str | None = None
+    """Column of images; not given: `images` or `image`, if there is one."""
     video_key: Annotated[str | None, Refused("is not supported yet: prompts are text only")] = None
     """Column of videos."""
     reply_prefix: str | None = None
@@ -255,8 +255,8 @@ class RolloutModelConfig(Section, place="explorer.rollout_model"):
     """Give the trainer the experts that the engine chose."""
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
-    enable_multimodal: Annotated[bool, Refused("is not supported yet: text only")] = False
-    """Take images and videos in prompts."""
+    enable_multimodal: Annotated[bool, NoEffect()] = False
+    """Take images in prompts: what a model can see follows from its folder."""
     enable_log_requests: Annotated[bool, NoEffect()] = False
     """Log every request in the engine's own log."""
     weight_sync_buffer_size: Annotated[int | None, Ge(1), NoEffect()] = None

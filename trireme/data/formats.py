@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +19,15 @@ from typing import Any, ClassVar
 from trireme.data.reply_mask import Rendered, message_weight, render_conversation, render_plain
 from trireme.data.rows import OnError, Rows
 from trireme.experience import EID, Experience
+from trireme.pictures import (
+    PictureReader,
+    images_of,
+    pictures_in,
+    tagged,
+    with_images,
+    with_placeholders,
+    with_read,
+)
 from trireme.task import with_objects
 from trireme.text import has_half
 
@@ -99,10 +108,12 @@ class SftFormat:
         chat_template: str | None = None,
         enable_thinking: bool | None = None,
         on_error: OnError = "fail",
+        reader: PictureReader | None = None,
     ) -> None:
         """`end_ids` are the ids at which the model's generation stops; not given: the tokenizer's.
 
         `chat_template` and `enable_thinking` are the model's; those of the format override them.
+        `reader` reads the rows' pictures; None: the model takes none.
         Raises ValueError for a row that does not fit its columns, before any training; with
         `on_error` skip it is left out, and counted as `malformed`.
         """
@@ -110,6 +121,7 @@ class SftFormat:
         self._format = dict(format_args or {})
         self._columns = self.columns_of(rows, self._format)
         self._tokenizer = tokenizer
+        self._reader = reader
         self._max_len = max_model_len
         eos = tokenizer.eos_token_id
         self._end_ids = list(end_ids) or ([] if eos is None else [eos])
@@ -150,9 +162,16 @@ class SftFormat:
             prompt_length=first,
             eid=eid,
             truncate_status="response_truncated" if cut else None,
-            prompt_text=self._tokenizer.decode(ids[:first]),
-            response_text=self._tokenizer.decode(ids[first:]),
+            prompt_text=self._decode(ids[:first]),
+            response_text=self._decode(ids[first:]),
+            pictures=rendered.pictures,
         )
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Decode ids to text, with a placeholder for each picture."""
+        if self._reader is not None:
+            ids = with_placeholders(ids, self._reader.placeholder)
+        return self._tokenizer.decode(ids)
 
     @contextmanager
     def _naming(self, index: int) -> Iterator[None]:
@@ -164,15 +183,25 @@ class SftFormat:
     def _render(self, row: Mapping[str, Any], columns: Columns | None = None) -> Rendered:
         columns = columns or self._columns
         if self._has_template:
-            return render_conversation(
+            messages = self._messages(row, columns)
+            if images := images_of(row, self._format.get("image_key")):
+                messages = with_images(tagged(messages, images), images)
+            if self._reader is not None:
+                messages = [with_read(message, self._reader.read) for message in messages]
+            elif pictures_in(messages):
+                raise ValueError("the row shows a picture, and the model takes text alone")
+            rendered = render_conversation(
                 self._tokenizer,
-                self._messages(row, columns),
+                messages,
                 tools=parsed(row.get(self._format.get("tools_key", "tools"))),
                 all_turns=bool(self._format.get("enable_concatenated_multi_turn")),
                 end_ids=self._end_ids,
                 template=self._template,
                 options=self._options,
             )
+            if self._reader is None or not (pictures := pictures_in(messages)):
+                return rendered
+            return rendered.show(pictures, self._reader.placeholder)
         prompt, response = row[str(columns.prompt)], row[str(columns.response)]
         eos = self._end_ids[0] if self._end_ids else None
         system = self._system(row)

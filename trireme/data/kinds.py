@@ -71,11 +71,9 @@ class DpoFormat(SftFormat):
             chosen=chosen,
             rejected=rejected,
             eid=eid,
-            prompt_text=self._tokenizer.decode(prompt),
-            info={
-                "chosen": self._tokenizer.decode(chosen),
-                "rejected": self._tokenizer.decode(rejected),
-            },
+            prompt_text=self._decode(prompt),
+            info={"chosen": self._decode(chosen), "rejected": self._decode(rejected)},
+            pictures=better.pictures,
         )
 
     @property

@@ -23,6 +23,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from trireme.pictures import Picture, album, placed
 from trireme.text import joined
 
 _OWN_KEYS = ("weight", "loss_scale", "loss")
@@ -39,12 +40,30 @@ class Rendered:
     rewritten: int = 0
     weights: list[float] = field(default_factory=list)
     """The loss weight of each token; 0 if it is not trained."""
+    pictures: tuple[Picture, ...] = ()
+    """The pictures of `ids`."""
 
     def add(self, ids: Sequence[int], trained: int, weight: float = 1.0) -> None:
         """Append ids, the first `trained` of them to be trained."""
         self.ids += ids
         self.mask += [index < trained for index in range(len(ids))]
         self.weights += [weight if index < trained else 0.0 for index in range(len(ids))]
+
+    def show(self, pictures: Sequence[Picture], placeholder: int) -> Rendered:
+        """Return the same with pictures in place of the placeholders that are left, in order; their
+        tokens are not trained. Raises ValueError for fewer pictures.
+        """
+        # what follows the last trained reply is left out, and its pictures with it
+        shown = pictures[: self.ids.count(placeholder)]
+        out = Rendered(placed(self.ids, shown, placeholder), [], self.rewritten)
+        out.pictures = tuple(album(shown).values())
+        following = iter(zip(self.ids, self.mask, self.weights, strict=True))
+        sizes = iter(shown)
+        for token, trained, weight in following:
+            size = next(sizes).tokens if token == placeholder else 0
+            out.mask += [False] * size or [trained]
+            out.weights += [0.0] * size or [weight]
+        return out
 
 
 def render_conversation(

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from trireme.pictures import Picture
 from trireme.registry import did_you_mean
 
 StopReason = Literal["stop", "length", "aborted"]
@@ -154,6 +155,8 @@ class EngineTraits:
     """The name in MODELS of the model that workflows use: with `messages`, conversations reach the
     engine as they are, since its ids are not the run's (ext/external_model).
     """
+    sees: bool = False
+    """Whether prompts may show pictures."""
 
 
 class Restartable(Protocol):
@@ -194,12 +197,15 @@ class Engine(Protocol):
         *,
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> list[Completion]:
         """Return `sampling.n` completions of one prompt.
 
         `key` is (batch, task, run, call): in deterministic mode requests enter in its order, and it
         seeds the random stream. `on_token` is called on the event loop for each token as it is
-        sampled; an engine that cannot stream ignores it. Cancelling the call aborts its rows.
+        sampled; an engine that cannot stream ignores it. `pictures` are those whose tokens are
+        among `ids`, for an engine whose traits say that it sees. Cancelling the call aborts its
+        rows.
         Raises ValueError for a prompt that leaves no room, RuntimeError when the engine has failed
         or is closed.
         """
@@ -209,7 +215,7 @@ class Engine(Protocol):
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
         """Return log p(token t | earlier) of given sequences, one number per token; index 0
-        is 0.
+        is 0. An engine that sees takes `pictures` here too; their own tokens get 0.
         """
         ...
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trireme.engines.engine import COLDEST, HOTTEST, Completion, Sampling, StopReason
 from trireme.engines.sampling import stream_of
+from trireme.pictures import BEGIN, Picture, Pictures, album, shown
 
 _TAIL = 8  # tokens decoded in addition to the longest stop string's length, at one character each
 
@@ -29,6 +30,10 @@ class Request:
     """The random stream of the request: see `uniforms`."""
     max_tokens: int
     ends: frozenset[int]
+    pictures: tuple[Picture, ...] = ()
+    """The pictures of the prompt."""
+    shift: int = 0
+    """How much later the rotary positions of new tokens are than their places: see vision.py."""
     out: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
@@ -124,6 +129,7 @@ def make_requests(
     max_model_len: int,
     vocabulary: int,
     ends: Iterable[int],
+    pictures: Sequence[Picture] = (),
 ) -> list[Request]:
     """Make one request per sample, each with its own random stream.
 
@@ -137,7 +143,11 @@ def make_requests(
             f"a prompt of {len(ids)} tokens: expected 1 to {max_model_len - 1} "
             f"(max_model_len {max_model_len}, and at least one token to generate)"
         )
-    ids = checked_ids(ids, vocabulary, "the prompt")
+    known = album(pictures)
+    ids = checked_ids(ids, vocabulary, "the prompt", pictures=known)
+    seen = tuple(shown(ids, known).values())
+    if ids[-1] >= BEGIN:
+        raise ValueError("the prompt ends in a picture: expected text after it")
     checked_ids(sampling.stop_token_ids, vocabulary, "stop_token_ids")
     ending = set() if sampling.ignore_eos else {end for end in ends if end < vocabulary}
     stops = set(sampling.stop_token_ids) | ending
@@ -151,28 +161,41 @@ def make_requests(
             stream=stream_of(*stream, sample),
             max_tokens=min(sampling.max_tokens, room),
             ends=frozenset(stops),
+            pictures=seen,
         )
         for sample in range(sampling.n)
     ]
 
 
-def checked_ids(ids: Sequence[int], vocabulary: int, what: str) -> list[int]:
-    """Copy token ids into a list. Raises ValueError for an id that the model does not have."""
+def checked_ids(
+    ids: Sequence[int], vocabulary: int, what: str, *, pictures: Pictures | None = None
+) -> list[int]:
+    """Copy token ids into a list. Raises ValueError for an id that neither the model nor one of the
+    `pictures` has.
+    """
     try:
         tokens = list(map(operator.index, ids))
     except TypeError as error:
         raise ValueError(f"{what} holds what is no token id: {error}") from error
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        index, token = next((n, t) for n, t in enumerate(tokens) if not 0 <= t < vocabulary)
+    plain = tokens
+    if pictures and shown(tokens, pictures):
+        plain = [token for token in tokens if token < BEGIN]
+    if plain and not 0 <= min(plain) <= max(plain) < vocabulary:
+        bad = next(token for token in plain if not 0 <= token < vocabulary)
         raise ValueError(
-            f"{what} holds the id {token} (at {index}): expected 0 to {vocabulary - 1}, "
+            f"{what} holds the id {bad} (at {tokens.index(bad)}): expected 0 to {vocabulary - 1}, "
             f"this model's vocabulary"
         )
     return tokens
 
 
 def checked_rows(
-    rows: Sequence[Sequence[int]], temperature: float, *, vocabulary: int, max_model_len: int
+    rows: Sequence[Sequence[int]],
+    temperature: float,
+    *,
+    vocabulary: int,
+    max_model_len: int,
+    pictures: Sequence[Picture] = (),
 ) -> list[list[int]]:
     """Check rows to be scored. Raises ValueError for one that the model cannot score."""
     if not 0 <= temperature <= HOTTEST or 0 < temperature < COLDEST:
@@ -184,4 +207,8 @@ def checked_rows(
             raise ValueError(
                 f"row {index} has {len(row)} tokens: expected 1 to {max_model_len} (max_model_len)"
             )
-    return [checked_ids(row, vocabulary, f"row {index}") for index, row in enumerate(rows)]
+    known = album(pictures)
+    return [
+        checked_ids(row, vocabulary, f"row {index}", pictures=known)
+        for index, row in enumerate(rows)
+    ]

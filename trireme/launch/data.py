@@ -12,10 +12,13 @@ from trireme.buffer.buffer import Buffer
 from trireme.buffer.store import StoreParts
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.config.lookup import model_config
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.config.store import store_named
 from trireme.files import read_text
 from trireme.model.chat_tokens import ChatTokens
+from trireme.pictures import PictureReader
+from trireme.registry import PICTURE_READERS
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,16 @@ def make_text(plan: Plan, model_path: str) -> Text:
         enable_thinking=model.enable_thinking,
         tool_call_parser=plan.config.explorer.rollout_model.tool_call_parser,
         reasoning_parser=plan.config.explorer.rollout_model.reasoning_parser,
+        reader=reader_for(model_path),
     )
     return Text(tokenizer, chat, template)
+
+
+def reader_for(model_path: str) -> PictureReader | None:
+    """Make the reader of a model's pictures; None for a model that takes text alone."""
+    config = model_config(model_path)
+    made = (make(model_path, config) for make in PICTURE_READERS.values())
+    return next(filter(None, made), None)
 
 
 def chat_template_of(plan: Plan) -> str | None:
@@ -87,6 +98,7 @@ def make_buffer(
         schema=schema,
         end_ids=end_ids,
         endless=config is not None,
+        reader=text.chat.reader,
     )
     kind = plan.store.kind if config is None else "file"
     return store_named(kind, parts.config).make(parts)

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from trireme.config import Plan, Problem
+from trireme.config.engine_kind import EMBEDDED
 from trireme.data.tasksets import Taskset
 from trireme.explorer.runner import TEACHER_PROMPT
 from trireme.launch.data import Text
 from trireme.log import get_logger
-from trireme.model.chat_tokens import plain_messages
+from trireme.model.chat_tokens import as_given, plain_messages
+from trireme.pictures import pictures_in
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
 from trireme.workflows.single_turn import SimpleWorkflow
@@ -42,6 +44,8 @@ class Prompts(NamedTuple):
     """Whether rows have tools that the chat template leaves out."""
     hides_replies: bool
     """Whether the chat template leaves out replies."""
+    shows_pictures: bool = False
+    """Whether a prompt shows a picture."""
 
 
 def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
@@ -51,24 +55,29 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
     rendered: list[str] = []
     sizes: list[int] = []
     deadline = time.monotonic() + SECONDS
-    drops_tools = False
+    drops_tools = shows_pictures = False
     for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
-        asked = first_messages(taskset.task(0, 0, row))
+        asked = first_messages(taskset.task(0, 0, row), text.chat.read)
         if asked is None:
             return None
         messages, tools = asked
         rendered.append(text.chat.render(messages, tools))
-        sizes.append(len(text.chat.encode(rendered[-1])))
+        sizes.append(text.chat.tokens_of(rendered[-1], messages))
         drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
+        shows_pictures = shows_pictures or bool(pictures_in(messages))
         if len(sizes) == ROWS or time.monotonic() > deadline:
             break
     if not sizes:
         return None
-    return Prompts(sizes, rendered[0], drops_tools, text.chat.hides_replies)
+    return Prompts(sizes, rendered[0], drops_tools, text.chat.hides_replies, shows_pictures)
 
 
-def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
+def first_messages(
+    task: Task,
+    read: Callable[[Any], Any] = as_given,
+) -> tuple[list[dict[str, Any]], Any] | None:
     """Return the messages and tools of a task's first call; None if only its workflow knows.
+    `read` reads pictures; by default they stay as the row has them.
 
     Raises ValueError if its workflow cannot make any from the row.
     """
@@ -87,7 +96,7 @@ def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
         logger.debug("what %s asks is not known without a model", code, exc_info=True)
         return None
     try:
-        return plain_messages(messages), None
+        return plain_messages(messages, read), None
     except ValueError as error:
         if _has_own_run(make):  # it may convert the messages before it sends them
             return None
@@ -127,7 +136,7 @@ def _teacher_size(text: Text, task: Task, prompt: str) -> int:
     """Count the tokens of the first prompt with the teacher's part in place; of the teacher's part
     alone if only the workflow knows the messages.
     """
-    messages, tools = first_messages(task) or ([], None)
+    messages, tools = first_messages(task, text.chat.read) or ([], None)
     users = [at for at, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         return len(text.chat.encode(prompt))
@@ -164,8 +173,12 @@ def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
 
 
 def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[Problem]:
-    """Return a problem for each taskset whose prompts are all too long."""
-    return [
+    """Return a problem for each taskset whose prompts are all too long, or show pictures to an
+    engine or a trainer that takes none.
+    """
+    seeing = [name for name, prompts in encoded if prompts.shows_pictures]
+    blind = [problem for name in seeing[:1] for problem in _blind(plan, name)]
+    return blind + [
         Problem(
             "",
             f"{too_long(plan, name, prompts)}: expected a model.max_prompt_tokens of at least "
@@ -174,3 +187,26 @@ def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[
         for name, prompts in encoded
         if min(prompts.sizes) > longest_prompt(plan)
     ]
+
+
+def _blind(plan: Plan, name: str) -> list[Problem]:
+    """Return the problems of a run whose taskset `name` shows pictures."""
+    engine = plan.engine
+    embedded = engine.kind == EMBEDDED and not engine.hosts and not engine.urls
+    found = []
+    if not embedded:
+        found.append(
+            Problem(
+                "explorer.rollout_model.engine_type",
+                f"{name} shows pictures, and they reach the embedded engine alone: expected "
+                f"{EMBEDDED}, in the run's own process",
+            )
+        )
+    if plan.places.trainer_ranks > 1:
+        found.append(
+            Problem(
+                "cluster",
+                f"{name} shows pictures, and several ranks train: expected one",
+            )
+        )
+    return found

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from trireme.aio import running_loop
 from trireme.experience import Experience
-from trireme.model.chat_tokens import Message, plain_messages
+from trireme.model.chat_tokens import Message
 from trireme.model.conversation import experience_of, with_metrics
+from trireme.pictures import album, as_json_messages, pictures_in, shown
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -188,24 +189,27 @@ class BlockingModel:
         `conversation/unmatched` counts the former. `temperature` is taken from the calls if there
         are any.
         """
-        conversation = plain_messages(messages)
         recorder, chat = self.model.recorder, self.model.chat_tokens
+        conversation = chat.plain(messages)
         call = recorder.by_messages(conversation, tools)
         tail: list[int] | None = []
         if call is not None and len(conversation) > len(call.conversation):
             tail = chat.tail(conversation, tools, call.recorded())
         if call is None or tail is None:
-            ids = chat.encode(chat.render(conversation, tools, generate=False))
+            ids = chat.ids_of(conversation, tools)
             experience = Experience(ids, mask=[False] * len(ids), prompt_length=0)
             experience.temperature = (
                 self.model.sampling.temperature if temperature is None else temperature
             )
-            experience.messages, matched = conversation, 0
+            matched = 0
         else:
             path = call.path
             trained = {c: 0 for c in path if c.temperature == call.temperature}
             experience = _lengthened(experience_of(path, trained, chat.decode), tail)
-            experience.messages, matched = conversation, len(path)
+            matched = len(path)
+        experience.messages = as_json_messages(conversation)
+        known = album(pictures_in(conversation))
+        experience.pictures = tuple(shown(experience.tokens.tolist(), known).values())
         replies = sum(message["role"] == "assistant" for message in conversation)
         with_metrics([experience], {"conversation/unmatched": replies - matched})
         return _cut(experience, self.model.max_model_len)
@@ -242,7 +246,7 @@ class BlockingModel:
 
     def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return the number of tokens of a conversation as a prompt."""
-        conversation = plain_messages(messages)
+        conversation = self.model.chat_tokens.plain(messages)
         return len(self.model.chat_tokens.prompt(conversation).ids)
 
     def clone_with_isolated_history(self) -> BlockingModel:

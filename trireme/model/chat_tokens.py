@@ -21,12 +21,25 @@ from typing import Any, Literal
 
 from trireme.log import get_logger
 from trireme.model.tool_calls import ToolFormat, described_format, format_of
+from trireme.pictures import (
+    IMAGE_PARTS,
+    Picture,
+    PictureReader,
+    Read,
+    images_of,
+    pictures_in,
+    placed,
+    source_in,
+    tagged,
+    with_images,
+    with_placeholders,
+)
 from trireme.task import Task, with_objects
 from trireme.text import all_joined, joined
 
 logger = get_logger("model")
 
-NOT_TEXT = ("images", "image", "audios", "audio", "videos", "video")
+NOT_TEXT = ("audios", "audio", "videos", "video")
 """Columns with inputs that no model here can process."""
 
 MISREADS_CALLS = (
@@ -83,12 +96,15 @@ class ChatTokens:
         enable_thinking: bool | None = None,
         tool_call_parser: str | None = None,
         reasoning_parser: ReasoningParser | None = None,
+        reader: PictureReader | None = None,
     ) -> None:
         """`chat_template` overrides the tokenizer's own; `enable_thinking` is passed to it.
 
         `tool_call_parser` names the format of tool calls: see `format_of`. `reasoning_parser`
-        splits thinking from replies for the API: see thinking.py.
+        splits thinking from replies for the API: see thinking.py. `reader` reads pictures; None:
+        the model takes none.
         """
+        self.reader = reader
         self.tokenizer = tokenizer
         self.reasoning_parser: ReasoningParser | None = reasoning_parser
         self.tool_format = format_of(
@@ -140,7 +156,9 @@ class ChatTokens:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Decode ids to text."""
+        """Decode ids to text, with a placeholder for each picture."""
+        if self.reader is not None:
+            ids = with_placeholders(ids, self.reader.placeholder)
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def render(
@@ -255,6 +273,8 @@ class ChatTokens:
             if between is not None:
                 return Prompt(between, extends=True)
         text = self._opening(messages, tools)
+        if pictures := pictures_in(messages):
+            return Prompt(self._placed(self.encode(text), pictures), text=text)
         if len(text) > _REMEMBERED:
             return Prompt(self.encode(text, most=most), text=text)
         return Prompt(list(self._encode_prompt(text, most)), text=text)
@@ -299,7 +319,38 @@ class ChatTokens:
         text = self._text_after(old[-2:], new, tools, generate)
         if text is None:
             return None
-        return self._without_doubled_end(recorded, self.encode(text, most=most))
+        pictures = pictures_in(new)
+        ids = self.encode(text, most=None if pictures else most)
+        ids = self._placed(ids, pictures) if pictures else ids
+        return self._without_doubled_end(recorded, ids)
+
+    def _placed(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+        """Return encoded text with pictures in their places."""
+        if self.reader is None:
+            raise ValueError("a message shows a picture, and this model takes text alone")
+        return placed(ids, pictures, self.reader.placeholder)
+
+    def ids_of(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Return the ids of a whole conversation, which ends where its last message does."""
+        ids = self.encode(self.render(messages, tools, generate=False))
+        pictures = pictures_in(messages)
+        return self._placed(ids, pictures) if pictures else ids
+
+    def tokens_of(self, text: str, messages: Sequence[Message]) -> int:
+        """Count the tokens of the rendered `text` of plain messages, those of pictures included."""
+        # each picture has one placeholder in the text
+        pictures = pictures_in(messages)
+        return len(self.encode(text)) + sum(picture.tokens - 1 for picture in pictures)
+
+    def read(self, source: Any) -> Picture:
+        """Read a picture. Raises ValueError if that is not possible, or the model takes none."""
+        if self.reader is None:
+            raise ValueError("a message shows a picture, and this model takes text alone")
+        return self.reader.read(source)
+
+    def plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages as `plain_messages` does, with their pictures read."""
+        return plain_messages(messages, self.read)
 
     def _text_after(
         self,
@@ -392,30 +443,35 @@ def _shortened(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return kinds
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(
+    messages: Sequence[Mapping[str, Any]], read: Read | None = None
+) -> list[dict[str, Any]]:
     """Convert each message with `plain_message`. Raises ValueError for text."""
     if isinstance(messages, str):
         raise ValueError(
             "chat takes a list of messages, not text: expected "
             f"[{{'role': 'user', 'content': {messages!r:.60}}}]"
         )
-    return [plain_message(message) for message in messages]
+    return [plain_message(message, read) for message in messages]
 
 
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without its None values, its content as one text. Raises ValueError for
-    images.
+def plain_message(message: Mapping[str, Any], read: Read | None = None) -> dict[str, Any]:
+    """Return a message without its None values, its content as one text; with pictures, as a list
+    of parts `{"type": "image", "image": read(...)}` and text. Raises ValueError for pictures
+    without `read`, and for audio or video.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message must be a dict with 'role' and 'content', not {message!r:.80}")
-    plain = {name: all_joined(value) for name, value in message.items() if value is not None}
+    plain = {
+        name: value if name == "content" and isinstance(value, list) else all_joined(value)
+        for name, value in message.items()
+        if value is not None
+    }
     content = plain.get("content")
     if isinstance(content, list):
-        for part in content:
-            texts = isinstance(part, Mapping) and isinstance(part.get("text"), str)
-            if not texts or part.get("type") != "text":
-                raise ValueError(f"a message holds {part!r:.60}: only text is supported")
-        plain["content"] = "".join(part["text"] for part in content)
+        parts = [_plain_part(part, read) for part in content]
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        plain["content"] = "".join(texts) if len(texts) == len(parts) else parts
     elif content is None:
         plain["content"] = ""
     elif not isinstance(content, str):
@@ -423,6 +479,25 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if "tool_calls" in plain:
         _check_tool_calls(plain["tool_calls"])
     return plain
+
+
+def _plain_part(part: Any, read: Read | None) -> dict[str, Any]:
+    """Return a part of a message's content: text, or a picture in the form of chat templates, of
+    OpenAI's chat completions or of its responses.
+    """
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": joined(part["text"])}
+    if kind not in IMAGE_PARTS:
+        raise ValueError(f"a message holds {part!r:.60}: only text and pictures are supported")
+    if read is None:
+        raise ValueError(f"a message holds {part!r:.60}: only text is supported")
+    return {"type": "image", "image": read(source_in(part))}
+
+
+def as_given(source: Any) -> Any:
+    """Return a picture's source: it is read later, by the model that is shown it."""
+    return source
 
 
 def _check_tool_calls(calls: Any) -> None:
@@ -435,15 +510,20 @@ def _check_tool_calls(calls: Any) -> None:
             )
 
 
-def conversation_of(task: Task, prompt: Any, system: str | None) -> list[dict[str, Any]]:
+def conversation_of(
+    task: Task, prompt: Any, system: str | None, *, with_tags: bool = False
+) -> list[dict[str, Any]]:
     """Convert a task's `prompt`, text or a list of messages, to messages; `system` is put in front
-    if they have no system message.
+    if they have no system message. The row's pictures take the places of its `<image>` tags;
+    `with_tags` keeps the tags, one for each picture.
 
-    Raises ValueError if it is neither, or contains images, audio or video.
+    Raises ValueError if it is neither, or contains audio or video.
     """
     for name in NOT_TEXT:
         if task.raw_task.get(name):
-            raise ValueError(f"the row's column '{name}' is not empty: only text is supported")
+            raise ValueError(
+                f"the row's column '{name}' is not empty: only text and pictures are supported"
+            )
     from_column = prompt is not None and prompt is task.raw_task.get("messages")
     column = (
         "column 'messages'" if from_column else f"column '{task.prompt_key}' (format.prompt_key)"
@@ -455,7 +535,10 @@ def conversation_of(task: Task, prompt: Any, system: str | None) -> list[dict[st
             f"row has: {', '.join(task.raw_task)}"
         )
     try:
-        plain = plain_messages(messages)
+        plain = plain_messages(messages, as_given)
+        if images := images_of(task.raw_task, task.image_key):
+            plain = tagged(plain, images)
+            plain = plain if with_tags else with_images(plain, images)
     except ValueError as error:
         raise ValueError(f"the task's {column}: {error}") from error
     if system and plain[0]["role"] != "system":

@@ -21,6 +21,7 @@ from typing import Any
 from trireme.engines.engine import Completion
 from trireme.experience import EID, TOLD_TOKENS, Experience
 from trireme.model.recorder import Call
+from trireme.pictures import Picture, album, as_json_messages, pictures_in, shown
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -152,6 +153,7 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
         sampler_logprobs += [0.0] * size + c.sampler_logprobs
         versions += [-1] * size + c.versions
     prompt_length = mask.index(True) if True in mask else len(tokens)
+    pictures = _pictures(path, tokens)
     only = len(path) == 1
     return Experience(
         tokens,
@@ -168,8 +170,9 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
         if only and path[0].prompt_text
         else decode(tokens[:prompt_length]),
         response_text=last.completion.text if only else decode(tokens[prompt_length:]),
-        messages=last.conversation or None,
+        messages=as_json_messages(last.conversation) or None,
         tools=last.tools,
+        pictures=pictures,
         metrics={"conversation/tools_dropped": 1.0} if last.tools_dropped else {},
         info=_told([call for call in path if trained.get(call) == 0]),
     )
@@ -223,6 +226,13 @@ def _prompt_truncated(call: Call, decode: Decode) -> Experience:
         truncate_status="prompt_truncated",
         prompt_text=decode(call.inserted),
         response_text="",
-        messages=call.conversation or None,
+        messages=as_json_messages(call.conversation) or None,
         tools=call.tools,
+        pictures=_pictures([call], call.inserted),
     )
+
+
+def _pictures(path: Sequence[Call], tokens: Sequence[int]) -> list[Picture]:
+    """Return the pictures that the tokens of a conversation show."""
+    known = album(picture for call in path for picture in pictures_in(call.messages or ()))
+    return list(shown(tokens, known).values()) if known else []

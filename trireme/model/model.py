@@ -12,17 +12,18 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trireme.engines.engine import Completion, Engine, OnToken, Sampling, with_options
 from trireme.experience import Experience
-from trireme.model.chat_tokens import ChatTokens, Message, Prompt, plain_messages
+from trireme.model.chat_tokens import ChatTokens, Message, Prompt
 from trireme.model.conversation import experiences_of, of_call, with_metrics
 from trireme.model.edit import cut_back, replace_reply
 from trireme.model.recorder import Call, Recorder
+from trireme.pictures import pictures_in
 from trireme.registry import CLIENTS
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Model:
         not sampled. `on_token`: see Engine; `on_prompt` receives the prompt's new ids before them.
         """
         options = with_options(self.sampling, sampling)
-        conversation = plain_messages(messages)
+        conversation = await self._plain(messages)
         if not conversation:
             raise ValueError("chat needs at least one message")
         goes_on = conversation[-1]["role"] == "assistant"
@@ -171,7 +172,7 @@ class Model:
         # its own replies are not prompt: only its beginning counts towards the prompt's limit
         limit = self.max_model_len - 1 if begun else self.max_prompt_tokens
         on_prompt(prompt.ids)
-        calls = await self._sample(parent, prompt, options, limit, on_token)
+        calls = await self._sample(parent, prompt, options, limit, on_token, conversation)
         for call in calls:
             call.messages = conversation
             call.reply = {"role": "assistant", "content": prefix + call.completion.text}
@@ -206,7 +207,7 @@ class Model:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> int:
         """Count the tokens of the prompt of a conversation that has not begun."""
-        conversation = plain_messages(messages)
+        conversation = await self._plain(messages)
         tokens = self.chat_tokens
         prompt = await _off_loop(
             lambda: tokens.prompt(conversation, tools), _size(conversation, "", tools)
@@ -359,8 +360,15 @@ class Model:
         weights; without ids they are derived from the text. Raises ValueError if ids that were not
         sampled have a weight.
         """
-        conversation = plain_messages(messages)
+        conversation = self.chat_tokens.plain(messages)
         replace_reply(self.recorder, self.chat_tokens, conversation, content, ids, weights, tools)
+
+    async def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return the plain form of messages; pictures are read in a thread."""
+        shows = any(isinstance(m, Mapping) and _shows_more(m.get("content")) for m in messages)
+        if not shows:
+            return self.chat_tokens.plain(messages)
+        return await asyncio.to_thread(self.chat_tokens.plain, messages)
 
     def _prompt(
         self, messages: list[dict[str, Any]], tools: Sequence[Any] | None
@@ -385,6 +393,7 @@ class Model:
         options: Sampling,
         limit: int,
         on_token: OnToken | None,
+        messages: Sequence[Message] = (),
     ) -> list[Call]:
         """Request samples from the engine. A prompt of more than `limit` tokens gives empty
         replies, or an error.
@@ -397,9 +406,16 @@ class Model:
         ids = [*(parent.ids if parent else []), *prompt.ids]
         if len(ids) > limit:
             return self._too_long(parent, ids, options, limit, index)
-        listening: Any = {} if on_token is None else {"on_token": on_token}
+        more: Any = {} if on_token is None else {"on_token": on_token}
+        if pictures := pictures_in(messages):
+            if not self.engine.traits.sees:
+                raise ValueError(
+                    "a message shows a picture, and the run's engine samples from text alone: "
+                    "expected the embedded engine, and a model that it sees with"
+                )
+            more["pictures"] = pictures
         asked = time.monotonic()
-        completions = await self.engine.generate(ids, options, key=(*self.key, index), **listening)
+        completions = await self.engine.generate(ids, options, key=(*self.key, index), **more)
         self.seconds += time.monotonic() - asked
         self._check_live()
         if any(c.stop_reason == "aborted" for c in completions):
@@ -444,6 +460,12 @@ class Model:
                 f"rollout {'/'.join(str(part) for part in self.key)} is over: its model takes no "
                 "more calls"
             )
+
+
+def _shows_more(content: Any) -> bool:
+    """Return whether a message's content has parts other than text."""
+    parts = content if isinstance(content, list) else ()
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
 
 
 def _size(messages: Sequence[Message], prefix: str, tools: Sequence[Any] | None) -> int:

@@ -28,6 +28,7 @@ from trireme.batch import Batch, Columns, flatten
 from trireme.buffer.trained import TrainedTokens
 from trireme.config.options import parameters_of
 from trireme.experience import EID, Experience
+from trireme.pictures import album
 from trireme.trainer.backend import Backend
 from trireme.trainer.critic import Critic
 
@@ -137,7 +138,10 @@ def reference_point(backend: Backend, experiences: Sequence[Experience]) -> floa
         begin, theirs = _first_trained(e), _first_trained(other)
         tokens = torch.cat([e.tokens[:begin], other.tokens[theirs:]])[:longest]
         mask = torch.cat([torch.zeros(begin, dtype=torch.bool), other.mask[theirs:]])[:longest]
-        rows.append(Experience(tokens, mask=mask, temperature=e.temperature, eid=e.eid))
+        pictures = album([*e.pictures, *other.pictures]).values()
+        rows.append(
+            Experience(tokens, mask=mask, temperature=e.temperature, eid=e.eid, pictures=pictures)
+        )
     batch = flatten(rows)
     if not batch.num_tokens:
         return 0.0
@@ -340,6 +344,7 @@ def split_pairs(experiences: Sequence[Experience]) -> list[Experience]:
                     prompt_length=len(e.tokens),
                     temperature=e.temperature,
                     eid=EID(e.eid.batch, e.eid.task, run, e.eid.step, e.eid.suffix),
+                    pictures=e.pictures,
                 )
             )
     return out

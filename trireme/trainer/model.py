@@ -260,12 +260,7 @@ def read_entries(
 
 def hidden_states(model: PreTrainedModel, layout: PackedBatch) -> Tensor:
     """Return the last hidden states [T, D] of the flat tokens."""
-    out = text_model(model)(
-        input_ids=layout.tokens[None],
-        position_ids=layout.positions[None],
-        use_cache=False,
-        packed=layout,
-    )
+    out = text_model(model)(**layout.inputs(model), use_cache=False, packed=layout)
     return out.last_hidden_state[0]
 
 

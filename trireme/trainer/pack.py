@@ -14,9 +14,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from transformers import PreTrainedModel
 
 from trireme.batch import Batch
 from trireme.engines.torch.recurrent import is_recurrent
+from trireme.engines.torch.vision import seeing
+from trireme.pictures import BEGIN, Pictures, shown
 from trireme.trainer.attention import Kernel, Layout, Trie, lay_out
 from trireme.trainer.compiled import handle_of
 from trireme.trainer.nodes import Nodes
@@ -44,12 +47,24 @@ class PackedBatch:
     """[M] flat index of the token that predicts each entry of the batch."""
     nodes: Nodes | None = None
     """The same tokens for layers with a state; None for a model that has none."""
+    rotary: Tensor | None = None
+    """[3, T] the positions that rotary embeddings get where there are pictures; None: those above.
+    """
+    pictures: Pictures = field(default_factory=dict)
+    """The pictures that `tokens` have ids of."""
     handle: Tensor = field(default_factory=Tensor)
     """The handle of `attention`, for blocks that are compiled. Callers omit it; FSDP, which casts a
     block's inputs, makes copies with a value for each field."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_of(self.attention))
+
+    def inputs(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the tokens, and their positions, as the language model of `model` takes them."""
+        if self.rotary is None:
+            return {"input_ids": self.tokens[None], "position_ids": self.positions[None]}
+        seen = seeing(model).inputs(self.tokens[None], self.pictures)
+        return {**seen, "position_ids": self.rotary[:, None]}
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same micro-batch on `device`."""
@@ -59,6 +74,8 @@ class PackedBatch:
             self.attention.to(device),
             self.predecessors.to(device),
             None if self.nodes is None else self.nodes.to(device),
+            None if self.rotary is None else self.rotary.to(device),
+            self.pictures,
         )
 
 
@@ -69,8 +86,10 @@ def pack(
     align: bool = False,
     kernel: Kernel = "sdpa",
     nodes: bool = False,
+    rotary: Callable[[Sequence[int], Pictures], Tensor] | None = None,
 ) -> PackedBatch:
-    """Lay out a batch that has at least one entry; `nodes`: for a model whose layers have a state.
+    """Lay out a batch that has at least one entry; `nodes`: for a model whose layers have a state;
+    `rotary` returns the rotary positions [3, T] of a sample with pictures.
 
     `align`, for a GPU: rows of a bucket begin at the same token, so that none needs a mask, and
     have multiples of 128 queries. This leaves more rows alone; a CPU attends with a mask as fast.
@@ -103,12 +122,21 @@ def pack(
     offsets = np.concatenate([[0], np.cumsum([len(p) for p in paths])[:-1]])
     flat_paths = np.concatenate(paths)
     predecessors = flat_paths[offsets[batch.sample_ids.numpy()] + batch.positions.numpy() - 1]
+    flat = np.concatenate(tokens)
+    pictures = shown(flat[flat >= BEGIN].tolist(), batch.pictures)
+    spread = None
+    if pictures and rotary is not None:
+        spread = torch.empty(3, total, dtype=torch.long)
+        for path, sample in zip(paths, inputs, strict=True):
+            spread[:, torch.from_numpy(path)] = rotary(sample.tolist(), pictures)
     return PackedBatch(
-        tokens=torch.from_numpy(np.concatenate(tokens)),
+        tokens=torch.from_numpy(flat),
         positions=torch.from_numpy(depth),
         attention=lay_out(trie, kernel, align=align),
         predecessors=torch.from_numpy(predecessors),
         nodes=Nodes.of(trie) if nodes else None,
+        rotary=spread,
+        pictures=pictures,
     )
 
 
@@ -122,8 +150,14 @@ def pack_for(
 ) -> PackedBatch:
     """Return `pack` in the form that a model needs on a device, and on it."""
     align, nodes = device.type == "cuda", is_recurrent(model.config)
-    layout = pack(batch, share_prefix=share_prefix, align=align, kernel=kernel, nodes=nodes)
-    return layout.to(device)
+    return pack(
+        batch,
+        share_prefix=share_prefix,
+        align=align,
+        kernel=kernel,
+        nodes=nodes,
+        rotary=seeing(model).positions if batch.pictures else None,
+    ).to(device)
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:
@@ -184,8 +218,9 @@ def _sorted(inputs: Sequence[np.ndarray], share: bool) -> tuple[list[int], list[
     """
     if not share:
         return list(range(len(inputs))), [0] * len(inputs)
-    # Big-endian bytes compare like the ids themselves.
-    keys = [row.astype(">u4").tobytes() for row in inputs]
+    # Big-endian bytes compare like the ids themselves; pictures' ids need eight.
+    wide = any(len(row) and row.max() >= BEGIN for row in inputs)
+    keys = [row.astype(">u8" if wide else ">u4").tobytes() for row in inputs]
     order = sorted(range(len(inputs)), key=keys.__getitem__)
     shared = [0]
     for a, b in pairwise(order):

@@ -66,6 +66,11 @@ def sliced(
     entries: `chosen` are their indices, `at` the positions of the tokens before them in the hidden
     states of this rank's slice.
     """
+    if layout.pictures:
+        raise ValueError(
+            "trainer.ulysses_sequence_parallel_size: a sample shows a picture, and sequences with "
+            "pictures are not divided among ranks: expected 1"
+        )
     length = -(-len(layout.tokens) // sequence.size)
     padding = length * sequence.size - len(layout.tokens)
     begin = sequence.rank * length

@@ -431,9 +431,9 @@ def test_the_end_of_a_trajectory_is_told_also_after_an_error() -> None:
     assert told == ["a"]
 
 
-def test_images_are_refused() -> None:
-    with pytest.raises(ValueError, match="column 'images' is not empty: only text"):
-        run(make(["a"]), task_of({**ROW, "images": ["x.png"]}))
+def test_videos_are_refused() -> None:
+    with pytest.raises(ValueError, match="column 'videos' is not empty: only text"):
+        run(make(["a"]), task_of({**ROW, "videos": ["x.mp4"]}))
 
 
 def test_the_workflow_is_known_by_its_name() -> None:

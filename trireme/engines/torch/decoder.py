@@ -20,10 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trireme.engines.request import Request
 from trireme.engines.sampling import Drawn, RowParameters, draw, log_probabilities, uniforms
 from trireme.engines.torch.composite import text_model
-from trireme.engines.torch.forward import ForwardPass, Places
+from trireme.engines.torch.forward import Places, make_pass
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
 from trireme.engines.torch.recurrent import is_recurrent
 from trireme.engines.torch.rows import Pass, RowStore
+from trireme.engines.torch.vision import Sight, inputs_of, sight_of, vision_of
+from trireme.pictures import BEGIN, Picture
 
 PREFILL_TOKENS = 8192
 """Tokens of one prefill pass, padding included."""
@@ -39,6 +41,7 @@ class Reading(NamedTuple):
     row: int
     ids: tuple[int, ...]
     start: int
+    sight: Sight | None = None
 
 
 class Decoder:
@@ -51,10 +54,12 @@ class Decoder:
         *,
         kv_tokens: int,
         prefix_tokens: int,
-        forward: ForwardPass | None = None,
+        fast: bool = False,
     ) -> None:
+        """`fast`: by a pass of forward.py, where one suits the model."""
         self.model = model
-        self.forward = forward
+        self.vision = vision_of(model)
+        self.forward = make_pass(model) if fast and self.vision is None else None
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
         self._recurrent = is_recurrent(model.config)
@@ -132,21 +137,26 @@ class Decoder:
         self._changed()
 
     @torch.inference_mode()
-    def score(self, ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        """Return log p of every token of given rows; index 0 is 0."""
+    def score(
+        self, ids: Sequence[Sequence[int]], temperature: float, pictures: Sequence[Picture] = ()
+    ) -> list[list[float]]:
+        """Return log p of every token of given rows; 0 at index 0 and for tokens of `pictures`."""
         out: list[list[float]] = []
         for row in ids:
+            sight = sight_of(self.model, row, pictures)
             store = RowStore(len(row) + 1)
             store.reserve(1, len(row))
             scored = [0.0]
             width = max(1, min(PREFILL_TOKENS, SCORE_NUMBERS // self.vocabulary))
             for start in range(0, len(row) - 1, width):
                 part = list(row[start : start + width])
-                logits = self._forward(store, [part], [0], [start], logits=True)
+                logits = self._forward(store, [part], [0], [start], [sight], logits=True)
                 assert logits is not None
                 targets = torch.tensor(row[start + 1 : start + 1 + len(part)], device=self.device)
                 logprobs = log_probabilities(logits[: len(targets)].float() / (temperature or 1.0))
-                scored += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+                seen = targets >= BEGIN
+                chosen = logprobs.gather(1, targets.masked_fill(seen, 0)[:, None])[:, 0]
+                scored += chosen.masked_fill(seen, 0.0).tolist()
             out.append(scored)
         return out
 
@@ -157,6 +167,8 @@ class Decoder:
         self.prompts.forget()
         if self.forward is not None:
             self.forward.renew()
+        if self.vision is not None:
+            self.vision.renew()
         if not keep:
             for request in self.active:
                 self.prompts.leave(request)
@@ -213,7 +225,12 @@ class Decoder:
             slot = self.prompts.slot(ids)
             if ids in alone:
                 row = rows[id(members[0])]
-                whole.append(Reading(row, ids, self._reuse(self.store, row, members[0])))
+                start = self._reuse(self.store, row, members[0])
+                sight = sight_of(self.model, ids, members[0].pictures)
+                if sight is not None:
+                    for request in members:
+                        request.shift = sight.shift
+                whole.append(Reading(row, ids, start, sight))
                 continue
             if slot is None:
                 slot = self.prompts.add(ids)
@@ -225,7 +242,7 @@ class Decoder:
             self.cached += len(ids) * len(members)
         self._extend(self.store, whole)
         self._extend(self.prompts.store, common)
-        for row, ids, _ in whole:
+        for row, ids, _, _ in whole:
             leader, *others = groups[ids]
             if others and ids:
                 self.store.copy_row(row, [rows[id(r)] for r in others], len(ids))
@@ -254,12 +271,11 @@ class Decoder:
             piece = max(1, PREFILL_TOKENS // len(batch))
             while todo:
                 parts = [list(x.ids[x.start : x.start + piece]) for x in todo]
-                self._forward(store, parts, [x.row for x in todo], [x.start for x in todo])
+                rows, starts = [x.row for x in todo], [x.start for x in todo]
+                self._forward(store, parts, rows, starts, [x.sight for x in todo])
                 self.prefilled += sum(map(len, parts))
                 todo = [
-                    Reading(x.row, x.ids, x.start + piece)
-                    for x in todo
-                    if x.start + piece < len(x.ids)
+                    x._replace(start=x.start + piece) for x in todo if x.start + piece < len(x.ids)
                 ]
 
     def _forward(
@@ -268,6 +284,7 @@ class Decoder:
         parts: Sequence[Sequence[int]],
         rows: Sequence[int],
         starts: Sequence[int],
+        sights: Sequence[Sight | None],
         *,
         logits: bool = False,
     ) -> Tensor | None:
@@ -278,11 +295,15 @@ class Decoder:
         tokens = torch.zeros(len(parts), width, dtype=torch.long)
         for entry, part in enumerate(parts):
             tokens[entry, : len(part)] = torch.tensor(part, dtype=torch.long)
+        tokens = tokens.to(self.device)
         one = Pass.of(store, parts, rows, starts, device=self.device)
+        if any(sights):
+            inputs = inputs_of(self.model, sights, tokens, one.positions, one.lengths.tolist())
+            out = text_model(self.model)(**inputs, use_cache=False, rows=one).last_hidden_state
+            head: Any = self.model.get_output_embeddings()
+            return head(out[0]) if logits else None
         model = self.model if logits else text_model(self.model)
-        out = model(
-            input_ids=tokens.to(self.device), position_ids=one.positions, use_cache=False, rows=one
-        )
+        out = model(input_ids=tokens, position_ids=one.positions, use_cache=False, rows=one)
         return out.logits[0] if logits else None
 
     def _decode(self) -> list[Request]:
@@ -317,8 +338,12 @@ class Decoder:
             1,
             total,
         )
+        positions = one.positions
+        if any(r.shift for r in self.active):
+            shifts = torch.tensor([r.shift for r in self.active], device=self.device)
+            positions = positions + shifts[:, None]
         out = self.model(
-            input_ids=tokens[:, None], position_ids=one.positions, use_cache=False, rows=one
+            input_ids=tokens[:, None], position_ids=positions, use_cache=False, rows=one
         )
         return out.logits[:, -1]
 
@@ -363,13 +388,20 @@ class Decoder:
         return finished
 
     def _forbidden(self, logits: Tensor) -> Tensor | None:
-        """Return [B, V] end tokens that are too early; None if no row has a minimum."""
+        """Return [B, V] end tokens that are too early, and tokens that would stand for a picture in
+        a row that shows one; None if there are none.
+        """
         early = [
             (row, end)
             for row, r in enumerate(self.active)
             if len(r.out) < r.sampling.min_tokens
             for end in r.ends
         ]
+        if self.vision is not None:
+            silent = self.vision.unsampled
+            early += [
+                (n, token) for n, r in enumerate(self.active) if r.pictures for token in silent
+            ]
         if not early:
             return None
         mask = torch.zeros_like(logits, dtype=torch.bool)
@@ -381,7 +413,8 @@ class Decoder:
         """Return [B, V] the tokens in prompt and reply of each row."""
         mask = torch.zeros_like(logits, dtype=torch.bool)
         for row, request in enumerate(self.active):
-            mask[row, request.ids] = True
+            ids = request.ids
+            mask[row, [t for t in ids if t < BEGIN] if request.pictures else ids] = True
         return mask
 
     def _park(self, request: Request) -> None:

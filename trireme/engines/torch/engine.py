@@ -23,10 +23,10 @@ from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
-from trireme.engines.torch.forward import make_pass
 from trireme.engines.torch.shell import TorchSettings, end_tokens, load_weights
 from trireme.engines.weights import fingerprint
 from trireme.log import get_logger
+from trireme.pictures import Picture
 
 logger = get_logger("engine")
 
@@ -37,7 +37,6 @@ STEPS_PER_HOP = 8
 class TorchEngine:
     """The embedded engine: continuous batching over a torch module."""
 
-    traits = EngineTraits()
     servers = None
 
     def __init__(
@@ -60,8 +59,9 @@ class TorchEngine:
             tokenizer,
             kv_tokens=settings.kv_tokens,
             prefix_tokens=settings.prefix_tokens,
-            forward=make_pass(self.module) if settings.fast else None,
+            fast=settings.fast,
         )
+        self.traits = EngineTraits(sees=self._decoder.vision is not None)
         self._tokenizer = tokenizer
         self._device = device
         self._barrier = barrier
@@ -90,10 +90,11 @@ class TorchEngine:
         *,
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> list[Completion]:
         """Generate `sampling.n` completions of the prompt."""
         self._check()
-        requests = self._make(list(ids), sampling, key)
+        requests = self._make(list(ids), sampling, key, pictures)
         loop = asyncio.get_running_loop()
         if on_token is not None:
             for request in requests:
@@ -118,7 +119,11 @@ class TorchEngine:
                     del self._rollouts[request.key[:3]]
 
     async def logprobs(
-        self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
+        self,
+        ids: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        pictures: Sequence[Picture] = (),
     ) -> list[list[float]]:
         """Return each row's log-probabilities under the current weights."""
         self._check()
@@ -127,8 +132,9 @@ class TorchEngine:
             temperature,
             vocabulary=self._decoder.vocabulary,
             max_model_len=self._settings.max_model_len,
+            pictures=pictures,
         )
-        return await self._between(self._decoder.score, rows, temperature)
+        return await self._between(self._decoder.score, rows, temperature, pictures)
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Load new weights between two steps. Raises ValueError if names or shapes are not the
@@ -195,7 +201,13 @@ class TorchEngine:
         await self._device.run(self._decoder.close)
         del self.module
 
-    def _make(self, ids: list[int], sampling: Sampling, key: tuple[Any, ...]) -> list[Request]:
+    def _make(
+        self,
+        ids: list[int],
+        sampling: Sampling,
+        key: tuple[Any, ...],
+        pictures: Sequence[Picture],
+    ) -> list[Request]:
         """Make one request per sample. Raises ValueError for a prompt that leaves no room."""
         if not key:
             self._anonymous += 1
@@ -209,6 +221,7 @@ class TorchEngine:
             max_model_len=self._settings.max_model_len,
             vocabulary=self._decoder.vocabulary,
             ends=self._ends,
+            pictures=pictures,
         )
 
     async def _drive(self) -> None:

@@ -43,6 +43,7 @@ from trireme.launch.servers import with_servers
 from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
+from trireme.pictures import legible
 from trireme.processes import ending_leftovers, environment
 from trireme.text import as_json, say
 
@@ -186,7 +187,8 @@ def described(experience: Experience, text: Text, *, scored: bool = True) -> Ite
                 piece = text.tokenizer.decode([int(e.tokens[at])])
                 yield f"  {at:>5} {int(e.tokens[at]):>6}      yes {logprob:>8}  {piece!r}"
         else:
-            piece = text.tokenizer.decode(e.tokens[span[0] : span[-1] + 1].tolist())
+            ids = e.tokens[span[0] : span[-1] + 1].tolist()
+            piece = legible(ids, text.tokenizer.decode)
             yield f"  {f'{span[0]}-{span[-1]}':>12}       no           {piece!r}"
     unknown = text.tokenizer.unk_token_id
     if isinstance(unknown, int) and (count := int(e.tokens.eq(unknown).sum())):

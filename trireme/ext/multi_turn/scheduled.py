@@ -44,7 +44,8 @@ class ScheduledWorkflow:
         args = task.workflow_args
         scale = args.get("loss_scale", "default")
         uuid = "/".join(str(part) for part in model.key)
-        request = request_of(_row(task), conversation(task), uuid)
+        messages = conversation(task, with_tags=True)
+        request = request_of(_row(task), messages, uuid, task.image_key)
         scheduler = make_scheduler(args)
         if scheduler is None and isinstance(model.engine, LeadsTurns):
             await model.engine.connect()
@@ -201,12 +202,12 @@ async def _at_server(
     return experiences
 
 
-def conversation(task: Task) -> list[dict[str, Any]]:
+def conversation(task: Task, *, with_tags: bool = False) -> list[dict[str, Any]]:
     """Return the row's conversation: its `messages`, else the prompt's column; with the system
-    prompt of the YAML if it has none.
+    prompt of the YAML if it has none. `with_tags`: see `conversation_of`.
     """
     prompt = task.raw_task.get("messages", task.prompt)
-    return conversation_of(task, prompt, task.system_prompt)
+    return conversation_of(task, prompt, task.system_prompt, with_tags=with_tags)
 
 
 def _row(task: Task) -> dict[str, Any]:

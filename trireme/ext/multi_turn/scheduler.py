@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trireme.model.chat_tokens import NOT_TEXT, Message
+from trireme.pictures import IMAGES, images_of
 
 
 @dataclass
@@ -33,6 +34,7 @@ class RolloutInferRequest:
     """The whole conversation; when a scheduler receives it, the model's reply is its last
     message."""
     images: list[Any] = field(default_factory=list)
+    """The pictures of the conversation: one for each `<image>` in its messages, in order."""
     audios: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -155,13 +157,16 @@ class InferEngine:
         return ChatCompletionResponse([await self._ask(infer_request, **options)])
 
 
-def request_of(row: Mapping[str, Any], messages: Sequence[Message], uuid: str) -> Any:
+def request_of(
+    row: Mapping[str, Any], messages: Sequence[Message], uuid: str, image_key: str | None = None
+) -> Any:
     """Make the first request of a data set's row, which begins with `messages`."""
-    known = ("messages", "tools", "objects", "data_dict", *NOT_TEXT)
+    known = ("messages", "tools", "objects", "data_dict", *NOT_TEXT, *IMAGES)
     data = row.get("data_dict")
     others = {name: value for name, value in row.items() if name not in known and value is not None}
     return RolloutInferRequest(
         messages=[dict(message) for message in messages],
+        images=images_of(row, image_key),
         tools=row.get("tools"),
         objects=row.get("objects") or {},
         data_dict=dict(data) if isinstance(data, Mapping) else others,

@@ -30,6 +30,7 @@ from trireme.model.chat_tokens import plain_message
 from trireme.model.model import Model, Reply
 from trireme.model.recorder import Call, Recorder
 from trireme.model.tool_calls import hermes, message_of
+from trireme.pictures import with_images
 
 Given = Sequence[tuple[RolloutResponseChoice, Call]]
 """The model's replies, as the scheduler saw them and as they were recorded."""
@@ -221,7 +222,7 @@ class _Trajectory:
             messages.pop()  # only marks that the reply continues, and there is none yet
         if self._barrier is not None:
             await self._barrier.wait()
-        reply = await self._model.chat(messages, request.tools, **options)
+        reply = await self._model.chat(_shown(request), request.tools, **options)
         if messages[-1]["role"] == "assistant":
             messages[-1] = {**messages[-1], **reply.message}
         else:
@@ -313,7 +314,8 @@ class _Trajectory:
         content, old = str(after[last].get("content") or ""), before[last].get("content")
         if ids is not None or (content != old and len(after) > last + 1):
             tools = self._request.tools if self._request else None
-            self._model.edit_reply(after[:last], content, ids, weights, tools)
+            images = self._request.images if self._request else []
+            self._model.edit_reply(with_images(after[:last], images), content, ids, weights, tools)
 
     def _add_infos(self, infos: Any) -> None:
         if infos:
@@ -335,6 +337,11 @@ class _Trajectory:
         """Call a method of the scheduler; a plain one of the user's runs in a thread."""
         ours = method.__module__.startswith("trireme.")
         return await call_user(method, *args, away=None if ours else self._thread.run)
+
+
+def _shown(request: RolloutInferRequest) -> list[dict[str, Any]]:
+    """Return the request's messages with its pictures in their places."""
+    return with_images(request.messages, request.images) if request.images else request.messages
 
 
 def _tool_calls(reply: Reply, model: Model) -> list[dict[str, Any]] | None:

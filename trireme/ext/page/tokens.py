@@ -21,6 +21,7 @@ import numpy as np
 from trireme.buffer import trained
 from trireme.ext.page.rollouts import open_read_only
 from trireme.ext.page.runs import RunFolder, starts_of
+from trireme.pictures import BEGIN, PICTURE
 
 if TYPE_CHECKING:
     from trireme.experience import Experience
@@ -54,7 +55,8 @@ class Tokens:
             )
         rows: dict[str, Any] = {}
         if experience is not None:
-            rows["ids"] = experience.tokens.tolist()
+            ids = experience.tokens.tolist()
+            rows["ids"] = [PICTURE if token >= BEGIN else token for token in ids]
             rows["mask"] = experience.mask.int().tolist()
             for name in ("logprobs", "sampler_logprobs", "versions", "advantages"):
                 row = getattr(experience, name)
@@ -191,6 +193,10 @@ def texts_of(path: Path, ids: Sequence[int]) -> list[str]:
     tokenizer = _tokenizer(path)
     out, pending, before = [], [], ""
     for token in ids:
+        if token == PICTURE:
+            out.append("▣")
+            pending, before = [], ""
+            continue
         pending.append(token)
         text = tokenizer.decode(pending, skip_special_tokens=False)
         if text.endswith("\ufffd") and len(pending) < 8:  # the middle of a character

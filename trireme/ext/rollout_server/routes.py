@@ -24,6 +24,7 @@ from trireme.ext.remote.weight_group import BucketEntry
 from trireme.ext.rollout_server.announced import AnnouncedWeights
 from trireme.ext.rollout_server.trajectories import infer as infer_all
 from trireme.model.chat_tokens import NOT_TEXT
+from trireme.pictures import IMAGES
 
 
 class InferBody(BaseModel):
@@ -117,7 +118,7 @@ def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
 
 def _examine(rollouts: Rollouts, index: int, request: RolloutInferRequest) -> None:
     """Raise ValueError for a conversation that cannot be led."""
-    for name in NOT_TEXT:
+    for name in (*NOT_TEXT, *IMAGES):
         if getattr(request, name, None):
             raise ValueError(f"infer_requests.{index}.{name} is not empty: only text is supported")
     if len(request.messages) > MOST_MESSAGES or len(request.tools or ()) > MOST_TOOLS:

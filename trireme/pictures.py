@@ -1,0 +1,269 @@
+"""Pictures: images in conversations, as token ids that no vocabulary has.
+
+A picture stands in a prompt as a run of token ids at BEGIN and above, which follow from its digest
+and from nothing else. So wherever ids are compared (packed prefixes, prefix caches, shared prompts,
+the record of a rollout), two pictures differ although they take the same place under the same text,
+and one picture is itself everywhere. The model's own placeholder appears only where a program that
+is not ours gets the ids. What a picture looks like to a model is computed by a reader (text side)
+and by a vision (device side), which an extension makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Protocol
+
+BEGIN = 1 << 62
+"""The first id of a picture's token; a vocabulary's ids are far below."""
+_INDEX_BITS = 14
+MOST_TOKENS = 1 << _INDEX_BITS
+"""The most tokens of a picture."""
+_NUMBER_DIGITS = 12
+"""Hexadecimal digits of a digest that are part of an id: 48 bits."""
+PICTURE = -1
+"""Stands for a picture's token in files and pages for people."""
+IMAGES = ("images", "image")
+"""Columns with a row's pictures, one or a list, if `format.image_key` names none."""
+IMAGE_TAG = "<image>"
+"""Stands in a prompt's text where a picture of the row goes."""
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of a content's part that shows a picture: of chat templates, and of OpenAI's two APIs."""
+
+Message = Mapping[str, Any]
+Read = Callable[[Any], Any]
+"""Reads a picture, however it is given."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded image, as a certain model's processor sees it."""
+
+    data: bytes = field(repr=False)
+    """The file: PNG, JPEG or another format that Pillow reads."""
+    digest: str
+    """SHA-256 of `data` and of the processor's settings, in hexadecimal digits."""
+    tokens: int
+    """The number of tokens that it takes in a prompt."""
+    grid: tuple[int, ...]
+    """The patches that it is cut into: time, height and width."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tokens <= MOST_TOKENS:
+            raise ValueError(
+                f"a picture takes {self.tokens} tokens: expected 1 to {MOST_TOKENS}; "
+                "a smaller max_pixels of the model's processor makes it smaller"
+            )
+
+    @cached_property
+    def first(self) -> int:
+        """The id of its first token; the others follow."""
+        return BEGIN + (int(self.digest[:_NUMBER_DIGITS], 16) << _INDEX_BITS)
+
+    @property
+    def ids(self) -> range:
+        """The ids of its tokens."""
+        return range(self.first, self.first + self.tokens)
+
+
+Pictures = Mapping[int, Picture]
+"""Pictures by the id of their first token."""
+
+
+class PictureReader(Protocol):
+    """Reads pictures for a model's prompts; made by a function of PICTURE_READERS."""
+
+    placeholder: int
+    """The token that stands for a picture where the chat template has one."""
+
+    def read(self, source: Any) -> Picture:
+        """Return a picture from bytes, a file, a data URL or an image of Pillow. Raises ValueError
+        for anything else, and for one that is damaged or too large.
+        """
+        ...
+
+
+def first_of(token: int) -> int:
+    """Return the id of the first token of the picture that a token belongs to."""
+    return token - (token - BEGIN) % MOST_TOKENS
+
+
+def album(pictures: Iterable[Picture]) -> dict[int, Picture]:
+    """Return pictures by their first ids. Raises ValueError if two have the same ids."""
+    found: dict[int, Picture] = {}
+    for picture in pictures:
+        other = found.setdefault(picture.first, picture)
+        if other.digest != picture.digest:
+            raise ValueError(
+                f"pictures {other.digest[:16]} and {picture.digest[:16]} would have the same token "
+                "ids: re-encode one of them"
+            )
+    return found
+
+
+def shown(ids: Iterable[int], pictures: Pictures) -> dict[int, Picture]:
+    """Return those of some pictures whose tokens are among `ids`. Raises ValueError for a picture's
+    token that belongs to none of them.
+    """
+    found: dict[int, Picture] = {}
+    for token in ids:
+        if token < BEGIN or (first := first_of(token)) in found:
+            continue
+        if first not in pictures:
+            raise ValueError(f"a prompt shows a picture that did not come with it (token {token})")
+        found[first] = pictures[first]
+    return found
+
+
+def placed(ids: Sequence[int], pictures: Sequence[Picture], placeholder: int) -> list[int]:
+    """Return ids with each placeholder replaced by the tokens of a picture, in order. Raises
+    ValueError unless there are as many.
+    """
+    count = sum(token == placeholder for token in ids)
+    if count != len(pictures):
+        raise ValueError(
+            f"a conversation has {len(pictures)} pictures, and its text has {count} places for "
+            "one: either a message's text contains the placeholder itself, or the chat template "
+            "leaves pictures out"
+        )
+    following = iter(pictures)
+    out: list[int] = []
+    for token in ids:
+        out += next(following).ids if token == placeholder else (token,)
+    return out
+
+
+def with_placeholders(ids: Iterable[int], placeholder: int) -> list[int]:
+    """Return ids with each picture as one placeholder, for decoding and for other programs."""
+    out: list[int] = []
+    before = -1
+    for token in ids:
+        if token < BEGIN:
+            out.append(token)
+        elif token == first_of(token) or before != token - 1:
+            out.append(placeholder)
+        before = token
+    return out
+
+
+def legible(ids: Iterable[int], decode: Callable[[list[int]], str]) -> str:
+    """Return ids as text for people, pictures as `[image, 6 tokens]`."""
+    parts = []
+    for seen, group in groupby(ids, lambda token: token >= BEGIN):
+        tokens = list(group)
+        parts.append(f"[image, {len(tokens)} tokens]" if seen else decode(tokens))
+    return "".join(parts)
+
+
+def source_in(part: Mapping[str, Any]) -> Any:
+    """Return the source of the picture that a content's part shows; the part itself if it has none
+    under a known name.
+    """
+    return next((part[name] for name in ("image", "image_url", "url") if part.get(name)), part)
+
+
+def with_read(message: Message, read: Read) -> dict[str, Any]:
+    """Return a message with the pictures of its content read."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [
+        {"type": "image", "image": read(source_in(part))}
+        if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def pictures_in(messages: Sequence[Message]) -> list[Picture]:
+    """Return the pictures of plain messages, in order."""
+    contents = [message.get("content") for message in messages]
+    return [
+        source_in(part)
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+    ]
+
+
+def as_json_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return plain messages as JSON: a picture is named by its digest."""
+    return [
+        {
+            **message,
+            "content": [
+                {"type": "image", "image": f"sha256:{part['image'].digest}"}
+                if part["type"] == "image"
+                else part
+                for part in message["content"]
+            ],
+        }
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def tagged(messages: Sequence[Message], images: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a conversation with a tag for each image: those without one come first in the first
+    message of the user. Raises ValueError for more tags than images.
+    """
+    tags = sum(_tags(message) for message in messages)
+    if tags > len(images):
+        raise ValueError(
+            f"a conversation has {tags} tags {IMAGE_TAG}, and its row {len(images)} pictures"
+        )
+    out = [dict(message) for message in messages]
+    for message in out:
+        if message.get("role") == "user" and isinstance(message.get("content"), str):
+            message["content"] = IMAGE_TAG * (len(images) - tags) + message["content"]
+            break
+    return out
+
+
+def with_images(messages: Sequence[Message], images: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a conversation with images in place of its tags, in order; images without a tag are
+    left out. Raises ValueError for more tags than images.
+    """
+    following = iter(images)
+    out = []
+    for message in messages:
+        if _tags(message):
+            try:
+                message = {**message, "content": _parts(message["content"], following)}
+            except StopIteration:
+                tags = sum(map(_tags, messages))
+                raise ValueError(
+                    f"a conversation has {tags} tags {IMAGE_TAG}, and {len(images)} pictures"
+                ) from None
+        out.append(dict(message))
+    return out
+
+
+def _tags(message: Message) -> int:
+    content = message.get("content")
+    return content.count(IMAGE_TAG) if isinstance(content, str) else 0
+
+
+def _parts(text: str, images: Iterator[Any]) -> list[dict[str, Any]]:
+    """Return a content with the next image in place of each tag."""
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(text.split(IMAGE_TAG)):
+        if number:
+            parts.append({"type": "image", "image": next(images)})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def images_of(row: Mapping[str, Any], key: str | None) -> list[Any]:
+    """Return the pictures of a row: those of the column `key`, else of a column of IMAGES."""
+    names = IMAGES if key is None else (key,)
+    value = next((row[name] for name in names if row.get(name) is not None), None)
+    if value is None or (isinstance(value, str | list | tuple) and not value):
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
