@@ -28,6 +28,7 @@ from trireme.ext.http.bodies import Answer
 from trireme.ext.http.connections import server_config
 from trireme.ext.http.limits import Limits, error_body
 from trireme.ext.http.rollouts import Rollouts
+from trireme.ext.http.room import MAX_BODY
 from trireme.ext.http.sessions import Sessions
 from trireme.registry import ROUTES
 
@@ -63,7 +64,8 @@ def create_app(
         most=most,
         instance=app.state.instance,
         max_weights=rollouts.max_weight_bytes,
-        max_text=rollouts.max_text,
+        # a client sends pictures in its messages
+        max_text=rollouts.max_text if rollouts.chat.reader is None else MAX_BODY,
     )
     kinds = (Exception, RuntimeError, RecursionError, *(kind for kind, _ in STATUS), StarletteError)
     for kind in kinds:

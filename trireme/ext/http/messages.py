@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -134,11 +134,13 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": message.get("role"), "content": content or ""}]
-    out, texts, calls = [], [], []
+    out: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     for block in _blocks(content):
         match block.get("type"):
-            case "text":
-                texts.append(text_in(block, "text"))
+            case "text" | "image":
+                parts.append(_part(block))
             case "tool_use":
                 arguments = as_json(block.get("input", {}))
                 function = {"name": text_in(block, "name"), "arguments": arguments}
@@ -147,13 +149,42 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
                 pass  # the record has it, token for token
             case "tool_result":
                 result = {"role": "tool", "tool_call_id": text_in(block, "tool_use_id")}
-                out.append({**result, "content": _text(block.get("content") or "")})
+                out.append({**result, "content": _content(block.get("content") or "")})
             case kind:
-                raise ValueError(f"a message holds '{kind}': expected text, tool_use, tool_result")
-    if texts or calls:
-        said = {"role": message.get("role"), "content": "".join(texts)}
+                raise ValueError(
+                    f"a message holds '{kind}': expected text, image, tool_use, tool_result"
+                )
+    if parts or calls:
+        said = {"role": message.get("role"), "content": joined_parts(parts)}
         out.append({**said, "tool_calls": calls} if calls else said)
     return out
+
+
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Return the content of a tool's result."""
+    return content if isinstance(content, str) else joined_parts(map(_part, _blocks(content)))
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a block of text, or a picture with its bytes, to a part of a chat's message."""
+    if block.get("type") == "text":
+        return {"type": "text", "text": text_in(block, "text")}
+    source = block.get("source")
+    if block.get("type") != "image" or not isinstance(source, Mapping):
+        kind = block.get("type")
+        raise ValueError(f"only text and pictures are supported, and this holds '{kind!s:.40}'")
+    if source.get("type") != "base64":
+        raise ValueError(f"a picture's source is {source.get('type')!r:.40}: expected base64")
+    url = f"data:{text_in(source, 'media_type')};base64,{text_in(source, 'data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def joined_parts(parts: Iterable[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return parts of a message as its content: one text, unless there is a picture."""
+    parts = list(parts)
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
 def _text(content: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trireme.ext.http.messages import text_in
+from trireme.ext.http.messages import joined_parts, text_in
 from trireme.ext.openai.wire import MOST_MESSAGES, Tools, Wire
 from trireme.text import as_json
 
@@ -136,7 +136,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     match item.get("type", "message"):
         case "message":
             role = "system" if item.get("role") == "developer" else item.get("role")
-            messages.append({"role": role, "content": _text(item.get("content"))})
+            messages.append({"role": role, "content": _content(item.get("content"))})
         case "function_call" | "custom_tool_call" as kind:
             name = _joined(item.get("namespace"), text_in(item, "name"))
             if kind == "custom_tool_call":
@@ -150,7 +150,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
             last = messages[-1]
             messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
         case "function_call_output" | "custom_tool_call_output":
-            text = _text(item.get("output"))
+            text = _content(item.get("output"))
             result = {"role": "tool", "tool_call_id": text_in(item, "call_id"), "content": text}
             messages.append(result)
         case "reasoning":
@@ -159,19 +159,21 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
             raise ValueError(f"an input item of type '{kind!s:.40}' is not supported")
 
 
-def _text(content: Any) -> str:
+def _content(content: Any) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise ValueError(f"an item holds {content!r:.60}: expected text, or a list of parts")
-    return "".join(map(_part, content))
+    return joined_parts(map(_part, content))
 
 
-def _part(part: Any) -> str:
+def _part(part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else part
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": text_in(part, "image_url")}}
     if kind not in ("input_text", "output_text", "text"):
-        raise ValueError(f"only text is supported, and this holds '{kind!s:.40}'")
-    return text_in(part, "text")
+        raise ValueError(f"only text and pictures are supported, and this holds '{kind!s:.40}'")
+    return {"type": "text", "text": text_in(part, "text")}
 
 
 def _tools(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:

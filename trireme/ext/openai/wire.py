@@ -7,9 +7,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from trireme.engines.engine import MOST_SAMPLES, what_is_wrong
+from trireme.pictures import IMAGE_PARTS, Picture, source_in
 from trireme.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -64,6 +65,26 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 """The first invalid id is the error: a list of a million errors would take seconds."""
 
 
+def _sent(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Raise ValueError for a picture that is not in the request itself: a path would be read on
+    this machine.
+    """
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
+                source = source_in(part)
+                if isinstance(source, Picture):  # of a reply that is continued
+                    continue
+                url = source.get("url") if isinstance(source, Mapping) else source
+                if not isinstance(url, str) or url[:5].lower() != "data:":
+                    raise ValueError(
+                        f"a picture is {url!r:.60}: expected a data URL, as in "
+                        "{type: image_url, image_url: {url: data:image/png;base64,…}}"
+                    )
+    return messages
+
+
 class Wire(BaseModel):
     """A request's body; its sampling options are validated when they become a Sampling.
 
@@ -79,7 +100,7 @@ class Wire(BaseModel):
 class ChatBody(Wire):
     """`/v1/chat/completions`."""
 
-    messages: Messages
+    messages: Annotated[Messages, AfterValidator(_sent)]
     tools: Tools | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None

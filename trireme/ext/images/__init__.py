@@ -1,0 +1,1 @@
+"""Images: conversations with pictures, for vision-language models of the Qwen kind."""

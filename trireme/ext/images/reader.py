@@ -1,0 +1,202 @@
+"""Reader: turns image files into pictures and pixels, by the model's own image processor.
+
+The processor is transformers' for Pillow: torchvision is not needed. Its settings are part of a
+picture's digest, so that explorer and trainer cannot see one file differently without noticing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trireme.pictures import Picture
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Model types whose pictures are read here."""
+MOST_BYTES = 32 * 2**20
+"""Limit of a file."""
+MOST_PIXELS = 64 * 10**6
+"""Limit of a picture as it is decoded, which a small file may exceed by far."""
+_REMEMBERED = 64
+"""Pictures that are cached with their pixels."""
+_NOT_SETTINGS = ("image_processor_type", "processor_class", "_processor_class", "auto_map")
+
+
+class ImageReader:
+    """Reads pictures for one model."""
+
+    def __init__(self, processor: Any, placeholder: int) -> None:
+        """`processor` is transformers' image processor."""
+        self.placeholder = placeholder
+        self._processor = processor
+        settings = {
+            name: value
+            for name, value in processor.to_dict().items()
+            if name not in _NOT_SETTINGS and value is not None
+        }
+        self._settings = json.dumps(settings, sort_keys=True, default=str).encode()
+        self._merged = int(processor.merge_size) ** 2
+        self._read: OrderedDict[str, tuple[Picture, Tensor]] = OrderedDict()
+        """Pictures and their pixels [N, P], by digest; the least recently used goes first."""
+
+    def read(self, source: Any) -> Picture:
+        """Return a picture from bytes, a path, a data URL, an image of Pillow, or a dictionary of
+        `datasets` with bytes or a path. Raises ValueError for anything else, and for a picture that
+        is damaged or too large.
+        """
+        if isinstance(source, Picture):
+            return source
+        data = bytes_of(source)
+        digest = hashlib.sha256(hashlib.sha256(data).digest() + self._settings).hexdigest()
+        if digest not in self._read:
+            pixels, grid = self._process(data)
+            tokens = grid[0] * grid[1] * grid[2] // self._merged
+            self._read[digest] = Picture(data, digest, tokens, grid), pixels
+            while len(self._read) > _REMEMBERED:
+                self._read.popitem(last=False)
+        self._read.move_to_end(digest)
+        return self._read[digest][0]
+
+    def pixels(self, picture: Picture) -> Tensor:
+        """Return the patches [N, P] of a picture. Raises ValueError if it was read with other
+        settings.
+        """
+        again = self.read(picture.data)
+        if again.digest != picture.digest:
+            raise ValueError(
+                f"picture {picture.digest[:16]} was read by an image processor with other "
+                "settings: expected the preprocessor_config.json of this model"
+            )
+        return self._read[again.digest][1]
+
+    def _process(self, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
+        image = _decoded(data)
+        try:
+            found = self._processor(images=[image], return_tensors="pt")
+        except ValueError as error:
+            raise ValueError(
+                f"a picture of {image.width} x {image.height} pixels: {error}"
+            ) from error
+        time, height, width = found["image_grid_thw"][0].tolist()
+        return found["pixel_values"], (time, height, width)
+
+
+def bytes_of(source: Any) -> bytes:
+    """Return the bytes of an image file, however it is given. Raises ValueError."""
+    from PIL import Image
+
+    if isinstance(source, Mapping):  # a row of `datasets` that was not decoded, OpenAI's image_url
+        given = source.get("bytes") or source.get("path") or source.get("url")
+        if given is None:
+            raise ValueError(
+                f"a picture is {_brief(source)}: expected its `bytes`, `path` or `url`"
+            )
+        return bytes_of(given)
+    if isinstance(source, Image.Image):
+        file = io.BytesIO()
+        kept = source if source.mode in ("L", "RGB", "RGBA") else source.convert("RGB")
+        kept.save(file, "PNG")
+        return _limited(file.getvalue())
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _limited(bytes(source))
+    if isinstance(source, str | os.PathLike):
+        return _of_text(os.fspath(source))
+    raise ValueError(
+        f"a picture is {_brief(source)}: expected bytes, a path, a data URL or an image of Pillow"
+    )
+
+
+def _of_text(text: str) -> bytes:
+    scheme = text[:16].partition(":")[0].lower()
+    if scheme == "data":
+        head, comma, body = text.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ValueError(
+                "a picture's data URL is not in base64: expected data:image/png;base64,…"
+            )
+        if len(body) > MOST_BYTES * 4 // 3 + 4:
+            raise ValueError(f"a picture has more than {MOST_BYTES} bytes, the most")
+        try:
+            return _limited(base64.b64decode(body, validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"a picture's data URL is damaged: {error}") from error
+    if scheme in ("http", "https"):
+        raise ValueError(
+            f"a picture is at {text[:80]}: pictures are not fetched; expected a data URL, bytes or "
+            "a file"
+        )
+    path = Path(text.removeprefix("file://"))
+    try:
+        if not path.is_file():
+            raise ValueError(f"a picture's file {_brief(text)} does not exist")
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"a picture has more than {MOST_BYTES} bytes, the most: {path}")
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"a picture's file {_brief(text)} cannot be read: {error}") from error
+
+
+def _limited(data: bytes) -> bytes:
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"a picture has {len(data)} bytes: expected at most {MOST_BYTES}")
+    return data
+
+
+def _brief(value: Any) -> str:
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else type(value).__name__
+
+
+def _decoded(data: bytes) -> Any:
+    """Return the decoded image in RGB; a transparent one on white."""
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(data))
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(
+                f"a picture has {image.width} x {image.height} pixels: expected at most "
+                f"{MOST_PIXELS} in all"
+            )
+        image.load()
+        if image.mode in ("RGBA", "LA") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            image = Image.alpha_composite(white, image)
+        return image.convert("RGB")
+    except ValueError:
+        raise
+    except Exception as error:  # what a damaged file makes of Pillow's decoders is endless
+        kind = type(error).__name__
+        raise ValueError(
+            f"a picture of {len(data)} bytes cannot be decoded ({kind}): expected PNG, JPEG, WebP "
+            "or another format that Pillow reads"
+        ) from error
+
+
+@cache
+def reader_of(model_path: str, placeholder: int) -> ImageReader | None:
+    """Return the reader of a model's folder, one for each; None if it has no image processor."""
+    from transformers import AutoImageProcessor
+
+    if not (Path(model_path) / "preprocessor_config.json").is_file():
+        return None
+    processor = AutoImageProcessor.from_pretrained(model_path, backend="pil")
+    return ImageReader(processor, placeholder)
+
+
+def make_reader(model_path: str, config: Mapping[str, Any]) -> ImageReader | None:
+    """Make the reader of a model with this config.json; None if its pictures are not read here."""
+    if config.get("model_type") not in FAMILIES or config.get("image_token_id") is None:
+        return None
+    return reader_of(str(model_path), int(config["image_token_id"]))

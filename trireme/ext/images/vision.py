@@ -1,0 +1,135 @@
+"""Vision: how models of the Qwen kind see: positions in three axes, and features of their tower.
+
+Text stands at equal positions on the three axes of M-RoPE; a picture's tokens stand at one time and
+at their row and column, and text goes on after the largest of them (Qwen2-VL, arXiv:2409.12191).
+Features take the places of a picture's tokens; Qwen3-VL adds further ones after its first layers
+(DeepStack, arXiv:2406.04334).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import proxy
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trireme.ext.images.reader import FAMILIES, ImageReader, reader_of
+from trireme.pictures import BEGIN, MOST_TOKENS, Picture, Pictures, first_of
+
+
+class QwenVision:
+    """The vision of one model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        self._placeholder = int(config.image_token_id)
+        tokens = (self._placeholder, getattr(config, "video_token_id", None))
+        size = config.get_text_config().vocab_size
+        self.unsampled = tuple(t for t in tokens if t is not None and t < size)
+        self._model: Any = proxy(model)  # which its vision does not keep alive
+        self._merge = int(config.vision_config.spatial_merge_size)
+        self._features: dict[str, list[Tensor]] = {}
+        """Of a picture whose tower is frozen, by its digest: those in place of its tokens, and
+        those of each layer of DeepStack."""
+
+    def positions(self, ids: Sequence[int], pictures: Pictures) -> Tensor:
+        """Return the rotary positions [3, T] of a path of ids."""
+        parts: list[Tensor] = []
+        following = at = 0
+        while at < len(ids):
+            begin = at
+            if ids[at] < BEGIN:
+                while at < len(ids) and ids[at] < BEGIN:
+                    at += 1
+                parts.append(torch.arange(following, following + at - begin).expand(3, -1))
+                following += at - begin
+                continue
+            picture = pictures[first_of(ids[at])]
+            at += sum(
+                1 for _ in zip(ids[at:], picture.ids, strict=False)
+            )  # a path may be cut in it
+            parts.append((self._axes(picture) + following)[:, : at - begin])
+            following += max(picture.grid[1:]) // self._merge
+        return torch.cat(parts, 1)
+
+    def _axes(self, picture: Picture) -> Tensor:
+        time, height, width = picture.grid
+        sides = (
+            torch.arange(time),
+            torch.arange(height // self._merge),
+            torch.arange(width // self._merge),
+        )
+        return torch.stack(torch.meshgrid(*sides, indexing="ij")).reshape(3, -1)
+
+    def inputs(self, ids: Tensor, pictures: Pictures) -> dict[str, Any]:
+        """Return embeddings [B, S, D], with a picture's features in place of its tokens."""
+        seen = ids >= BEGIN
+        embedded = self._model.get_input_embeddings()(ids.masked_fill(seen, 0))
+        tokens = ids[seen]
+        order = {first: number for number, first in enumerate(pictures)}
+        features = [self._look(picture, embedded) for picture in pictures.values()]
+        begins, total = [], 0
+        for each in features:
+            begins.append(total)
+            total += len(each[0])
+        firsts = tokens - (tokens - BEGIN) % MOST_TOKENS
+        place = torch.tensor(
+            [begins[order[first]] for first in firsts.tolist()], device=ids.device
+        ) + (tokens - firsts)
+        layers = [
+            torch.cat([each[layer] for each in features])[place]
+            for layer in range(len(features[0]))
+        ]
+        # out of place: embeddings may be trained
+        found: dict[str, Any] = {
+            "inputs_embeds": embedded.masked_scatter(seen[..., None], layers[0].to(embedded.dtype))
+        }
+        if len(layers) > 1:
+            found |= {"visual_pos_masks": seen, "deepstack_visual_embeds": layers[1:]}
+        return found
+
+    def _look(self, picture: Picture, like: Tensor) -> list[Tensor]:
+        """Return a picture's features [N, D], from the cache where the tower is frozen."""
+        if picture.digest in self._features:
+            return self._features[picture.digest]
+        tower = self._model.model.visual
+        if tower.config._attn_implementation != "sdpa":  # ours is for the language model
+            tower.set_attn_implementation("sdpa")
+        frozen = not any(p.requires_grad for p in tower.parameters())
+        pixels = self._reader().pixels(picture).to(like.device)
+        grid = torch.tensor([picture.grid], device=like.device)
+        out = self._model.model.get_image_features(pixels, grid, return_dict=True)
+        deep = getattr(out, "deepstack_features", None) or ()
+        features = [out.pooler_output[0], *(layer[0] for layer in deep)]
+        if frozen:
+            self._features[picture.digest] = features
+            while len(self._features) > _REMEMBERED:
+                del self._features[next(iter(self._features))]
+        return features
+
+    def _reader(self) -> ImageReader:
+        folder = str(self._model.config._name_or_path)
+        reader = reader_of(folder, self._placeholder)
+        if reader is None:
+            raise ValueError(
+                f"the model '{folder}' is shown a picture, and has no preprocessor_config.json"
+            )
+        return reader
+
+    def renew(self) -> None:
+        """Drop all features: the weights have changed."""
+        self._features.clear()
+
+
+_REMEMBERED = 256
+"""Pictures whose features are cached."""
+
+
+def make_vision(model: PreTrainedModel) -> QwenVision | None:
+    """Make a model's vision; None if it is of another kind."""
+    config: Any = model.config
+    known = config.model_type in FAMILIES and getattr(config, "image_token_id", None) is not None
+    return QwenVision(model) if known else None
