@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Idefics3Config,
     Mistral3Config,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
@@ -37,10 +38,10 @@ _QWEN_SIGHT = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_head
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 
-def make_composite(folder: Path, family: str) -> Path:
-    """A folder that transformers loads by the class that it names."""
+def make_composite(folder: Path, family: str, **options: Any) -> Path:
+    """A folder that transformers loads by the class that it names; `options` of the text."""
     tokenizer = make_tokenizer()
-    text = {**_TEXT, "vocab_size": len(tokenizer) + 4}
+    text = {**_TEXT, "vocab_size": len(tokenizer) + 4, **options}
     image = len(tokenizer)  # ids that no text has
     config: Any
     if family == "gemma3":
@@ -53,6 +54,11 @@ def make_composite(folder: Path, family: str) -> Path:
         text |= {"model_type": "mistral", "sliding_window": None}
         sight = {**_PIXTRAL, "model_type": "pixtral", "head_dim": 8}
         config = Mistral3Config(text_config=text, vision_config=sight, image_token_index=image)
+    elif family == "idefics3":
+        text |= {"model_type": "llama"}
+        config = Idefics3Config(
+            text_config=text, vision_config=_PIXTRAL, image_token_id=image, scale_factor=2
+        )
     elif family == "qwen3_5":
         text |= {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}
         text |= {**HYBRIDS["qwen3_5_text"], "initializer_range": 0.15}

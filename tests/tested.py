@@ -10,7 +10,7 @@ DELTA = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
 MAMBA = ("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba")
 CONVOLUTIONS = ("lfm2", "lfm2_moe")
 HYBRIDS = (*DELTA, "kimi_linear", *MAMBA, *CONVOLUTIONS, "minimax")
-COMPOSITES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+COMPOSITES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3")
 SINKS = ("gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 
 CHUNKS = ("llama4_text",)
@@ -38,7 +38,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     LORA: (*COMPOSITES, "gpt_oss", *ONE_OF_EACH),
     RANKS: ("gemma3", "qwen3_vl", "qwen3_5", "gpt_oss", "qwen3_5_text", "lfm2"),
     RESUME: ("gemma3", "qwen3_vl", "qwen3_5", "gpt_oss", "qwen3_5_text", "granitemoehybrid"),
-    VLLM: ("lfm2", "granitemoehybrid"),
+    VLLM: ("idefics3", "lfm2", "granitemoehybrid"),
     DEMO: ("gpt_oss", "qwen3_5_text"),
 }
 

@@ -18,8 +18,8 @@ from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
 from trireme.sync.probe import Probe, WrongWeights
 from trireme.sync.push import MemorySync
-from trireme.trainer.backend import Backend
-from trireme.trainer.lora import AdapterSource, Lora
+from trireme.trainer.backend import Backend, PartSource
+from trireme.trainer.lora import Lora
 
 WITHIN = 1e-5
 """Nats, float32: what one order of the same sums differs from another by, at most."""
@@ -63,7 +63,7 @@ def test_an_adapter_pushed_alone_scores_as_merged_weights_do(folder, given):
             "dtype": "float32",
             "probe": Probe(99, "float32"),
         }
-        alone = MemorySync(AdapterSource(backend), engine, device, **common)
+        alone = MemorySync(PartSource(backend, "adapter"), engine, device, **common)
         whole = MemorySync(backend, engine, device, **common)
         sizes = []
         for version in (1, 3):
@@ -76,7 +76,7 @@ def test_an_adapter_pushed_alone_scores_as_merged_weights_do(folder, given):
             await engine.update_weights(folder, 9)  # the base again, for the next adapter
             change(backend, version)
             sizes.append((found["sync/pushed_bytes"], merged["sync/pushed_bytes"]))
-        tensors = AdapterSource(backend).weights().values()
+        tensors = PartSource(backend, "adapter").weights().values()
         weights = backend.weights().values()
         expected = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in weights))
         assert sizes == [expected, expected] and expected[0] < expected[1] / 4
@@ -104,7 +104,7 @@ def test_an_adapter_on_weights_that_lie_transposed_scores_as_its_trainer_does(ta
         backend, engine = adapted(tmp_path, target_modules=targets), engine_at(tmp_path, device)
         common: dict[str, Any] = {"shared": False, "dtype": "float32"}
         sync = MemorySync(
-            AdapterSource(backend), engine, device, probe=Probe(99, "float32"), **common
+            PartSource(backend, "adapter"), engine, device, probe=Probe(99, "float32"), **common
         )
         for version in (1, 2):
             await sync.push(version)
@@ -126,8 +126,8 @@ def test_adapters_that_follow_each_other_leave_the_base_as_it_was(folder):
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     for number in range(20):
         change(backend, number, 1.0)
-        merged.take(module, AdapterSource(backend).weights())
-    merged.take(module, AdapterSource(other).weights())
+        merged.take(module, PartSource(backend, "adapter").weights())
+    merged.take(module, PartSource(other, "adapter").weights())
     for name, tensor in other.weights().items():
         assert torch.allclose(module.state_dict()[name], tensor, atol=1e-6), name
     merged.leave(module)
@@ -145,16 +145,16 @@ def test_another_base_or_an_adapter_that_is_not_the_trainers_is_seen(folder, tmp
         backend = adapted(folder)
         other = engine_at(make_model(tmp_path / "other", seed=3), device)
         with pytest.raises(WrongWeights, match=r"does not serve .* tensors differ \(model\."):
-            await MemorySync(AdapterSource(backend), other, device, **common).push(1)
+            await MemorySync(PartSource(backend, "adapter"), other, device, **common).push(1)
         engine = engine_at(folder, device)
-        sync = MemorySync(AdapterSource(backend), engine, device, **common)
+        sync = MemorySync(PartSource(backend, "adapter"), engine, device, **common)
         await sync.push(1)
         with monkeypatch.context() as patched:  # the adapter of before the step stays
             patched.setattr(Merged, "take", lambda *_: None)
             change(backend, 2, 1e-7)
             with pytest.raises(WrongWeights, match=r"28 of \d+ tensors differ \(model\."):
                 await sync.push(2)
-        good = AdapterSource(backend).weights()
+        good = PartSource(backend, "adapter").weights()
         marks = await engine.fingerprint()
         odd = {name: t[:, :-1] if name.endswith(A) else t for name, t in good.items()}
         with pytest.raises(ValueError, match=r"is for weights of .*: this model's are \(\d+, \d+"):
@@ -175,9 +175,9 @@ def test_another_base_or_an_adapter_that_is_not_the_trainers_is_seen(folder, tmp
 
 def test_an_adapter_on_the_embedding_does_not_travel_alone(folder):
     with pytest.raises(ValueError, match=r"'model\.embed_tokens', which is no linear layer"):
-        AdapterSource(adapted(folder, target_modules=("embed_tokens",))).weights()
+        PartSource(adapted(folder, target_modules=("embed_tokens",)), "adapter").weights()
 
 
 def test_a_dora_adapter_does_not_travel_alone(folder):
     with pytest.raises(ValueError, match="DoRA adapter cannot travel alone"):
-        AdapterSource(adapted(folder, dora=True)).weights()
+        PartSource(adapted(folder, dora=True), "adapter").weights()

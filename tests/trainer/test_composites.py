@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -21,11 +22,15 @@ from tests.trainer.test_fsdp2 import two_ranks_learn_alike
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig
+from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
-from trireme.engines.torch.composite import towers
+from trireme.engines.torch.composite import towers, towers_in_files
+from trireme.sync.probe import Probe, WrongWeights
+from trireme.sync.push import MemorySync
+from trireme.trainer.backend import PartSource
 from trireme.trainer.lora import Lora
 
-SIGHT = ("vision_tower", "multi_modal_projector", "visual")
+SIGHT = ("vision_", "multi_modal_projector", "visual", "connector")
 
 
 @pytest.fixture(scope="module", params=COMPOSITES)
@@ -107,6 +112,56 @@ def test_engines_take_the_weights_of_a_trained_composite(folder: Path) -> None:
     [expected] = backend.score([row])
     assert max(abs(a - b) for a, b in zip(scored, expected, strict=True)) < 1e-4
     assert set(marks) >= set(backend.weights())
+
+
+def test_the_towers_of_a_folder_are_known_without_its_weights(folder: Path) -> None:
+    module = backend_of(folder).module
+    sights = dict(towers(module))
+    stored, held = load_file(folder / "model.safetensors"), towers_in_files(folder)
+    assert held and all(stored[file].equal(sights[name]) for name, file in held.items())
+    assert held.keys() == sights.keys() & module.state_dict().keys()
+
+
+async def pushed_from(source: Any, engine: Any, version: int) -> dict[str, float]:
+    """The metrics of a push through memory, which proves the engine's weights."""
+    device = Device(1)
+    common: dict[str, Any] = {"dtype": "float32", "probe": Probe(90, "float32"), "shared": False}
+    try:
+        return await MemorySync(source, engine, device, **common).push(version)
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, dora=True)], ids=["full", "merged"])
+def test_a_push_leaves_the_towers_at_home_and_proves_the_whole(
+    folder: Path, lora: Lora | None
+) -> None:
+    backend = backend_of(folder, lora=lora)
+    source = PartSource(backend, "text")
+    whole, text = backend.weights(), source.weights()
+    towers = set(whole) - set(text)
+    assert towers == {name for name in whole if any(part in name for part in SIGHT)}
+    size = sum(tensor.nbytes for tensor in text.values())
+
+    def learn() -> None:
+        for parameter in backend.module.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(0.01)
+
+    async def ask(engine: Any) -> Any:
+        learn()
+        metrics = await pushed_from(source, engine, 1)
+        assert metrics["sync/pushed_bytes"] == size
+        assert metrics["sync/probe_diff"] < 1e-4
+        engine.module.get_parameter(min(towers)).data.add_(0.5)
+        with pytest.raises(WrongWeights, match="1 of"):
+            await pushed_from(source, engine, 2)
+        await pushed_from(backend, engine, 3)  # the whole model mends it
+        some = {**source.weights(), min(towers): whole[min(towers)]}
+        with pytest.raises(ValueError, match=f"{len(towers) - 1} tensors are missing"):
+            await engine.update_weights(some, 4)
+
+    run(folder, ask, max_model_len=64)
 
 
 @pytest.mark.parametrize("family", families(RANKS, COMPOSITES))

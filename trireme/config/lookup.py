@@ -284,12 +284,22 @@ _OF_AN_EXPERT = {
 """A layer's tensor of all experts, and the names of one expert's parts in files: Qwen's and
 Mixtral's."""
 
+_OLDER = (
+    ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.", ""),
+)
+"""Beginnings of names in composites, and those of the same tensors in files: many checkpoints were
+written when the language model was the outer one, or was inside the other parts."""
+
 
 def names_in(files: Container[str], name: str) -> str | list[list[str]]:
     """Return the names of a model's tensor in files: a tensor of all experts is stored as several
     of each expert, whose rows follow each other. The name itself if the files have no such tensor.
     """
-    for held in (name, name.replace(".mlp.", ".block_sparse_moe.")):
+    older = [was + name.removeprefix(now) for now, was in _OLDER if name.startswith(now)]
+    for held in (name, name.replace(".mlp.", ".block_sparse_moe."), *older):
         if held in files:
             return held
         prefix, _, last = held.rpartition(".")

@@ -223,8 +223,8 @@ class Engine(Protocol):
         """Load new weights between two decode steps; tokens sampled from now on carry `version`.
 
         `source`: None (tensors are shared: only the version changes), a state dict name -> tensor,
-        a LoRA adapter for the engine's base weights (see engines/adapter.py), or a
-        folder with safetensors.
+        which may lack the towers of a composite (see engines/torch/composite.py), a LoRA adapter
+        for the engine's base weights (see engines/adapter.py), or a folder with safetensors.
         """
         ...
 

@@ -27,7 +27,7 @@ from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState
 from trireme.trainer.led import Led, LedModels, Models, commands
-from trireme.trainer.lora import Lora
+from trireme.trainer.lora import Lora, Part
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.settings import TrainSettings
 
@@ -157,6 +157,15 @@ def _export_dtype(plan: Plan) -> torch.dtype:
     return torch.float32 if plan.stage_name is not None else known.get(str(name), torch.float32)
 
 
+def pushed_part(plan: Plan, backend: Backend) -> Part:
+    """Return the part of the weights that pushes send: engines that the run starts have the rest
+    from the model's folder.
+    """
+    if plan.sync.adapter_rank:
+        return "adapter"
+    return "text" if backend.towers and not plan.engine.urls else "merged"
+
+
 def make_pairs(plan: Plan, models: Models) -> Pairs | None:
     """Make this rank's half of the pairs of ranks and engines; None if they share no device."""
     if not plan.sync.takes_turns:
@@ -164,7 +173,7 @@ def make_pairs(plan: Plan, models: Models) -> Pairs | None:
     trainer = plan.config.trainer
     own = engine_servers().pair(
         models.backend,
-        part="adapter" if plan.sync.adapter_rank else "merged",
+        part=pushed_part(plan, models.backend),
         parks=trainer.park_optimizer and not trainer.offload,
     )
     return models.pairs(own)

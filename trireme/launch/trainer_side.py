@@ -16,7 +16,7 @@ from trireme.checkpoint.layout import DATA_ROWS
 from trireme.checkpoint.save import Saving
 from trireme.engines.engine import Engine
 from trireme.launch.data import end_ids_of, make_buffer
-from trireme.launch.models import make_pairs
+from trireme.launch.models import make_pairs, pushed_part
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
 from trireme.log import get_logger
@@ -26,8 +26,8 @@ from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import Pairs, PushParts, WeightPush
 from trireme.sync.synchronizer import Push, Synchronizer
+from trireme.trainer.backend import PartSource
 from trireme.trainer.led import Models
-from trireme.trainer.lora import AdapterSource
 from trireme.trainer.measure import Profile
 from trireme.trainer.steering import SteeringParts, make_steering
 from trireme.trainer.trainer import Stopped, Trainer, TrainerSettings
@@ -55,8 +55,8 @@ class TrainerSide:
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
         """Returns the state of an explorer of the same run: checkpoints hold it too."""
         self._probe = Probe(backend.module.config.get_text_config().vocab_size, plan.dtype)
-        # if the engine has the base model, only the adapter is pushed
-        self._source: WeightSource = AdapterSource(backend) if plan.sync.adapter_rank else backend
+        part = pushed_part(plan, backend)
+        self._source: WeightSource = backend if part == "merged" else PartSource(backend, part)
         self._files = CheckpointPush(
             backend,
             stage.device,

@@ -58,7 +58,7 @@ class WeightSource(Protocol):
 
     def unmoved(self, dtype: str) -> dict[str, float]:
         """Return the fingerprints of weights that engines have, and that no push sends: an
-        adapter's base.
+        adapter's base, a composite's towers.
         """
         ...
 

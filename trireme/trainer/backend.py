@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,8 @@ from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.layout import REFERENCE
 from trireme.checkpoint.saved import random_state, read, set_random_state
 from trireme.engines.device import sums_in_order
+from trireme.engines.torch.composite import towers
+from trireme.engines.weights import fingerprint
 from trireme.trainer.lora import Adapter, Part
 from trireme.trainer.measure import Measures
 from trireme.trainer.model import (
@@ -72,6 +74,8 @@ class Backend:
             frozen = settings.load(model_path, ranks, frozen=True)
             self._reference = settings.spread(frozen, ranks, model_path).eval()
         self.module = settings.load(model_path, ranks)
+        self.towers = frozenset(name for name, _ in towers(self.module))
+        """The names of tensors that training leaves alone: those of a composite's towers."""
         torch.manual_seed(settings.seed)  # an adapter's first weights, equal on all ranks; dropout
         lora = settings.lora
         self.adapter = None if lora is None else Adapter(self.module, lora)
@@ -171,15 +175,15 @@ class Backend:
         state = model.state_dict()
         return {name: state[name].detach() for name, _ in model.named_parameters()}
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the current trained weights, by Hugging Face names.
+    def weights(self, part: Part = "merged") -> dict[str, Tensor]:
+        """Return the current trained weights, or a part of them, by Hugging Face names.
 
         In one process they are not copied; with LoRA they are merged one layer after the other into
         the CPU's memory; with ranks they are whole, on this rank's CPU.
         """
-        if self.ranks is None and self.adapter is None:
-            return dict(self.each_shard())
-        return {name: tensor.cpu() for name, tensor in self.each_weight()}
+        if self.ranks is None and (self.adapter is None or part == "adapter"):
+            return dict(self.each_shard(part))
+        return {name: tensor.cpu() for name, tensor in self.each_weight(part=part)}
 
     def each_weight(
         self, dtype: str | None = None, part: Part = "merged"
@@ -187,8 +191,8 @@ class Backend:
         """Yield `weights` one after the other, each whole; shards are gathered on demand, so that
         no rank needs memory for all. Every rank goes through all of them.
 
-        `dtype`: floating point is cast to it before it travels between ranks. With LoRA `part`
-        selects the base or the adapter (in the engines' form).
+        `dtype`: floating point is cast to it before it travels between ranks. An adapter is in the
+        engines' form.
         """
         to = getattr(torch, dtype or "", None)
         gathered = ((name, whole(_cast(tensor, to))) for name, tensor in self.each_shard(part))
@@ -207,10 +211,15 @@ class Backend:
             return self.adapter.travelling()
         named: Iterable[tuple[str, Tensor]] = self.module.state_dict().items()
         if self.adapter:
-            named = self.adapter.each_base() if part == "base" else self.adapter.each_merged()
+            merges = part in ("merged", "text")
+            named = self.adapter.each_merged() if merges else self.adapter.each_base()
         seen = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
-        weight_names = {self.adapter.plain_name(name) for name in seen} if self.adapter else seen
-        return ((name, tensor.detach()) for name, tensor in named if name in weight_names)
+        names = {self.adapter.plain_name(name) for name in seen} if self.adapter else seen
+        if part == "text":
+            names -= self.towers
+        elif part == "towers":
+            names &= self.towers
+        return ((name, tensor.detach()) for name, tensor in named if name in names)
 
     def unmoved(self, dtype: str) -> dict[str, float]:
         """Return the fingerprints of weights that no push sends; here every weight is sent."""
@@ -341,6 +350,39 @@ class Backend:
                 if not math.isfinite(norm):
                     return f"the gradient of experience {batch.eids[sample]} is not finite"
         return "no single experience's gradient is: only their sum overflows"
+
+
+_REST: Mapping[Part, Part] = {"adapter": "base", "text": "towers"}
+
+
+class PartSource:
+    """The weight source for engines that have the rest of the model from its folder. See
+    sync/probe.py.
+    """
+
+    def __init__(self, backend: Backend, part: Part) -> None:
+        """`part` is the adapter or a composite's language model."""
+        self.score = backend.score
+        self._backend = backend
+        self._part: Part = part
+        self._rest = _REST[part]
+        self._unmoved: dict[str, float] | None = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the part, by the engines' names."""
+        return self._backend.weights(self._part)
+
+    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
+        """Yield the part's tensors one after the other."""
+        return self._backend.each_weight(dtype, self._part)
+
+    def unmoved(self, dtype: str) -> dict[str, float]:
+        """Return the fingerprints of the rest, which training never changes."""
+        if self._unmoved is None:
+            each = self._backend.each_weight(dtype, self._rest)
+            marks = (fingerprint({name: tensor}, dtype) for name, tensor in each)
+            self._unmoved = {name: mark for part in marks for name, mark in part.items()}
+        return self._unmoved
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

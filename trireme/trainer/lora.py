@@ -12,11 +12,11 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -28,13 +28,10 @@ from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
 from trireme.engines.adapter import A, B
 from trireme.engines.torch.composite import towers
-from trireme.engines.weights import fingerprint
 
-if TYPE_CHECKING:
-    from trireme.trainer.backend import Backend
-
-Part = Literal["merged", "base", "adapter"]
-"""A part of the weights with LoRA."""
+Part = Literal["merged", "text", "towers", "base", "adapter"]
+"""A part of the weights: all, of a composite the language model or its towers, and with LoRA the
+base or the adapter. An adapter is merged into the first two."""
 
 _ADAPTER, _START = "default", "start"
 _BASE_LAYER = ".base_layer."
@@ -271,28 +268,3 @@ def _merged(layer: Any, base: Tensor) -> Tensor:
         return merged
     length = torch.linalg.norm(merged, dim=1, keepdim=True)
     return merged * (layer.lora_magnitude_vector[_ADAPTER].weight.unsqueeze(1) / length)
-
-
-class AdapterSource:
-    """The weight source for engines that have the base: only the adapter. See sync/probe.py."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.score = backend.score
-        self._backend = backend
-        self._unmoved: dict[str, float] | None = None
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the adapter in the engines' form."""
-        return dict(self.each_weight())
-
-    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
-        """Yield the additions one after the other."""
-        return self._backend.each_weight(dtype, "adapter")
-
-    def unmoved(self, dtype: str) -> dict[str, float]:
-        """Return the fingerprints of the base, which engines load from its folder."""
-        if self._unmoved is None:
-            each = self._backend.each_weight(dtype, "base")
-            marks = (fingerprint({name: tensor}, dtype) for name, tensor in each)
-            self._unmoved = {name: mark for part in marks for name, mark in part.items()}
-        return self._unmoved

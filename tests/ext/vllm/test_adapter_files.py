@@ -9,7 +9,7 @@ import torch
 from tests.engines.test_adapter import ROWS, WITHIN, adapted, folder
 from trireme.engines.adapter import A, layers_of
 from trireme.ext.vllm.adapter_files import write_adapter
-from trireme.trainer.lora import AdapterSource
+from trireme.trainer.backend import PartSource
 
 __all__ = ["folder"]  # a fixture
 
@@ -19,7 +19,7 @@ def test_peft_reads_what_is_written_for_vllm(folder: Path, tmp_path: Path) -> No
     from transformers import AutoModelForCausalLM
 
     backend = adapted(folder, rslora=True)
-    adapter = AdapterSource(backend).weights()
+    adapter = PartSource(backend, "adapter").weights()
     stem, a, b = next(layers_of(adapter))  # a layer of a rank of its own
     adapter[stem + A] = torch.cat((a, torch.zeros(2, a.shape[1])))
     adapter[adapter_b := stem + ".lora_B.weight"] = torch.cat((b, torch.zeros(len(b), 2)), 1)

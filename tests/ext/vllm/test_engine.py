@@ -26,8 +26,7 @@ from trireme.ext.remote.engine import RemoteEngine
 from trireme.ext.remote.engine_host import EngineHost, start_all, stop_all
 from trireme.ext.remote.push import GroupSync, HttpSync
 from trireme.sync.probe import Gap, Probe, WrongWeights, compare_weights
-from trireme.trainer.backend import Backend
-from trireme.trainer.lora import AdapterSource
+from trireme.trainer.backend import Backend, PartSource
 from trireme.trainer.settings import TrainSettings
 
 pytestmark = [needs_vllm, pytest.mark.slow]
@@ -208,7 +207,7 @@ def test_an_adapter_comes_alone_by_a_group_and_by_http_and_is_proved(tmp_path: P
     async def main(engine: RemoteEngine) -> None:
         device = Device(1)
         common: dict[str, Any] = {"dtype": "float32", "probe": Probe(99, "float32")}
-        source = AdapterSource(backend)
+        source = PartSource(backend, "adapter")
         group = GroupSync(source, engine, device, bucket_bytes=4096, **common)
         memory = HttpSync(source, engine, device, **common)
         size = sum(tensor.nbytes for tensor in source.weights().values())
@@ -226,7 +225,7 @@ def test_an_adapter_comes_alone_by_a_group_and_by_http_and_is_proved(tmp_path: P
         own = plain.score([PROMPT + reply.ids])[0][4:]
         assert reply.logprobs == pytest.approx(own, abs=1e-5)
 
-        class Stale(AdapterSource):
+        class Stale(PartSource):
             def weights(self) -> dict[str, torch.Tensor]:
                 return {n: t * (1 - 1e-6) for n, t in super().weights().items()}
 

@@ -2,23 +2,30 @@
 
 Text alone is sampled and trained here. The whole model is loaded, by the class that its
 `architectures` name, so that every tensor has the name that other programs know; forward passes go
-through the language model, and the towers are frozen.
+through the language model, and the towers are frozen. An engine has them from its folder, and new
+weights come without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
+
+from trireme.config.lookup import names_in, read_shapes, weight_files
 
 _KINDS: tuple[tuple[Any, Any], ...] = (
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -51,13 +58,37 @@ def text_model(model: PreTrainedModel) -> nn.Module:
     return base.model if base is model else base
 
 
-def towers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a composite that text does not pass through, with their names."""
+def towers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a composite that text does not pass through, with their
+    names.
+    """
     if not is_composite(model.config):
         return
     head = model.get_output_embeddings()
     parts = [text_model(model), *([] if head is None else [head])]
-    used = {id(parameter) for part in parts for parameter in part.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in used:
-            yield name, parameter
+    used = {id(tensor) for part in parts for tensor in chain(part.parameters(), part.buffers())}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if id(tensor) not in used:
+            yield name, tensor
+
+
+def towers_in_files(folder: str | Path) -> dict[str, str]:
+    """Return the tensors of the towers that a folder's files have: name -> name in the files. Empty
+    if it is no composite.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    if not is_composite(config):
+        return {}
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    files = {name for file in weight_files(Path(folder)) for name in read_shapes(file)}
+    held = {name: names_in(files, name) for name, _ in towers(model)}
+    return {name: one for name, one in held.items() if isinstance(one, str) and one in files}
+
+
+def may_stay(model: PreTrainedModel, received: Container[str]) -> set[str]:
+    """Return the names of tensors that new weights may lack: those of the towers, if none of them
+    is among the `received`.
+    """
+    names = {name for name, _ in towers(model)}
+    return set() if any(name in received for name in names) else names

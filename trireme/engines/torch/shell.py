@@ -28,7 +28,7 @@ from trireme.config.lookup import need_weight_files
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch import rows
-from trireme.engines.torch.composite import auto_class
+from trireme.engines.torch.composite import auto_class, may_stay
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.recurrent import carry_states, is_recurrent, refuse_unknown
 from trireme.engines.torch.rows import Pass, RowStore
@@ -152,8 +152,8 @@ def prove_states(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 
 
 def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | Path) -> None:
-    """Overwrite the weights in place. Raises ValueError, and changes nothing, if names or shapes
-    differ, or numbers are not finite.
+    """Overwrite the weights in place; a composite's towers may stay what they are. Raises
+    ValueError, and changes nothing, if names or shapes differ, or numbers are not finite.
     """
     if isinstance(source, str | Path):
         files = need_weight_files(source)
@@ -161,7 +161,9 @@ def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | P
     weights = dict(source)
     state = module.state_dict()
     pointers = {state[name].data_ptr() for name in weights if name in state}
-    missing = [n for n, t in state.items() if n not in weights and t.data_ptr() not in pointers]
+    lacking = [n for n, t in state.items() if n not in weights and t.data_ptr() not in pointers]
+    stay = may_stay(module, weights) if lacking else set()
+    missing = [name for name in lacking if name not in stay]
     foreign = [name for name in weights if name not in state]
     if missing or foreign:
         raise ValueError(

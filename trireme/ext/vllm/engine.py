@@ -31,6 +31,7 @@ from trireme.config.lookup import model_shapes, names_in, need_weight_files
 from trireme.engines.adapter import ENDS, is_adapter
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
+from trireme.engines.torch.composite import is_composite, towers_in_files
 from trireme.engines.torch.shell import end_tokens_of
 from trireme.ext.remote.weight_group import Meeting, WeightGroup
 from trireme.ext.vllm.options import ADAPTER, STREAM, arguments
@@ -80,6 +81,7 @@ class VllmEngine:
         self._seed = seed
         self._keep_kv = keep_kv
         self._sleeps = sleeps
+        self._model = model
         self._names = tensor_names(model)
         self._adapts = adapts
         self._adapter: Any = None
@@ -121,6 +123,9 @@ class VllmEngine:
         platforms: Any = import_module("vllm.platforms")
 
         options = dict(options or {})
+        if is_composite(AutoConfig.from_pretrained(model)):
+            # with towers vLLM wants a tokenizer of its own, to prepare pictures
+            options["language_model_only"] = True
         sleeps = bool(options.get("enable_sleep_mode"))
         keep_kv = bool(options.pop("keep_kv", False))
         if "max_lora_rank" in options:
@@ -435,6 +440,8 @@ class VllmEngine:
     def _examine(self, names: set[str]) -> None:
         held = {part for name in names for part in _parts_of(names_in(self._names, name))}
         missing = sorted(self._names - held)
+        if missing and set(missing) == set(towers_in_files(self._model).values()):
+            missing = []  # they stay what they are, see transfer.py
         foreign = sorted(held - self._names - {"lm_head.weight"})
         if missing or foreign:
             raise ValueError(

@@ -4,12 +4,16 @@ Each worker makes one by the name that `weight_transfer_config` gives, and vLLM'
 init, start, update, finish. vLLM's own transports need a GPU: its NCCL engine is written on CUDA's
 communicators, and its IPC engine takes pickled handles. Ours supports gloo, NCCL, lent memory and
 files. It is written for vLLM 0.32 (vllm/distributed/weight_transfer/base.py).
+
+New weights may lack a composite's towers: vLLM leaves a layer that gets no weights as it is, and
+the towers keep their fingerprints of the last push, at first those of the files.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import logging
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from trireme.config.lookup import names_in, weight_files
 from trireme.engines.adapter import is_adapter
+from trireme.engines.torch.composite import towers_in_files
 from trireme.engines.weights import fingerprint
 from trireme.ext.remote.weight_group import Meeting, WeightGroup
 from trireme.ext.vllm.options import TRANSFER
@@ -28,6 +33,10 @@ from trireme.ext.vllm.options import TRANSFER
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
 _factory: Any = import_module("vllm.distributed.weight_transfer.factory")
 _reload: Any = import_module("vllm.model_executor.model_loader.reload")
+# it warns of each layer that gets no weights; what must not be missing is an error of ours
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: "Failed to load weights" not in str(record.msg)
+)
 
 
 @dataclass
@@ -59,7 +68,9 @@ class GroupTransfer(_base.WeightTransferEngine):
         self.names: set[str] = set()
         """Those of the files that vLLM loaded: it knows its layers by them."""
         self.marks: dict[str, float] = {}
-        """Fingerprints of the last received weights, see engines/weights.py."""
+        """Fingerprints of the weights as of the last push, see engines/weights.py."""
+        self._before: dict[str, float] = {}
+        """Those as of the push before."""
         self._groups: dict[str, WeightGroup] = {}
         self._missing: set[str] = set()
 
@@ -77,7 +88,7 @@ class GroupTransfer(_base.WeightTransferEngine):
         """Let layers load their new weights as they arrive, each into the memory of its old
         ones.
         """
-        self.marks, self._missing = {}, set(self.names)
+        self._before, self.marks, self._missing = self.marks, {}, set(self.names)
         _reload.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -93,11 +104,18 @@ class GroupTransfer(_base.WeightTransferEngine):
         self.model.load_weights(self._noted(self.arriving(update_info, adapter=False)))
 
     def finish_weight_update(self) -> None:
-        """Raises RuntimeError if weights are missing."""
+        """Raises RuntimeError if weights are missing, except all of a composite's towers."""
         _reload.finalize_layerwise_reload(self.model, self.model_config)
-        if self._missing:
+        folder = Path(self.model_config.model)
+        stay = towers_in_files(folder) if self._missing else {}
+        if self._missing != set(stay.values()):
             first = min(self._missing)
             raise RuntimeError(f"the new weights lack {len(self._missing)} tensors, {first} first")
+        if not stay.keys() <= self._before.keys():
+            names = {held: name for name, held in stay.items()}
+            for held, tensor in read(folder, names):
+                self._before |= fingerprint({names[held]: tensor}, self._dtype)
+        self.marks |= {name: self._before[name] for name in stay}
 
     def shutdown(self) -> None:
         """Leave the groups."""
@@ -120,13 +138,16 @@ class GroupTransfer(_base.WeightTransferEngine):
             )
         return itertools.chain([first] if first else [], tensors)
 
+    @property
+    def _dtype(self) -> str:
+        return str(self.model_config.dtype).removeprefix("torch.")
+
     def _noted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same tensors under their file names, and record fingerprints under
         their own.
         """
-        dtype = str(self.model_config.dtype).removeprefix("torch.")
         for name, tensor in tensors:
-            self.marks |= fingerprint({name: tensor}, dtype)
+            self.marks |= fingerprint({name: tensor}, self._dtype)
             for part, weight in _in_files(name, tensor, self.names):
                 self._missing.discard(part)
                 yield part, weight
@@ -144,12 +165,13 @@ def _in_files(name: str, tensor: Tensor, names: set[str]) -> Iterator[tuple[str,
         yield from zip(parts, expert.chunk(len(parts)), strict=True)
 
 
-def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a folder's safetensors files, or of one file."""
+def read(folder: Path, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder's safetensors files, or of one file; all, or those named."""
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as held:
             for name in held.keys():  # noqa: SIM118 - it is no mapping
-                yield name, held.get_tensor(name)
+                if only is None or name in only:
+                    yield name, held.get_tensor(name)
 
 
 _factory.WeightTransferEngineFactory.register_engine(TRANSFER, GroupTransfer)

@@ -258,7 +258,9 @@ def _used(model: Any) -> dict[str, Tensor]:
     """
     out: dict[str, Tensor] = {}
     fused = getattr(model, "packed_modules_mapping", {})
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    config = getattr(model, "config", None)
+    # without the rows that vLLM adds to embeddings
+    vocabulary = None if config is None else config.get_text_config().vocab_size
     for inner, module in model.named_modules():
         path = inner.removesuffix(".base_layer")  # of a layer that can have an adapter
         owner, _, leaf = path.rpartition(".")
