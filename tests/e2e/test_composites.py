@@ -12,8 +12,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.composites import make_composite
 from tests.e2e.job import run, small_config, started
+from tests.e2e.test_engine_processes import TORCH, VLLM, scalars, survives_a_killed_engine
 from tests.tested import COMPOSITES, RESUME, families
+from tests.trainer.samples import backend_of
 from tests.trainer.test_composites import SIGHT
+from tests.vllm import needs_vllm
 
 
 def loaded(folder: Path) -> dict[str, Tensor]:
@@ -62,3 +65,74 @@ def test_an_adapter_is_on_the_text_alone(tmp_path: Path) -> None:
     names = set(load_file(file))
     assert any("q_proj" in name for name in names)
     assert not any(part in name for name in names for part in SIGHT)
+
+
+def processes(folder: Path, family: str, engine: dict[str, Any], method: str) -> dict[str, Any]:
+    """A run whose engine is in another process."""
+    wide = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = small_config(folder)
+    config["model"]["model_path"] = str(make_composite(folder / "composite", family, **wide))
+    config["explorer"]["rollout_model"] = engine
+    config["synchronizer"] = {"sync_method": method}
+    return config
+
+
+def text_bytes(folder: Path) -> int:
+    """The size of the language model's tensors."""
+    weights = load_file(folder / "composite/model.safetensors")
+    return sum(t.nbytes for n, t in weights.items() if not any(part in n for part in SIGHT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "engine", "method"),
+    [
+        ("gemma3", TORCH, "nccl"),
+        ("qwen3_vl", TORCH, "memory"),
+        pytest.param("idefics3", VLLM, "nccl", marks=needs_vllm),
+    ],
+)
+def test_towers_reach_no_engine_of_another_process_also_after_a_resume(
+    tmp_path: Path, family: str, engine: dict[str, Any], method: str
+) -> None:
+    config = processes(tmp_path, family, engine, method)
+    config["trainer"]["save_interval"] = 1
+    for steps in (1, 2):
+        done = run(tmp_path, config, f"buffer.total_steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert max(scalars(tmp_path, "sync/version")) == 2
+    assert max(scalars(tmp_path, "sync/probe_diff")) < 1e-4
+    assert max(scalars(tmp_path, "rollout/logprob_diff_max")) < 1e-4
+    assert set(scalars(tmp_path, "sync/pushed_bytes")) == {text_bytes(tmp_path)}
+    exported = tmp_path / "checkpoints/tests/job/global_step_2/actor/huggingface"
+    before, after = (loaded(folder) for folder in (tmp_path / "composite", exported))
+    moved = {name for name, tensor in after.items() if not tensor.equal(before[name])}
+    assert moved and not any(part in name for name in moved for part in SIGHT)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_has_the_towers_of_its_folder_again(tmp_path: Path) -> None:
+    survives_a_killed_engine(tmp_path, processes(tmp_path, "gemma3", TORCH, "nccl"))
+    assert set(scalars(tmp_path, "sync/pushed_bytes")) == {text_bytes(tmp_path)}
+
+
+@pytest.mark.slow
+def test_weights_in_files_have_the_towers(tmp_path: Path) -> None:
+    """Explorers of other commands, and the checkpoint of that step, read them."""
+    config = processes(tmp_path, "gemma3", TORCH, "checkpoint")
+    config["trainer"]["save_interval"] = 100
+    done = run(tmp_path, config, "buffer.total_steps=2")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "checkpoints/tests/job/global_step_1/actor/model.safetensors"
+    assert set(load_file(file)) == set(backend_of(tmp_path / "composite").weights())
+    assert max(scalars(tmp_path, "sync/probe_diff")) < 1e-4
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_and_the_trainer_of_a_composite_take_turns_on_one_device(tmp_path: Path) -> None:
+    config = processes(tmp_path, "idefics3", VLLM, "nccl") | {"mode": "colocate"}
+    done = run(tmp_path, config, "buffer.total_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert set(scalars(tmp_path, "sync/pushed_bytes")) == {text_bytes(tmp_path)}
+    assert max(scalars(tmp_path, "rollout/logprob_diff_max")) < 1e-4

@@ -144,7 +144,11 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(
     tmp_path: Path, engine: dict[str, Any], method: str
 ) -> None:
     """Killed while it generates: each of 12 x 4 x 4 rollouts is there once, by proved weights."""
-    config = job(tmp_path, engine, sync_method=method)
+    survives_a_killed_engine(tmp_path, job(tmp_path, engine, sync_method=method))
+
+
+def survives_a_killed_engine(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A run one of whose engines is killed has each rollout once, by proved weights."""
     config["buffer"]["total_steps"] = 12
     config["model"]["max_response_tokens"] = 64
     going = started(tmp_path, config)

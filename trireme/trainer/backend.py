@@ -365,7 +365,7 @@ class PartSource:
         self.score = backend.score
         self._backend = backend
         self._part: Part = part
-        self._rest = _REST[part]
+        self._rest: Part = _REST[part]
         self._unmoved: dict[str, float] | None = None
 
     def weights(self) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.composites import make_composite
 from tests.limits import HANG_S
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, experiences
@@ -18,10 +19,11 @@ from trireme.engines.weights import fingerprint
 from trireme.ext.remote.pairs import EnginePairs
 from trireme.ext.remote.push import HOST
 from trireme.ext.remote.weight_group import Meeting, WeightGroup
-from trireme.trainer.backend import Backend
+from trireme.trainer.backend import Backend, PartSource
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState
 from trireme.trainer.led import LedModels, LedPairs, Models, commands
+from trireme.trainer.lora import Part
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
 
@@ -52,8 +54,10 @@ class EngineEnd:
 class Beside(EnginePairs):
     """A rank with its engine in the same process; `late`: that does not come to the first push."""
 
-    def __init__(self, backend: Backend, *, late: bool = False, parks: bool = False) -> None:
-        super().__init__(backend, parks=parks)
+    def __init__(
+        self, backend: Backend, *, part: Part, late: bool = False, parks: bool = False
+    ) -> None:
+        super().__init__(backend, part=part, parks=parks)
         self.engine, self._late = EngineEnd(), late
 
     def meet(self) -> list[int]:
@@ -64,28 +68,30 @@ class Beside(EnginePairs):
         return ports
 
 
-def _ranked(path: Path, made: list[Beside], late: bool, ranks: Ranks) -> Commands:
+def _ranked(path: Path, made: list[Beside], late: bool, part: Part, ranks: Ranks) -> Commands:
     backend = backend_of(path, ranks)
-    made.append(Beside(backend, late=late, parks=True))
+    made.append(Beside(backend, part=part, late=late, parks=True))
     return commands(Models(backend, RECIPE, TrainState(RECIPE)), made[0])
 
 
-def _lends(place: RankSpec, path: Path, late: bool) -> dict[str, Any]:
+def _lends(
+    place: RankSpec, path: Path, late: bool = False, part: Part = "merged"
+) -> dict[str, Any]:
     """A step and a push, twice: what each rank's engine has, and what failed."""
     made: list[Beside] = []
     if place.rank:
-        follow(place, partial(_ranked, path, made, late))
+        follow(place, partial(_ranked, path, made, late, part))
         return {"taken": made[0].engine.wait()}
     ranks = Ranks(place)
     leader = Leader(ranks)
     backend = leader.guarded(lambda: backend_of(path, ranks, leader=leader))
     models = LedModels(leader, backend, RECIPE, TrainState(RECIPE))
-    ours = Beside(backend, parks=True)
+    ours = Beside(backend, part=part, parks=True)
     pairs = LedPairs(leader, ours)
     failed, weights = "", []
     for n in range(2):
         models.train_step(experiences(n), version=0)
-        weights.append(fingerprint(dict(backend.each_weight()), "float32"))
+        weights.append(fingerprint(dict(backend.each_weight(part=part)), "float32"))
         ports = pairs.meet()
         pairs.make_room()
         timer = threading.Timer(1, pairs.give_up) if late and n == 0 else None
@@ -95,16 +101,21 @@ def _lends(place: RankSpec, path: Path, late: bool) -> dict[str, Any]:
             pairs.send("float32", iter)
         except RuntimeError as error:
             failed = str(error)
+    rest = PartSource(backend, part).unmoved("float32") if part == "text" else {}
     leader.close()
     return {
-        "taken": ours.engine.wait(), "weights": weights, "failed": failed, "ports": len(set(ports))
-    }  # fmt: skip
+        "rest": rest,
+        "taken": ours.engine.wait(),
+        "weights": weights,
+        "failed": failed,
+        "ports": len(set(ports)),
+    }
 
 
 def test_each_ranks_engine_has_the_weights_of_one_process_after_every_push(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    first, second = run(_lends, tmp_path / "ranks", tiny_dir, False)
+    first, second = run(_lends, tmp_path / "ranks", tiny_dir)
     assert first["ports"] == 2 and not first["failed"]
     assert first["taken"] == second["taken"] == first["weights"]
     alone = backend_of(tiny_dir)
@@ -113,6 +124,16 @@ def test_each_ranks_engine_has_the_weights_of_one_process_after_every_push(
     ours = fingerprint(alone.weights(), "float32")
     assert first["weights"][1] == pytest.approx(ours, abs=1e-2)
     assert first["weights"][0] != first["weights"][1]
+
+
+def test_ranks_lend_the_text_of_a_composite_and_leave_its_towers_at_home(tmp_path: Path) -> None:
+    folder = make_composite(tmp_path / "model", "gemma3")
+    first, second = run(_lends, tmp_path / "ranks", folder, False, "text")
+    assert not first["failed"] and first["taken"] == second["taken"] == first["weights"]
+    alone = backend_of(folder)
+    assert first["rest"] == PartSource(alone, "text").unmoved("float32")
+    assert first["rest"].keys() | first["weights"][1].keys() == alone.weights().keys()
+    assert first["rest"].keys().isdisjoint(first["weights"][1])
 
 
 def test_a_rank_whose_engine_does_not_come_is_named_and_the_ranks_go_on(

@@ -230,7 +230,7 @@ def test_an_adapter_comes_alone_by_a_group_and_by_http_and_is_proved(tmp_path: P
                 return {n: t * (1 - 1e-6) for n, t in super().weights().items()}
 
         marks = fingerprint(source.weights(), "float32")
-        await engine.update_weights(Stale(backend).weights(), 5)
+        await engine.update_weights(Stale(backend, "adapter").weights(), 5)
         with pytest.raises(WrongWeights, match=r"tensors differ \(model"):
             compare_weights(await engine.fingerprint(), marks, version=5)
         with pytest.raises(
