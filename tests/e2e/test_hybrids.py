@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 
 from tests.e2e.job import run, small_config, started
+from tests.e2e.test_engine_processes import VLLM, scalars
+from tests.ext.vllm.test_hybrids import WIDE
 from tests.hybrids import make_hybrid
 from tests.tested import HYBRIDS, RESUME, families
+from tests.vllm import needs_vllm
 
 FOLDER = "checkpoints/tests/job"
 
 
-def config_of(folder: Path, family: str) -> dict[str, Any]:
+def config_of(folder: Path, family: str, **changed: Any) -> dict[str, Any]:
     folder.mkdir()
     config = small_config(folder)
-    config["model"]["model_path"] = str(make_hybrid(folder / "hybrid", family))
+    config["model"]["model_path"] = str(make_hybrid(folder / "hybrid", family, **changed))
     config["trainer"]["save_interval"] = 1
     return config
 
@@ -53,6 +56,40 @@ def test_an_adapter_and_a_critic_are_trained_on_a_hybrid(tmp_path: Path) -> None
     done = run(tmp_path / "job", config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(gaps(tmp_path / "job")) < 1e-4
+
+
+STORES: dict[str, dict[str, Any]] = {
+    "sql": {"storage_type": "sql"},
+    "replay": {
+        "replay_buffer": {
+            "enable": True,
+            "reuse_cooldown_time": 0.01,
+            "priority_fn": "decay_limit_randomization",
+            "priority_fn_args": {"use_count_limit": 2},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "store"), [("lfm2", "sql"), ("qwen3_5_text", "replay")])
+def test_a_hybrid_learns_from_every_store(tmp_path: Path, family: str, store: str) -> None:
+    config = config_of(tmp_path / "job", family)
+    config["buffer"]["trainer_input"] = {"experience_buffer": {"name": "own", **STORES[store]}}
+    done = run(tmp_path / "job", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(gaps(tmp_path / "job")) < 1e-4  # of samples by the newest weights
+    assert (max(scalars(tmp_path / "job", "rollout/staleness_max")) > 0) == (store == "replay")
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_and_the_trainer_of_a_hybrid_take_turns_on_one_device(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "job", "lfm2", **WIDE) | {"mode": "colocate"}
+    config["explorer"]["rollout_model"] = VLLM
+    done = run(tmp_path / "job", config, "buffer.total_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(gaps(tmp_path / "job")) < 1e-4
+    assert max(scalars(tmp_path / "job", "sync/probe_diff")) < 1e-4
 
 
 def test_sequence_parallel_ranks_are_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.e2e.job import run, small_config, wait_for
 from tests.e2e.test_modes import metrics
 from tests.ext.ray.clusters import JOB, dies, ended, kill, nobody_left, start, where
 from tests.ext.ray.test_runs import difference
+from tests.hybrids import make_hybrid
 from tests.tiny import make_model
 from tests.vllm import needs_vllm
 from trireme.checkpoint.layout import JobFolder
@@ -57,6 +58,15 @@ def test_two_pairs_learn_what_one_process_does_also_after_a_rank_has_died(tmp_pa
     assert done.returncode == 0, done.stderr
     assert difference(job, alone, 6) < 1e-5
     proved(job, 6)
+
+
+@pytest.mark.large
+def test_two_pairs_learn_with_a_hybrid(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config["model"]["model_path"] = str(make_hybrid(tmp_path / "hybrid", "qwen3_5_text"))
+    done = run(tmp_path, config, *PLACES, "buffer.total_steps=2", "explorer.eval_interval=2")
+    assert done.returncode == 0, done.stderr
+    proved(tmp_path / JOB, 2)
 
 
 @needs_vllm
