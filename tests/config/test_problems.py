@@ -457,6 +457,24 @@ def test_layers_with_a_state_are_not_shared_by_ranks_and_unknown_ones_not_traine
     assert problems_of(tmp_path, "mode=explore") == []
 
 
+def test_weights_in_codes_are_not_trained_and_experts_get_no_adapter(tmp_path):
+    assert problems_of(tmp_path) == []
+    [file] = tmp_path.rglob("config.json")
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps(plain | {"quantization_config": {"quant_method": "mxfp4"}}))
+    found = only_problem(tmp_path)
+    assert found.startswith("model.model_path (")
+    assert "has weights in mxfp4 (quantization_config in config.json), which cannot be" in found
+    assert problems_of(tmp_path, "mode=explore") == []
+    file.write_text(json.dumps(plain | {"num_local_experts": 4}))
+    found = only_problem(tmp_path, "model.lora_configs=[{target_modules: [q_proj, gate_up_proj]}]")
+    assert found == (
+        "model.lora_configs[0].target_modules is ['q_proj', 'gate_up_proj'], and adapters of "
+        "experts and their router are not trained here: expected layers of attention, such as "
+        "['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+    )
+
+
 def test_auxiliary_models_and_experts_must_be_there(tmp_path):
     found = only_problem(tmp_path, "explorer.auxiliary_models=[{max_model_len: 9}]")
     assert found.startswith("explorer.auxiliary_models[0].model_path is not given")

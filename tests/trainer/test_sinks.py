@@ -4,8 +4,10 @@ layout, and so are their gradients.
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,17 +17,21 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.tested import SINKS, TRAINER, families
-from tests.tiny import make_model, make_with_sinks
+from tests.tiny import make_model, make_tokenizer, make_with_sinks
 from tests.trainer.own_pass import gradients, packed_gap
 from tests.trainer.samples import backend_of, buckets, experiences, gap
 from tests.trainer.test_attention import Largest, gpu_attention, long_group, random_batch
 from tests.trainer.test_attention_kernels import dense, rows_of
 from trireme.batch import flatten, of_tokens
 from trireme.engines.torch import rows as engine_rows
+from trireme.engines.torch.shell import load_shell
 from trireme.trainer import attention
 from trireme.trainer.attention import Layout, choose_kernel
 from trireme.trainer.lora import Lora
@@ -221,3 +227,55 @@ def test_a_kernel_without_sinks_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -
     expected = "varlen on cpu .* fails: it cannot compute attention sinks"
     with pytest.raises(ValueError, match=expected):
         choose_kernel("varlen", torch.device("cpu"), half=True, sinks=True, **shape)
+
+
+def in_codes(folder: Path, plain: Path) -> Path:
+    """A gpt_oss whose experts are in MXFP4, as OpenAI publishes it: random codes."""
+    shutil.copytree(plain, folder)
+    random = torch.Generator().manual_seed(0)
+    stored = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, width, rows = tensor.shape
+            blocks, scales = (experts, rows, width // 32, 16), (experts, rows, width // 32)
+            drawn = torch.randint(0, 256, blocks, generator=random, dtype=torch.uint8)
+            stored[f"{name}_blocks"] = drawn
+            stored[f"{name}_scales"] = torch.full(scales, 120, dtype=torch.uint8)
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.embed_tokens", "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_copy_of_mxfp4_in_bfloat16_is_that_model_and_one_without_experts_is_refused(
+    tmp_path: Path,
+) -> None:
+    """docs/models.md has these lines."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(make_model(tmp_path / "a", "gpt_oss"), **wide)
+    )
+    model.save_pretrained(tmp_path / "plain")
+    make_tokenizer().save_pretrained(tmp_path / "plain")
+    folder = in_codes(tmp_path / "codes", tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16"
+    )
+    row = [5, 6, 7, 8, 9]
+    with torch.no_grad():
+        logits = model.float()(input_ids=torch.tensor([row])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+    for name, original in (("right", False), ("wrong", True)):
+        model.save_pretrained(tmp_path / name, save_original_format=original)
+        make_tokenizer().save_pretrained(tmp_path / name)
+    [scored] = backend_of(tmp_path / "right").score([row])
+    assert scored[1:] == pytest.approx(expected.tolist(), abs=1e-5)
+    for load in (backend_of, lambda path: load_shell(path, device="cpu", dtype="float32")):
+        with pytest.raises(ValueError, match=r"wrong lacks 4 tensors of GptOssForCausalLM \(model"):
+            load(tmp_path / "wrong")

@@ -160,6 +160,13 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
             f"({', '.join(facts.unknown_layers)}): expected attention, or one of "
             f"{', '.join(sorted(WITH_STATE))}",
         )
+    if facts.quantized and stage.config.mode in ("both", "train"):
+        findings.problem(
+            "model.model_path",
+            f"({model.model_path}) has weights in {facts.quantized} (quantization_config in "
+            "config.json), which cannot be trained: expected bfloat16 or float32, such as a copy "
+            "that transformers dequantizes and saves (docs/models.md, What is refused)",
+        )
     findings.add(_check_critic(stage))
     findings.add(_check_adapter(stage))
     if facts.folder is None and stage.model_from is None:

@@ -81,6 +81,8 @@ class ModelFacts(NamedTuple):
     """Whether layers have a state other than keys and values."""
     unknown_layers: tuple[str, ...] = ()
     """Kinds of layers that are not supported."""
+    quantized: str | None = None
+    """The format of weights that are stored as codes of few bits."""
 
 
 WITHOUT_STATE = {
@@ -134,6 +136,7 @@ def model_facts(model_path: str) -> ModelFacts:
         attention_heads=config.get("num_attention_heads"),
         has_states=has_states(config.get),
         unknown_layers=unknown_layers(config.get),
+        quantized=(config.get("quantization_config") or {}).get("quant_method"),
     )
 
 

@@ -19,7 +19,7 @@ from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.saved import ExpertRows, FileRows, assign
 from trireme.config.lookup import names_in, read_shapes, weight_files
 from trireme.engines.sampling import log_probabilities
-from trireme.engines.torch.composite import auto_class, text_model
+from trireme.engines.torch.composite import auto_class, load_whole, text_model
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.recurrent import carry_states
 from trireme.engines.torch.specimen import make_specimen
@@ -48,15 +48,15 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a folder's model with packed attention; ValueError if its architecture cannot have
-    it.
+    it, or tensors are missing.
     """
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     prove_architecture(path, device=device, trust_remote_code=trust_remote_code)
-    model = auto_class(config).from_pretrained(
-        path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+    model = load_whole(
+        path, config, device=device, dtype=dtype, trust_remote_code=trust_remote_code
     )
-    model.to(torch.device(device)).eval()
+    model.eval()
     quicken(model)
     model.set_attn_implementation(attention.NAME)
     carry_states(model)

@@ -45,6 +45,24 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return next((auto for auto, made in known if made is not None), AutoModelForCausalLM)
 
 
+def load_whole(
+    path: str | Path, config: PreTrainedConfig, *, device: str, **options: Any
+) -> PreTrainedModel:
+    """Load a folder's model by the class that it names. Raises ValueError if its files lack
+    tensors, for which transformers draws random numbers.
+    """
+    made: Any = auto_class(config).from_pretrained(
+        path, config=config, output_loading_info=True, **options
+    )
+    model, said = made
+    if missing := sorted(said["missing_keys"]):
+        raise ValueError(
+            f"{path} lacks {len(missing)} tensors of {type(model).__name__} "
+            f"({', '.join(missing[:3])}): expected all, by the names that transformers reads"
+        )
+    return model.to(device)
+
+
 def is_composite(config: PreTrainedConfig) -> bool:
     """Return whether a configuration has a language model's as a part."""
     return config.get_text_config() is not config

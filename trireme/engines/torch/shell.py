@@ -28,7 +28,7 @@ from trireme.config.lookup import need_weight_files
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch import rows
-from trireme.engines.torch.composite import auto_class, may_stay
+from trireme.engines.torch.composite import load_whole, may_stay
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.recurrent import carry_states, is_recurrent, refuse_unknown
 from trireme.engines.torch.rows import Pass, RowStore
@@ -77,19 +77,19 @@ def load_shell(
     path: str | Path, *, device: str, dtype: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Load a separate model. Raises ValueError for layers of an unknown kind, or with states that
-    the engine decodes otherwise than the model reads.
+    the engine decodes otherwise than the model reads, and for missing tensors.
     """
     rows.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     prove_states(config, trust_remote_code=trust_remote_code)
-    model = auto_class(config).from_pretrained(
+    model = load_whole(
         path,
-        config=config,
+        config,
+        device=device,
         dtype=DTYPES[dtype],
         attn_implementation=rows.NAME,
         trust_remote_code=trust_remote_code,
     )
-    model.to(device)
     quicken(model)
     carry_states(model)
     return model.eval().requires_grad_(False)
