@@ -44,3 +44,14 @@ def test_experts_are_found_under_the_names_of_both_kinds_of_files():
     fused = "l.0.mlp.experts.gate_up_proj"
     assert names_in({*files, fused}, fused) == fused
     assert names_in(files, "lm_head.weight") == "lm_head.weight"
+
+
+def test_tensors_of_composites_are_found_under_older_names() -> None:
+    outer = {"language_model.model.norm.weight", "language_model.lm_head.weight", "vision.a.bias"}
+    assert names_in(outer, "model.language_model.norm.weight") == "language_model.model.norm.weight"
+    assert names_in(outer, "lm_head.weight") == "language_model.lm_head.weight"
+    assert names_in(outer, "model.vision.a.bias") == "vision.a.bias"
+    beside = {"model.norm.weight", "visual.norm.weight", "lm_head.weight"}
+    assert names_in(beside, "model.language_model.norm.weight") == "model.norm.weight"
+    assert names_in(beside, "model.visual.norm.weight") == "visual.norm.weight"
+    assert names_in(beside, "lm_head.weight") == "lm_head.weight"

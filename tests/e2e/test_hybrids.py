@@ -84,7 +84,8 @@ def test_a_hybrid_learns_from_every_store(tmp_path: Path, family: str, store: st
 @pytest.mark.slow
 @needs_vllm
 def test_vllm_and_the_trainer_of_a_hybrid_take_turns_on_one_device(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "job", "lfm2", **WIDE) | {"mode": "colocate"}
+    config = config_of(tmp_path / "job", "lfm2", **WIDE)
+    config["mode"] = "colocate"
     config["explorer"]["rollout_model"] = VLLM
     done = run(tmp_path / "job", config, "buffer.total_steps=2")
     assert done.returncode == 0, done.stdout + done.stderr

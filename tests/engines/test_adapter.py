@@ -18,8 +18,9 @@ from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
 from trireme.sync.probe import Probe, WrongWeights
 from trireme.sync.push import MemorySync
-from trireme.trainer.backend import Backend, PartSource
+from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
+from trireme.trainer.source import PartSource
 
 WITHIN = 1e-5
 """Nats, float32: what one order of the same sums differs from another by, at most."""

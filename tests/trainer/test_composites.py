@@ -27,8 +27,8 @@ from trireme.engines.engine import Sampling
 from trireme.engines.torch.composite import towers, towers_in_files
 from trireme.sync.probe import Probe, WrongWeights
 from trireme.sync.push import MemorySync
-from trireme.trainer.backend import PartSource
 from trireme.trainer.lora import Lora
+from trireme.trainer.source import PartSource
 
 SIGHT = ("vision_", "multi_modal_projector", "visual", "connector")
 

@@ -254,6 +254,11 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(file for file in path.glob("*.safetensors") if file.is_file())
 
 
+def tensor_files(path: str | Path) -> dict[str, Path]:
+    """Return the safetensors file of each tensor of a folder; empty if there are none."""
+    return {name: file for file in weight_files(Path(path)) for name in read_shapes(file)}
+
+
 def need_weight_files(path: str | Path) -> list[Path]:
     """Return `weight_files`. Raises FileNotFoundError if there is none."""
     if files := weight_files(Path(path)):

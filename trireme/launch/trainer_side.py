@@ -26,9 +26,9 @@ from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import Pairs, PushParts, WeightPush
 from trireme.sync.synchronizer import Push, Synchronizer
-from trireme.trainer.backend import PartSource
 from trireme.trainer.led import Models
 from trireme.trainer.measure import Profile
+from trireme.trainer.source import PartSource
 from trireme.trainer.steering import SteeringParts, make_steering
 from trireme.trainer.trainer import Stopped, Trainer, TrainerSettings
 

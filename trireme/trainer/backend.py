@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,6 @@ from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.layout import REFERENCE
 from trireme.checkpoint.saved import random_state, read, set_random_state
 from trireme.engines.device import sums_in_order
-from trireme.engines.torch.composite import towers
-from trireme.engines.weights import fingerprint
 from trireme.trainer.lora import Adapter, Part
 from trireme.trainer.measure import Measures
 from trireme.trainer.model import (
@@ -74,8 +72,7 @@ class Backend:
             frozen = settings.load(model_path, ranks, frozen=True)
             self._reference = settings.spread(frozen, ranks, model_path).eval()
         self.module = settings.load(model_path, ranks)
-        self.towers = frozenset(name for name, _ in towers(self.module))
-        """The names of tensors that training leaves alone: those of a composite's towers."""
+        self.towers = settings.frozen_names(self.module)
         torch.manual_seed(settings.seed)  # an adapter's first weights, equal on all ranks; dropout
         lora = settings.lora
         self.adapter = None if lora is None else Adapter(self.module, lora)
@@ -350,39 +347,6 @@ class Backend:
                 if not math.isfinite(norm):
                     return f"the gradient of experience {batch.eids[sample]} is not finite"
         return "no single experience's gradient is: only their sum overflows"
-
-
-_REST: Mapping[Part, Part] = {"adapter": "base", "text": "towers"}
-
-
-class PartSource:
-    """The weight source for engines that have the rest of the model from its folder. See
-    sync/probe.py.
-    """
-
-    def __init__(self, backend: Backend, part: Part) -> None:
-        """`part` is the adapter or a composite's language model."""
-        self.score = backend.score
-        self._backend = backend
-        self._part: Part = part
-        self._rest: Part = _REST[part]
-        self._unmoved: dict[str, float] | None = None
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the part, by the engines' names."""
-        return self._backend.weights(self._part)
-
-    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
-        """Yield the part's tensors one after the other."""
-        return self._backend.each_weight(dtype, self._part)
-
-    def unmoved(self, dtype: str) -> dict[str, float]:
-        """Return the fingerprints of the rest, which training never changes."""
-        if self._unmoved is None:
-            each = self._backend.each_weight(dtype, self._rest)
-            marks = (fingerprint({name: tensor}, dtype) for name, tensor in each)
-            self._unmoved = {name: mark for part in marks for name, mark in part.items()}
-        return self._unmoved
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

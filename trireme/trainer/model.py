@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.saved import ExpertRows, FileRows, assign
-from trireme.config.lookup import names_in, read_shapes, weight_files
+from trireme.config.lookup import names_in, tensor_files
 from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch.composite import auto_class, load_whole, text_model
 from trireme.engines.torch.linear import quicken
@@ -125,11 +125,6 @@ def drop_numbers(model: nn.Module) -> bool:
 
     replace_weights(model, off_device)
     return True
-
-
-def tensor_files(path: str | Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor of a folder; empty if there are none."""
-    return {name: file for file in weight_files(Path(path)) for name in read_shapes(file)}
 
 
 @torch.no_grad()

@@ -94,6 +94,11 @@ class TrainSettings:
             parameter.requires_grad_(False)
         return model
 
+    @staticmethod
+    def frozen_names(model: PreTrainedModel) -> frozenset[str]:
+        """Return the names of tensors that training leaves alone: those of a composite's towers."""
+        return frozenset(name for name, _ in towers(model))
+
     def spread(self, model: PreTrainedModel, ranks: Ranks | None, path: str | Path) -> Root:
         """Spread the model over ranks as shards, or leave it whole. If the model has no weights
         yet, each rank reads its rows from the folder at `path`.

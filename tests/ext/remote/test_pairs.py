@@ -19,12 +19,13 @@ from trireme.engines.weights import fingerprint
 from trireme.ext.remote.pairs import EnginePairs
 from trireme.ext.remote.push import HOST
 from trireme.ext.remote.weight_group import Meeting, WeightGroup
-from trireme.trainer.backend import Backend, PartSource
+from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState
 from trireme.trainer.led import LedModels, LedPairs, Models, commands
 from trireme.trainer.lora import Part
 from trireme.trainer.ranks import Ranks, RankSpec
+from trireme.trainer.source import PartSource
 from trireme.trainer.step import train_step
 
 

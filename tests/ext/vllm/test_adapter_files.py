@@ -9,7 +9,7 @@ import torch
 from tests.engines.test_adapter import ROWS, WITHIN, adapted, folder
 from trireme.engines.adapter import A, layers_of
 from trireme.ext.vllm.adapter_files import write_adapter
-from trireme.trainer.backend import PartSource
+from trireme.trainer.source import PartSource
 
 __all__ = ["folder"]  # a fixture
 

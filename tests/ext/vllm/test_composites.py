@@ -19,7 +19,8 @@ from trireme.engines.engine import Sampling
 from trireme.ext.remote.engine import RemoteEngine
 from trireme.ext.remote.push import GroupSync, HttpSync
 from trireme.sync.probe import Probe, WrongWeights
-from trireme.trainer.backend import Backend, PartSource
+from trireme.trainer.backend import Backend
+from trireme.trainer.source import PartSource
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}

@@ -26,8 +26,9 @@ from trireme.ext.remote.engine import RemoteEngine
 from trireme.ext.remote.engine_host import EngineHost, start_all, stop_all
 from trireme.ext.remote.push import GroupSync, HttpSync
 from trireme.sync.probe import Gap, Probe, WrongWeights, compare_weights
-from trireme.trainer.backend import Backend, PartSource
+from trireme.trainer.backend import Backend
 from trireme.trainer.settings import TrainSettings
+from trireme.trainer.source import PartSource
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 PROMPT = [5, 6, 7, 8]

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trireme.config.lookup import names_in, read_shapes, weight_files
+from trireme.config.lookup import names_in, tensor_files
 
 _KINDS: tuple[tuple[Any, Any], ...] = (
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -99,7 +99,7 @@ def towers_in_files(folder: str | Path) -> dict[str, str]:
         return {}
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
-    files = {name for file in weight_files(Path(folder)) for name in read_shapes(file)}
+    files = tensor_files(folder)
     held = {name: names_in(files, name) for name, _ in towers(model)}
     return {name: one for name, one in held.items() if isinstance(one, str) and one in files}
 
