@@ -9,6 +9,8 @@ import pytest
 
 from tests.model.fake import TOKENIZER, FakeEngine, make
 from trireme import Experience, Task
+from trireme.algorithms.recipes import get_recipe
+from trireme.config.schema import AlgorithmConfig
 from trireme.launch.tasksets import examine_taskset
 from trireme.workflows.single_turn import BOXED, THINK_ANSWER, MathWorkflow, SimpleWorkflow
 from trireme.workflows.workflow import resolve
@@ -217,4 +219,4 @@ def test_distillation_without_a_teacher_is_refused_where_it_trains(is_eval: bool
         plan: Any = SimpleNamespace(config=SimpleNamespace(explorer=explorer))
         refused = not models and not is_eval
         with pytest.raises(ValueError, match="add a model") if refused else nullcontext():
-            examine_taskset(tasks, plan)
+            examine_taskset(tasks, plan, get_recipe(AlgorithmConfig()))

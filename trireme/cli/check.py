@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trireme.config.placement import Places
     from trireme.config.sizes import Steps
     from trireme.config.sync import SyncPlan
-    from trireme.launch.parts import Parts
+    from trireme.launch.complete import Completed
 
 _WIDTH = 14
 
@@ -29,8 +29,7 @@ def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None 
     with console.status(f"checking {config}"):  # the line is shown before torch is imported
         from trireme.launch.check import examine
         from trireme.launch.complete import complete
-        from trireme.launch.hub import without_hub
-        from trireme.launch.parts import problems_of
+        from trireme.launch.parts import merge_problems
 
         try:
             plans, problems, parts = examine(config, overrides)
@@ -38,15 +37,16 @@ def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None 
             plans, problems, parts = [], list(error.problems), []
     for plan in plans:
         show_plan(plan, console)
+    completed = []
     if not problems:
-        if away := without_hub(plans, parts):
-            console.print(Text(f"note: {away}: only this machine is looked at", "dim"))
-        for plan, made in zip(plans, parts, strict=True):
-            complete(plan, made)
-        problems = problems_of(parts)
+        completed, no_hub = complete(plans, parts)
+        if no_hub:
+            console.print(Text(f"note: {no_hub}: only this machine is looked at", "dim"))
+        stages = [made.stage for made in parts]
+        problems = merge_problems(stages, [one.problems for one in completed])
     sentences = [str(problem) for problem in problems]
     if not sentences:
-        sentences = show_first_rows(plans, parts, console)
+        sentences = show_first_rows(plans, completed, console)
     show_problems(sentences, console)
     return 1 if sentences else 0
 
@@ -65,16 +65,18 @@ def show_plan(plan: Plan, console: Terminal) -> None:
     console.print()
 
 
-def show_first_rows(plans: Sequence[Plan], parts: Sequence[Parts], console: Terminal) -> list[str]:
+def show_first_rows(
+    plans: Sequence[Plan], completed: Sequence[Completed], console: Terminal
+) -> list[str]:
     """Print the lengths of the rows, and the asked or trained text of the first; returns their
     problems.
     """
     from trireme.cli.first_rows import first_rows, unread
 
     problems: list[str] = []
-    for plan, made in zip(plans, parts, strict=True):
+    for plan, done in zip(plans, completed, strict=True):
         try:
-            lines, row_problems = first_rows(plan, made)
+            lines, row_problems = first_rows(plan, done)
         except (ValueError, OSError) as error:  # for example, no tokenizer next to the model
             lines, row_problems = [unread(str(error))], []
         problems += row_problems

@@ -14,7 +14,7 @@ from dataclasses import replace
 from trireme.cli.samples import bracketed, of_data
 from trireme.config import Plan
 from trireme.config.lookup import located
-from trireme.launch.parts import Parts
+from trireme.launch.complete import Completed
 from trireme.launch.prompts import (
     ROWS,
     SECONDS,
@@ -27,22 +27,22 @@ from trireme.monitor.figures import in_one_line
 SHOWN = 300
 """Most characters of a row."""
 
-Told = tuple[list[tuple[str, str]], list[str]]
+Lines = tuple[list[tuple[str, str]], list[str]]
 """Topic and text of lines to print, and problems."""
 
 
-def first_rows(plan: Plan, parts: Parts) -> Told:
+def first_rows(plan: Plan, completed: Completed) -> Lines:
     """Return lines and problems of the first rows. A plan whose model another stage makes is
     skipped.
     """
     if plan.mode == "serve" or plan.api or located(plan.model_path, "models") is None:
         return [], []
     lines, problems = _of_data(plan) if plan.store.kind == "file" else ([], [])
-    if parts.unread:
-        lines.append(unread(parts.unread))
-    for name, prompts in parts.prompts:
+    if completed.unread:
+        lines.append(unread(completed.unread))
+    for name, prompts in completed.prompts:
         lines += _of_prompts(plan, name, prompts)
-    too_long = prompt_problems(plan, parts.prompts)
+    too_long = prompt_problems(plan, completed.prompts)
     problems += [str(replace(problem, stage=plan.stage_name)) for problem in too_long]
     return lines, problems
 
@@ -59,7 +59,7 @@ def _of_prompts(plan: Plan, name: str, prompts: Prompts) -> list[tuple[str, str]
     return lines + [("warning", note) for note in prompt_notes(plan, name, prompts)]
 
 
-def _of_data(plan: Plan) -> Told:
+def _of_data(plan: Plan) -> Lines:
     deadline = time.monotonic() + SECONDS
     samples = []
     for sample in of_data(plan, ROWS):

@@ -52,6 +52,8 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Notes on settings that were mapped onto this machine, or that have no effect on it."""
+    last_notes: list[str] = field(default_factory=list)
+    """Notes on model and data, which are shown after all others."""
 
     def problem(self, key: str, text: str) -> None:
         """Add a problem: the key's full name, and a sentence that follows it."""
@@ -65,12 +67,17 @@ class Findings:
         """Add the findings of a check."""
         self.problems += other.problems
         self.notes += other.notes
+        self.last_notes += other.last_notes
 
     def take(self, decided: tuple[T, Findings]) -> T:
         """Add the findings of a decision, and return its value."""
         value, findings = decided
         self.add(findings)
         return value
+
+    def shown_last(self) -> Findings:
+        """Return the same findings, with all notes among the last."""
+        return Findings(self.problems, [], [*self.notes, *self.last_notes])
 
 
 class ConfigError(ValueError):

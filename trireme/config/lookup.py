@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
 from collections.abc import Callable, Container, Sequence
@@ -15,6 +16,7 @@ from importlib import metadata
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from trireme.registry import did_you_mean
 
@@ -58,6 +60,26 @@ def near_model(path: str) -> str:
     here = [name for name in names if os.path.isfile(Path(name, *rest, "config.json"))]
     near = did_you_mean(first, here, "{}")
     return f"; did you mean '{Path(near, *rest)}'?" if near else ""
+
+
+def why_no_hub() -> str:
+    """Return the reason why nothing can be downloaded; '' if the hub can be reached. If it cannot,
+    this process does not try again.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return ""  # only the proxy can resolve the host
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
+    except OSError as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True  # the variable was read at import
+        return f"{hub.hostname} cannot be reached ({error})"
+    return ""
 
 
 def _in_cache(hub_id: str, kind: str) -> Path | None:

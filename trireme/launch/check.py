@@ -19,17 +19,16 @@ from trireme.config.load import read_config
 from trireme.config.plan import derive
 from trireme.config.schema import Config
 from trireme.config.stages import StageFacts, stages_of
-from trireme.launch.complete import complete
-from trireme.launch.hub import without_hub
+from trireme.launch.complete import Completed, complete
 from trireme.launch.make import make_parts
-from trireme.launch.parts import Parts, problems_of
+from trireme.launch.parts import Parts, merge_problems
 from trireme.launch.prompts import prompt_notes, prompt_problems
 from trireme.processes import environment
 from trireme.workflows.plugins import load_plugins
 
 
 class Draft(NamedTuple):
-    """The Plans of a file, as far as they can be derived, with their parts."""
+    """The Plans of a file, as far as they can be derived, with the parts that were made."""
 
     plans: list[Plan]
     problems: list[Problem]
@@ -52,22 +51,26 @@ def checked(config: Config) -> Draft:
     The data that the first stage's trainer reads is encoded when that stage begins.
     """
     made = draft(config)
-    problems = list(made.problems)
-    if not problems:
-        without_hub(made.plans, made.parts)
-        for i, (plan, parts) in enumerate(zip(made.plans, made.parts, strict=True)):
-            with environment(plan.config.explorer.env_vars):
-                complete(plan, parts, data=i > 0)
-            parts.findings.problems += prompt_problems(plan, parts.prompts)
-        problems = problems_of(made.parts)
-    if problems:
-        raise ConfigError(problems)
-    pairs = zip(made.plans, made.parts, strict=True)
-    return made._replace(plans=[_with_prompt_notes(plan, parts) for plan, parts in pairs])
+    if made.problems:
+        raise ConfigError(made.problems)
+    completed = complete(made.plans, made.parts, first_data=False).stages
+    problems = [
+        [*one.problems, *prompt_problems(plan, one.prompts)]
+        for plan, one in zip(made.plans, completed, strict=True)
+    ]
+    if any(problems):
+        raise ConfigError(merge_problems([parts.stage for parts in made.parts], problems))
+    plans = map(_with_prompt_notes, made.plans, completed)
+    parts = [
+        replace(each, rows=(*each.rows, *one.rows))
+        for each, one in zip(made.parts, completed, strict=True)
+    ]
+    return Draft([*plans], [], parts)
 
 
-def _with_prompt_notes(plan: Plan, parts: Parts) -> Plan:
-    notes = [note for name, prompts in parts.prompts for note in prompt_notes(plan, name, prompts)]
+def _with_prompt_notes(plan: Plan, completed: Completed) -> Plan:
+    prompts = completed.prompts
+    notes = [note for name, each in prompts for note in prompt_notes(plan, name, each)]
     return replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -93,21 +96,20 @@ def draft(config: Config) -> Draft:
     except ConfigError as error:
         whole.problems += error.problems
         loaded = False
-    parts: list[Parts] = []
+    parts, findings = [], []
     for stage in stages:
         notes = () if parts else config._notes
         with environment(stage.config.explorer.env_vars):
-            parts.append(make_parts(stage, notes, names_are_known=loaded))
-    gpus = parts[0].findings.take(gpus_elsewhere(stages))
-    plans = [_plan_of(made, root, gpus) for made in parts]
+            made, found = make_parts(stage, notes, names_are_known=loaded)
+        parts.append(made)
+        findings.append(found)
+    gpus = findings[0].take(gpus_elsewhere(stages))
+    plans = []
+    for made, found in zip(parts, findings, strict=True):
+        plan = found.take(derive(made.stage, root, gpus))
+        plans.append(replace(plan, notes=(*found.notes, *found.last_notes)))
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             whole.problem("stages", f"has {count} stages named {name!r}: expected one")
-    return Draft(plans, whole.problems + problems_of(parts), parts)
-
-
-def _plan_of(parts: Parts, root: Path, gpus: int | None) -> Plan:
-    """Derive the Plan of a stage, with all its notes; its problems join those of the parts."""
-    stage = parts.stage
-    plan = parts.findings.take(derive(stage, root, gpus))
-    return replace(plan, notes=(*parts.findings.notes, *parts.file_notes))
+    each = merge_problems(stages, [found.problems for found in findings])
+    return Draft(plans, whole.problems + each, parts)

@@ -63,13 +63,7 @@ def _validate(stage: Stage) -> None:
             examine_auxiliary(stage.plan, teacher=stage.recipe.needs_teacher)
             for taskset in (stage.taskset, *stage.eval_tasksets):
                 if taskset is not None:
-                    recipe = stage.recipe
-                    examine_taskset(
-                        taskset,
-                        stage.plan,
-                        greedy_run=recipe.greedy_run,
-                        rewards_teach=recipe.rewards_teach,
-                    )
+                    examine_taskset(taskset, stage.plan, stage.recipe)
         if stage.reads_file:  # reports a malformed row now
             _ = stage.buffer
     except (ValueError, ImportError) as error:

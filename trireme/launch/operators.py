@@ -1,11 +1,13 @@
-"""Operators: makes the operators on experiences, and tries all operators of a stage beforehand."""
+"""Operators: makes the operators on experiences, and checks all operators of a stage."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from trireme.config import Plan
-from trireme.launch.parts import Parts
+from trireme.algorithms.recipes import Recipe
+from trireme.config import Findings, Plan
+from trireme.config.stages import StageFacts
+from trireme.launch.parts import tried
 from trireme.pipeline.operators import Operator, make_operator
 from trireme.pipeline.tasks import task_operators
 from trireme.registry import OPERATORS, TASK_OPERATORS
@@ -21,9 +23,9 @@ def make_operators(plan: Plan) -> list[Operator]:
     ]
 
 
-def try_operators(parts: Parts) -> None:
-    """Make the operators on experiences, and those on the tasks' rows, where the mode has them."""
-    config = parts.stage.config
+def check_operators(stage: StageFacts, recipe: Recipe | None) -> Findings:
+    """Check the operators on experiences, and those on the tasks' rows, where the mode has them."""
+    findings, config = Findings(), stage.config
     data, mode = config.data_processor, config.mode
     experiences = data.experience_pipeline.operators if mode in ("both", "explore", "serve") else ()
     named = {f"{OPERATORS_KEY}[{i}]": item for i, item in enumerate(experiences)}
@@ -31,12 +33,12 @@ def try_operators(parts: Parts) -> None:
     sets += [(TASK_OPERATORS, task_operators(config))] if mode in ("both", "explore") else []
     for registry, operators in sets:
         for key, item in operators.items():
-            make = partial(make_operator, registry, item.name, item.args, key)
-            made, recipe = parts.tried(make), parts.recipe
+            made = tried(findings, partial(make_operator, registry, item.name, item.args, key))
             if made and made.changes_reward and recipe and recipe.asks("reward_parts"):
-                parts.findings.problem(
+                findings.problem(
                     f"{key}.name",
                     f"is '{item.name}', which changes the reward and not its parts, and "
                     f"{recipe.parts['advantage_fn'].label} compares these one by one: expected the "
                     "same as one more reward function, such as soft_overlong, or advantage_fn grpo",
                 )
+    return findings

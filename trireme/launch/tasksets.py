@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.schema import Config
@@ -108,22 +109,13 @@ def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
     return prepared(rows, operators, JobFolder(plan.job_dir).buffer, name) if operators else rows
 
 
-def examine_taskset(
-    taskset: Taskset | Mixture,
-    plan: Plan,
-    *,
-    greedy_run: bool = False,
-    rewards_teach: bool = False,
-) -> None:
+def examine_taskset(taskset: Taskset | Mixture, plan: Plan, recipe: Recipe) -> None:
     """Raise ValueError if a workflow or reward of the tasks does not take its options, or cannot
-    work.
-
-    `greedy_run`: one rollout of each task samples differently from the rest. `rewards_teach`: the
-    algorithm needs a reward for each rollout.
+    work, or does not fit the algorithm.
     """
     for task in taskset.kinds():
         spec = resolve(task.workflow)
-        if greedy_run and spec.can_repeat and not task.is_eval:
+        if recipe.greedy_run and spec.can_repeat and not task.is_eval:
             raise ValueError(
                 f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
                 "algorithm needs a greedy one among them: take another algorithm than remax"
@@ -135,7 +127,12 @@ def examine_taskset(
                 "empty: add a model"
             )
         unjudged = getattr(spec.code, "has_no_reward", None)
-        if rewards_teach and unjudged is not None and not plan.engine.urls and unjudged(task):
+        if (
+            recipe.rewards_teach
+            and unjudged is not None
+            and not plan.engine.urls
+            and unjudged(task)
+        ):
             raise ValueError(
                 f"workflow '{spec.name}' has neither a reward nor a scheduler that gives one, and "
                 f"algorithm_type {plan.config.algorithm.algorithm_type} learns from rewards: set "

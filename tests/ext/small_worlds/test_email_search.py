@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.model.fake import make
+from trireme.algorithms.recipes import get_recipe
+from trireme.config.schema import AlgorithmConfig
 from trireme.experience import Experience
 from trireme.ext.small_worlds.mailbox import Mailbox, make_mail, write_mailbox
 from trireme.launch.tasksets import examine_taskset
@@ -147,7 +149,7 @@ def test_a_judge_that_there_is_not_is_refused(mailbox: Path) -> None:
         explorer = SimpleNamespace(auxiliary_models=models)
         plan: Any = SimpleNamespace(config=SimpleNamespace(explorer=explorer))
         with nullcontext() if models else pytest.raises(ValueError, match="add a model"):
-            examine_taskset(tasks, plan)
+            examine_taskset(tasks, plan, get_recipe(AlgorithmConfig()))
 
 
 @pytest.mark.parametrize(
