@@ -534,6 +534,7 @@ def test_one_set_of_tasks_or_several_but_not_both(tmp_path):
 SELECTOR = f"{TASKSET}.data_selector"
 
 
+@pytest.mark.extension("curricula")
 def test_a_selector_that_is_not_there_or_lacks_its_columns(tmp_path):
     found = only_problem(tmp_path, f"{SELECTOR}.selector_type=suffle")
     assert "unknown data_selector 'suffle'; did you mean 'shuffle'?" in found

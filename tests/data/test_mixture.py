@@ -71,6 +71,7 @@ def test_steps_are_counted_over_all_rows() -> None:
 SELECTORS = ("shuffle", "difficulty_based", "random")
 
 
+@pytest.mark.extension("curricula")
 def test_a_resumed_mixture_asks_for_the_same_tasks() -> None:
     def step(mixed: Mixture) -> list[tuple[int, int]]:
         chosen = [index_of(task) for task in mixed.next()]
@@ -87,6 +88,7 @@ def test_a_resumed_mixture_asks_for_the_same_tasks() -> None:
     assert [step(whole) for _ in range(9)] == [step(resumed) for _ in range(9)]
 
 
+@pytest.mark.extension("curricula")
 def test_feedback_reaches_the_taskset_that_it_is_of() -> None:
     mixed = mixture("difficulty_based", "difficulty_based", sizes=(3, 3))
     mixed.feedback({1: {0: 1.0}})
@@ -94,6 +96,7 @@ def test_feedback_reaches_the_taskset_that_it_is_of() -> None:
     assert first == [1.0, 1.0, 1.0] and second[0] > 10
 
 
+@pytest.mark.extension("curricula")
 def test_a_state_of_other_tasksets_is_refused() -> None:
     with pytest.raises(ValueError, match="tasksets are 3 and the checkpoint has the state of 2"):
         mixture().load_state(mixture(sizes=(2, 2)).state())
@@ -102,6 +105,7 @@ def test_a_state_of_other_tasksets_is_refused() -> None:
         learns.load_state(mixture(sizes=(4,)).state())
 
 
+@pytest.mark.extension("curricula")
 def test_a_row_without_its_number_is_named() -> None:
     data = [{"question": "q", "rate": 0.5}, {"question": "q", "rate": None}]
     with pytest.raises(ValueError, match=r"x, row 1: the column 'rate' .* holds None: expected a"):

@@ -38,7 +38,7 @@ def curriculum(folder: Path) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.extension("judges")
+@pytest.mark.extension("curricula", "judges")
 def test_a_killed_curriculum_asks_for_the_same_tasks(tmp_path: Path) -> None:
     config = curriculum(tmp_path / "whole")
     done = run(tmp_path / "whole", config)

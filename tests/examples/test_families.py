@@ -75,9 +75,13 @@ CASES: dict[str, tuple[Sequence[str], str]] = {
     "curriculum": ((), "actor/ppo_kl"),
 }
 """What each needs to be small, and a metric that only its own parts give or that all have."""
+NEEDS = {"curriculum": pytest.mark.extension("curricula")}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=NEEDS[name]) if name in NEEDS else name for name in CASES],
+)
 def test_an_algorithm(workshop: Workshop, name: str) -> None:
     overrides, metric = CASES[name]
     small = [word for word in SMALL if name != "dapo" or "buffer.total_steps" not in word]

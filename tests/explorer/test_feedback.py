@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.data.made import taskset_of
 from tests.explorer.made import Sync, make_explorer, run
 from trireme.data.rows import Rows
@@ -17,6 +19,7 @@ from trireme.files import LARGEST
 from trireme.model.model import Model
 from trireme.task import Task
 
+pytestmark = pytest.mark.extension("curricula")
 ROWS = 12
 
 

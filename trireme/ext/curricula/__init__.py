@@ -1,0 +1,1 @@
+"""Curricula: orders of a taskset's rows by their difficulty."""
