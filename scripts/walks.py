@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import sys
 import tempfile
 import threading
@@ -154,13 +155,13 @@ def walk_once() -> Walker:
 
 def main() -> None:
     """Print the walks."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Count the walks of a small run.")
     parser.add_argument("--short", action="store_true", help="print the lengths alone")
     short = parser.parse_args().short
     for walk, stacks in walk_once().stacks.items():
         missed = [name for name in WALKS[walk] if name not in stacks]
         stops = list(dict.fromkeys(one for stack in stacks.values() for one in stack))
-        calls = {pair for stack in stacks.values() for pair in zip(stack, stack[1:], strict=False)}
+        calls = {pair for stack in stacks.values() for pair in itertools.pairwise(stack)}
         climbs = sum(after.layer < before.layer for before, after in calls)
         files = len({one.file for one in stops})
         print(f"{walk}: {len(stops)} functions in {files} files, {climbs} climbs")

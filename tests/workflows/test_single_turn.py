@@ -11,7 +11,7 @@ from tests.model.fake import TOKENIZER, FakeEngine, make
 from trireme import Experience, Task
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
-from trireme.launch.tasksets import examine_taskset
+from trireme.workflows.examine import examine_taskset
 from trireme.workflows.single_turn import BOXED, THINK_ANSWER, MathWorkflow, SimpleWorkflow
 from trireme.workflows.workflow import resolve
 

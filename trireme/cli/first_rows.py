@@ -38,11 +38,12 @@ def first_rows(plan: Plan, completed: Completed) -> Lines:
     if plan.mode == "serve" or plan.api or located(plan.model_path, "models") is None:
         return [], []
     lines, problems = _of_data(plan) if plan.store.kind == "file" else ([], [])
-    if completed.unread:
-        lines.append(unread(completed.unread))
-    for name, prompts in completed.prompts:
+    encoded = completed.encoded
+    if encoded.unread:
+        lines.append(unread(encoded.unread))
+    for name, prompts in encoded.prompts:
         lines += _of_prompts(plan, name, prompts)
-    too_long = prompt_problems(plan, completed.prompts)
+    too_long = prompt_problems(plan, encoded.prompts)
     problems += [str(replace(problem, stage=plan.stage_name)) for problem in too_long]
     return lines, problems
 

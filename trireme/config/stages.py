@@ -91,6 +91,12 @@ class StageFacts:
         return not alone and bool(self.config.buffer.explorer_input.eval_tasksets)
 
     @property
+    def prepares_tasks(self) -> bool:
+        """True if rows go through operators, so that only the run knows the final rows."""
+        tasks = self.config.data_processor.task_pipeline
+        return tasks is not None and bool(tasks.operators)
+
+    @property
     def rollouts(self) -> int:
         """Return the rollouts of an explore step."""
         return self.config.buffer.batch_size * self.config.algorithm.repeat_times

@@ -55,7 +55,7 @@ def checked(config: Config) -> Draft:
         raise ConfigError(made.problems)
     completed = complete(made.plans, made.parts, first_data=False).stages
     problems = [
-        [*one.problems, *prompt_problems(plan, one.prompts)]
+        [*one.problems, *prompt_problems(plan, one.encoded.prompts)]
         for plan, one in zip(made.plans, completed, strict=True)
     ]
     if any(problems):
@@ -69,7 +69,7 @@ def checked(config: Config) -> Draft:
 
 
 def _with_prompt_notes(plan: Plan, completed: Completed) -> Plan:
-    prompts = completed.prompts
+    prompts = completed.encoded.prompts
     notes = [note for name, each in prompts for note in prompt_notes(plan, name, each)]
     return replace(plan, notes=(*plan.notes, *notes))
 

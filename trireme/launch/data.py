@@ -102,3 +102,10 @@ def make_buffer(
     )
     kind = plan.store.kind if config is None else "file"
     return store_named(kind, parts.config).make(parts)
+
+
+def try_data(plan: Plan, schema: str) -> None:
+    """Encode all rows that the trainer reads itself. Raises ValueError for one that is invalid."""
+    if plan.store.kind == "file":
+        text = make_text(plan, plan.model_path)
+        make_buffer(plan, JobFolder(plan.job_dir), text, schema=schema)

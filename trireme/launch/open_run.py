@@ -15,11 +15,11 @@ from trireme.launch.engines import examine_auxiliary
 from trireme.launch.listeners import RunListener, listeners
 from trireme.launch.resume import refuse_other_run
 from trireme.launch.stage import Stage, open_stage
-from trireme.launch.tasksets import examine_taskset
 from trireme.log import get_logger
 from trireme.monitor.events import Listener, Noted
 from trireme.monitor.monitor import JsonLinesMonitor
 from trireme.processes import environment
+from trireme.workflows.examine import examine_taskset
 
 logger = get_logger("launcher")
 

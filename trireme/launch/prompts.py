@@ -1,29 +1,28 @@
-"""Prompts: encodes the first prompts of a taskset, and reports those that are too long for the
-model.
-"""
+"""Prompts: encodes the first prompts of tasksets, and reports those that do not fit the model."""
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from trireme.config import Plan, Problem
+from trireme.algorithms.recipes import Recipe
+from trireme.config import Findings, Plan, Problem
 from trireme.config.engine_kind import EMBEDDED
-from trireme.data.tasksets import Taskset
+from trireme.config.lookup import ModelFacts
+from trireme.config.stages import StageFacts
+from trireme.data.tasksets import Mixture, Taskset
 from trireme.explorer.runner import TEACHER_PROMPT
-from trireme.launch.data import Text
-from trireme.log import get_logger
-from trireme.model.chat_tokens import as_given, plain_messages
+from trireme.launch.data import Text, make_text
+from trireme.launch.engines import teacher_len
+from trireme.launch.parts import tried
+from trireme.model.chat_tokens import as_given
 from trireme.pictures import pictures_in
 from trireme.task import Task
-from trireme.usercode import Refused, UserCode
-from trireme.workflows.single_turn import SimpleWorkflow
+from trireme.usercode import fault_of
 from trireme.workflows.workflow import resolve
 
-logger = get_logger("launcher")
 ROWS = 64
 SECONDS = 10.0
 """Time limit for encoding a data set's rows beforehand; a row that has begun is finished."""
@@ -46,6 +45,37 @@ class Prompts(NamedTuple):
     """Whether the chat template leaves out replies."""
     shows_pictures: bool = False
     """Whether a prompt shows a picture."""
+
+
+class Encoded(NamedTuple):
+    """The prompts of a stage's tasksets."""
+
+    prompts: tuple[tuple[str, Prompts], ...] = ()
+    """By taskset name; empty if there are problems, or if only the workflow knows them."""
+    unread: str = ""
+    """Why no prompt was encoded."""
+
+
+def encode_prompts(
+    plan: Plan, recipe: Recipe, tasksets: Sequence[Taskset]
+) -> tuple[Encoded, Findings]:
+    """Encode the first prompts of all tasksets, and check those of a teacher."""
+    findings = Findings()
+    try:
+        text = make_text(plan, plan.model_path)
+        encoded = [(taskset.name, first_prompts(text, taskset)) for taskset in tasksets]
+    except (ValueError, OSError) as error:  # for example, no tokenizer next to the model
+        if (fault := fault_of(error)) is None:
+            return Encoded(unread=str(error)), findings
+        findings.problem("", str(fault))
+        return Encoded(), findings
+    if recipe.needs_teacher:
+        limit = teacher_len(plan)
+        for taskset in tasksets:
+            if not taskset.is_eval:
+                tried(findings, partial(check_teacher_prompts, text, taskset, limit))
+    prompts = ((name, prompts) for name, prompts in encoded if prompts is not None)
+    return Encoded(tuple(prompts)), findings
 
 
 def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
@@ -82,32 +112,28 @@ def first_messages(
     Raises ValueError if its workflow cannot make any from the row.
     """
     spec = resolve(task.workflow)
-    code = spec.code
-    if spec.first_prompt is not None:
-        return spec.first_prompt(task)
-    simple = inspect.isclass(code) and issubclass(code, SimpleWorkflow)
-    if not simple or task.workflow_args.get("use_base"):
-        return None
-    make: Any = code
-    name = f"format_messages of workflow '{task.workflow}'"
-    try:
-        messages = make(task=task, model=None).format_messages()
-    except Exception:  # a user's class may need the model: only the run knows its prompts
-        logger.debug("what %s asks is not known without a model", code, exc_info=True)
-        return None
-    try:
-        return plain_messages(messages, read), None
-    except ValueError as error:
-        if _has_own_run(make):  # it may convert the messages before it sends them
-            return None
-        with UserCode(name, code):
-            raise Refused(f"{name} did not return a conversation: {error}") from error
+    return None if spec.first_prompt is None else spec.first_prompt(task, read)
 
 
-def _has_own_run(workflow: type) -> bool:
-    """Return True if a user's class calls the model itself."""
-    own = takewhile(lambda cls: not cls.__module__.startswith("trireme."), workflow.__mro__)
-    return any({"run", "run_async", "ask"} & set(vars(cls)) for cls in own)
+def check_template(
+    stage: StageFacts, tasksets: Iterable[Taskset | Mixture | None], facts: ModelFacts
+) -> Findings:
+    """Report a workflow that chats with a model that has no chat template."""
+    findings, model = Findings(), stage.config.model
+    template = model.custom_chat_template or model.chat_template_path
+    if facts.has_chat_template is not False or template:
+        return findings
+    for taskset in tasksets:
+        for task in taskset.kinds() if taskset is not None else ():
+            asked = tried(findings, partial(first_messages, task))
+            if asked is not None:
+                findings.problem(
+                    "model.model_path",
+                    f"({model.model_path}) has no chat template, which {task.workflow} needs: "
+                    "expected a chat model, or model.chat_template_path",
+                )
+                return findings
+    return findings
 
 
 def check_teacher_prompts(text: Text, taskset: Taskset, limit: int | None) -> None:

@@ -12,14 +12,12 @@ from typing import NamedTuple
 from trireme.algorithms.recipes import Recipe
 from trireme.config import Findings
 from trireme.config.check import check_experts
-from trireme.config.lookup import ModelFacts
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import StageFacts, UsedTaskset, used_tasksets
 from trireme.data.kinds import FORMATS
-from trireme.data.rows import Rows, is_remote, load_rows
+from trireme.data.rows import Rows, is_remote
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.launch.parts import tried
-from trireme.launch.prompts import first_messages
 from trireme.launch.tasksets import data_set, make_taskset, rows_of, together
 from trireme.rewards.grouped import refuse_reward
 from trireme.workflows.workflow import resolve
@@ -61,7 +59,7 @@ def make_tasksets(
         rows = findings.take(_read(item.key, item.config))
         read += [] if rows is None else [rows]
         taskset = None
-        if rows is not None and names_are_known and (item.is_eval or not prepares_tasks(stage)):
+        if rows is not None and names_are_known and (item.is_eval or not stage.prepares_tasks):
             make = partial(make_taskset, stage.config, item, rows, mixed and not item.is_eval)
             taskset = tried(findings, make, item.key)
             if taskset is not None and (note := taskset.answers_note()) is not None:
@@ -77,12 +75,6 @@ def make_tasksets(
     return Tasks(mixture, tuple(evaluation), tuple(read), one_experience), findings
 
 
-def prepares_tasks(stage: StageFacts) -> bool:
-    """Return True if rows go through operators, so that only the run knows the final rows."""
-    tasks = stage.config.data_processor.task_pipeline
-    return tasks is not None and bool(tasks.operators)
-
-
 def _read(key: str, data: TasksetConfig | ExperienceBufferConfig) -> tuple[Rows | None, Findings]:
     """Read a data set's rows; None if it is not on this machine (a note) or invalid (a problem)."""
     findings, path = Findings(), data.path
@@ -91,11 +83,7 @@ def _read(key: str, data: TasksetConfig | ExperienceBufferConfig) -> tuple[Rows 
     if is_remote(data_set(data)):
         findings.note(f"{key}.path ({path}): not on this machine, will be downloaded")
         return None, findings
-    if isinstance(data, TasksetConfig):
-        read = partial(rows_of, data)
-    else:
-        read = partial(load_rows, path, data.subset_name, data.split, on_error=data.on_error)
-    return tried(findings, read, key), findings
+    return tried(findings, partial(rows_of, data), key), findings
 
 
 def _check_names(
@@ -158,22 +146,3 @@ def _read_columns(
         columns = partial(FORMATS[schema].columns_of, rows, data.format.model_dump())
         tried(findings, columns, key)
     return rows, findings
-
-
-def check_template(stage: StageFacts, tasks: Tasks, facts: ModelFacts) -> Findings:
-    """Report a workflow that chats with a model that has no chat template."""
-    findings, model = Findings(), stage.config.model
-    template = model.custom_chat_template or model.chat_template_path
-    if facts.has_chat_template is not False or template:
-        return findings
-    for taskset in (tasks.training, *tasks.evaluation):
-        for task in taskset.kinds() if taskset is not None else ():
-            asked = tried(findings, partial(first_messages, task))
-            if asked is not None:
-                findings.problem(
-                    "model.model_path",
-                    f"({model.model_path}) has no chat template, which {task.workflow} needs: "
-                    "expected a chat model, or model.chat_template_path",
-                )
-                return findings
-    return findings

@@ -1,11 +1,10 @@
-"""Tasksets: makes a plan's tasks for training and evaluation, and examines them."""
+"""Tasksets: makes a plan's tasks for training and evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.schema import Config
@@ -13,10 +12,8 @@ from trireme.config.schema_rollout import DataSelectorConfig, ExperienceBufferCo
 from trireme.config.stages import UsedTaskset, used_tasksets
 from trireme.data.rows import DataSet, NoRows, Rows, load_rows
 from trireme.data.tasksets import Mixture, Taskset, TasksetSettings, check_task
-from trireme.envs.env import refuse_missing
 from trireme.pipeline.tasks import prepared, task_operators
 from trireme.registry import SOURCES
-from trireme.rewards.reward import resolve as resolve_reward
 from trireme.workflows.workflow import resolve
 
 
@@ -83,9 +80,13 @@ def _is_known(workflow: Any) -> bool:
         return False
 
 
-def rows_of(config: TasksetConfig) -> Rows:
-    """Read the rows of a taskset's data set; with `on_error: skip`, only rows that can be tasks."""
+def rows_of(config: TasksetConfig | ExperienceBufferConfig) -> Rows:
+    """Read the rows of a data set; of a taskset with `on_error: skip`, only those that can be
+    tasks.
+    """
     data = data_set(config)
+    if isinstance(config, ExperienceBufferConfig):
+        return load_rows(data.path, data.subset, data.split, on_error=data.on_error)
     if config.storage_type == "sql" and not SOURCES.get("sql")().takes(data):
         raise NoRows(config.path, "is no database: expected sqlite:///<file> or postgresql://...")
     rows = load_rows(
@@ -107,39 +108,3 @@ def data_set(config: TasksetConfig | ExperienceBufferConfig) -> DataSet:
 def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
     operators = [(item.name, item.args) for item in task_operators(plan.config).values()]
     return prepared(rows, operators, JobFolder(plan.job_dir).buffer, name) if operators else rows
-
-
-def examine_taskset(taskset: Taskset | Mixture, plan: Plan, recipe: Recipe) -> None:
-    """Raise ValueError if a workflow or reward of the tasks does not take its options, or cannot
-    work, or does not fit the algorithm.
-    """
-    for task in taskset.kinds():
-        spec = resolve(task.workflow)
-        if recipe.greedy_run and spec.can_repeat and not task.is_eval:
-            raise ValueError(
-                f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
-                "algorithm needs a greedy one among them: take another algorithm than remax"
-            )
-        asks = getattr(spec.code, "asks_a_model", None)
-        if asks is not None and asks(task) and not plan.config.explorer.auxiliary_models:
-            raise ValueError(
-                f"workflow '{spec.name}' asks the first of explorer.auxiliary_models, which is "
-                "empty: add a model"
-            )
-        unjudged = getattr(spec.code, "has_no_reward", None)
-        if (
-            recipe.rewards_teach
-            and unjudged is not None
-            and not plan.engine.urls
-            and unjudged(task)
-        ):
-            raise ValueError(
-                f"workflow '{spec.name}' has neither a reward nor a scheduler that gives one, and "
-                f"algorithm_type {plan.config.algorithm.algorithm_type} learns from rewards: set "
-                "default_reward_fn_type of its taskset, or reward_fn_args.funcs"
-            )
-        refuse_missing(spec.needs(task))
-        if spec.examine is not None:
-            spec.examine(task)
-        else:
-            resolve_reward(task.reward_fn, task.reward_fn_args)

@@ -6,21 +6,25 @@ Subclasses change `format_messages`, `default_reward`, `default_system_prompt` o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, ClassVar, NoReturn
 
 from trireme.aio import also_blocking
 from trireme.experience import Experience
 from trireme.extensions import former_names
+from trireme.log import get_logger
 from trireme.model.blocking import BlockingModel
-from trireme.model.chat_tokens import conversation_of
+from trireme.model.chat_tokens import conversation_of, plain_messages
 from trireme.registry import REWARDS
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.math import expected_calls
 from trireme.rewards.reward import examine_columns, option_names, resolve, score
 from trireme.task import Task
+from trireme.usercode import Refused, UserCode
 from trireme.workflows.classes import Workflow
 
+logger = get_logger("launcher")
 THINK_ANSWER = (
     "Work the problem out before you reply. Put your reasoning between <think> and </think>, and "
     "after it nothing but the final result between <answer> and </answer>, each tag on a line of "
@@ -93,6 +97,32 @@ class SimpleWorkflow(Workflow):
         if self.reply_prefix:
             messages.append({"role": "assistant", "content": self.reply_prefix})
         return messages
+
+    @classmethod
+    def first_prompt(
+        cls, task: Task, read: Callable[[Any], Any]
+    ) -> tuple[list[dict[str, Any]], None] | None:
+        """Return the messages of a task's only call, and no tools; None if they are not known
+        without a model. `read` reads their pictures. Raises ValueError if they are not a
+        conversation.
+        """
+        if task.workflow_args.get("use_base"):
+            return None
+        workflow: Any = cls
+        try:
+            messages = workflow(task=task, model=None).format_messages()
+        except Exception:  # a user's class may need the model: only the run knows its prompts
+            logger.debug("what %s asks is not known without a model", cls, exc_info=True)
+            return None
+        try:
+            return plain_messages(messages, read), None
+        except ValueError as error:
+            own = takewhile(lambda one: not one.__module__.startswith("trireme."), cls.__mro__)
+            if any({"run", "run_async", "ask"} & set(vars(one)) for one in own):
+                return None  # it may convert the messages before it sends them
+            name = f"format_messages of workflow '{task.workflow}'"
+            with UserCode(name, cls):
+                raise Refused(f"{name} did not return a conversation: {error}") from error
 
     async def ask(self) -> list[Experience]:
         """Return the model's reply, as an experience without its reward."""

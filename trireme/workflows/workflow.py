@@ -66,8 +66,11 @@ class WorkflowSpec:
     auxiliary models."""
     examine: Callable[[Task], None] | None = None
     """Raises ValueError for invalid options of a task; not given: the reward is checked."""
-    first_prompt: Callable[[Task], tuple[list[dict[str, Any]], Any] | None] | None = None
-    """The messages and tools of a task's first call, if the workflow knows them beforehand."""
+    first_prompt: (
+        Callable[[Task, Callable[[Any], Any]], tuple[list[dict[str, Any]], Any] | None] | None
+    ) = None
+    """`(task, read)` -> the messages and tools of a task's first call, if the workflow knows them
+    beforehand; `read` reads pictures."""
     code: Any = None
     """The function or class that the user wrote."""
     one_at_a_time: bool = False
@@ -339,6 +342,7 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
         call=call if is_async else blocking,
         judge=_class_method(cls, "judge"),
         examine=_class_method(cls, "examine"),
+        first_prompt=_class_method(cls, "first_prompt"),
         code=cls,
         one_at_a_time=not is_async or bool(getattr(cls, "one_at_a_time", False)),
     )

@@ -17,8 +17,8 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
 from trireme.experience import Experience
 from trireme.ext.small_worlds.mailbox import Mailbox, make_mail, write_mailbox
-from trireme.launch.tasksets import examine_taskset
 from trireme.task import Task
+from trireme.workflows.examine import examine_taskset
 from trireme.workflows.workflow import resolve
 
 EMAILS, ROWS = make_mail(40, 0)

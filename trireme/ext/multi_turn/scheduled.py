@@ -63,8 +63,10 @@ class ScheduledWorkflow:
         loss_scale.resolve(task.workflow_args.get("loss_scale", "default"))
         judge_of(task.reward_fn, task.reward_fn_args).examine(task)
 
-    def first_prompt(self, task: Task) -> tuple[list[dict[str, Any]], Any]:
-        """Return the task's conversation and its tools."""
+    def first_prompt(
+        self, task: Task, read: Callable[[Any], Any]
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """Return the task's conversation and its tools; pictures stay as the row has them."""
         return conversation(task), task.raw_task.get("tools")
 
     def has_no_reward(self, task: Task) -> bool:

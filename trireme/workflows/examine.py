@@ -1,0 +1,46 @@
+"""Examine: checks that workflows and rewards of a taskset's tasks can work, before any is tried."""
+
+from __future__ import annotations
+
+from trireme.algorithms.recipes import Recipe
+from trireme.config import Plan
+from trireme.data.tasksets import Mixture, Taskset
+from trireme.envs.env import refuse_missing
+from trireme.rewards.reward import resolve as resolve_reward
+from trireme.workflows.workflow import resolve
+
+
+def examine_taskset(taskset: Taskset | Mixture, plan: Plan, recipe: Recipe) -> None:
+    """Raise ValueError if a workflow or reward of the tasks does not take its options, or cannot
+    work, or does not fit the algorithm.
+    """
+    for task in taskset.kinds():
+        spec = resolve(task.workflow)
+        if recipe.greedy_run and spec.can_repeat and not task.is_eval:
+            raise ValueError(
+                f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
+                "algorithm needs a greedy one among them: take another algorithm than remax"
+            )
+        asks = getattr(spec.code, "asks_a_model", None)
+        if asks is not None and asks(task) and not plan.config.explorer.auxiliary_models:
+            raise ValueError(
+                f"workflow '{spec.name}' asks the first of explorer.auxiliary_models, which is "
+                "empty: add a model"
+            )
+        unjudged = getattr(spec.code, "has_no_reward", None)
+        if (
+            recipe.rewards_teach
+            and unjudged is not None
+            and not plan.engine.urls
+            and unjudged(task)
+        ):
+            raise ValueError(
+                f"workflow '{spec.name}' has neither a reward nor a scheduler that gives one, and "
+                f"algorithm_type {plan.config.algorithm.algorithm_type} learns from rewards: set "
+                "default_reward_fn_type of its taskset, or reward_fn_args.funcs"
+            )
+        refuse_missing(spec.needs(task))
+        if spec.examine is not None:
+            spec.examine(task)
+        else:
+            resolve_reward(task.reward_fn, task.reward_fn_args)
