@@ -417,7 +417,7 @@ MODES = Registry("mode", kind="mode")
 MODELS = Registry("model of an engine", kind="model")
 """Classes through which workflows use an engine, which names its own: see model/model.py."""
 EXTERNAL_MODELS = Registry("external model", kind="external_model")
-"""Models of someone else's that bench measures: see config/external.py."""
+"""Models on other servers, which bench measures or workflows ask: see config/external.py."""
 PROGRAMS = Registry("program", kind="program")
 """The `main` of modules that are run in separate processes: see ext/remote/engine_host.py."""
 CLIENTS = Registry("client", kind="client")

@@ -6,8 +6,8 @@ plugins: [judge.py]       default_reward_fn_type: same_as_judge
 import functools
 
 from trireme import Task, reward
+from trireme.ext.external_model.asker import Asker
 from trireme.rewards.answers import final_answer, same
-from trireme.rewards.asker import Asker
 
 
 @functools.cache

@@ -129,6 +129,7 @@ def test_a_model_that_is_nowhere_is_a_problem_where_the_hub_is_away(tmp_path, mo
     assert constants.HF_HUB_OFFLINE  # it is asked once
 
 
+@pytest.mark.extension("external_model")
 def test_a_model_of_someone_elses_has_to_answer(tmp_path):
     config_of(tmp_path, values(tmp_path))
     judge = "{engine_type: external, model_path: judge, base_urls: ['http://127.0.0.1:1/v1']}"

@@ -167,6 +167,7 @@ def test_an_example_of_two_stages(workshop: Workshop, name: str) -> None:
     assert len(workshop.metrics(job, MEASURE)) == 2
 
 
+@pytest.mark.extension("external_model")
 def test_a_judge_gives_the_rewards(workshop: Workshop) -> None:
     folder = workshop.root / "arithmetic_assets/seed_0/model"  # the policy itself, greedy
     judge = f"[{{model_path: {folder}, max_model_len: 160}}]"

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 KEY = "model.external_model"
 NAME = "openai"
 """The name in EXTERNAL_MODELS of the one that `model.external_model` describes."""
+ENDPOINT = "endpoint"
+"""The name in EXTERNAL_MODELS of the class of an auxiliary model of `engine_type: external`. Its
+arguments are the address, the model's name, `api_key` and `timeout`; `reach(who, url)` raises
+ValueError where nothing answers."""
 
 
 class ExternalModel(Protocol):

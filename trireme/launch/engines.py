@@ -6,86 +6,41 @@ model behind an OpenAI API. They are never trained and get no new weights.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import AutoTokenizer
 
-from trireme.aio import running_loop
 from trireme.config import Plan
 from trireme.config.engine_kind import REMOTE, kind_named
+from trireme.config.external import ENDPOINT
 from trireme.config.lookup import located, model_config
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.make import EngineSpec, make_torch_engine
+from trireme.extensions import former_names
 from trireme.launch.data import chat_template_of
 from trireme.launch.servers import engine_servers
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
-from trireme.rewards.asker import refuse_silent
+from trireme.registry import EXTERNAL_MODELS
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI, OpenAI
-
     from trireme.engines.device import Device
     from trireme.explorer.runner import Key
 
 
-class Endpoint:
-    """A model on an external server, reached only through the OpenAI clients."""
+class AuxiliaryModel(Protocol):
+    """A model besides the trained one."""
 
-    def __init__(
-        self, base_url: str, model_path: str, *, api_key: str | None = None, timeout: float = 600.0
-    ) -> None:
-        """`model_path` is the model name in requests; `timeout` is per request, in seconds."""
-        self.model_path = model_path
-        self.base_url = base_url
-        self._options: dict[str, Any] = {
-            "base_url": base_url,
-            "api_key": api_key or "EMPTY",
-            "timeout": timeout,
-        }
-        self._clients: dict[int, AsyncOpenAI] = {}
-        self._client: OpenAI | None = None
+    @property
+    def model_path(self) -> str:
+        """Return its folder, its id on the hub, or its name on a server."""
+        ...
 
-    def model(self, key: Key) -> Endpoint:
-        """Return the object that workflows use: this one, which is stateless and serves all
-        rollouts.
-        """
-        return self
-
-    def blocking(self, loop: asyncio.AbstractEventLoop | None = None) -> Endpoint:
-        """Return the object that class workflows use: this one."""
-        return self
-
-    def get_openai_async_client(self) -> AsyncOpenAI:
-        """Return the asynchronous client of this event loop; `client.model_path` is set."""
-        import openai
-
-        running = running_loop()
-        loop = id(running) if running else 0  # 0: a class workflow's thread, its loop starts later
-        if loop not in self._clients or not loop:
-            client = openai.AsyncOpenAI(**self._options)
-            client.model_path = self.model_path  # type: ignore[attr-defined]
-            self._clients[loop] = client
-        return self._clients[loop]
-
-    def get_openai_client(self) -> OpenAI:
-        """Return the blocking client; `client.model_path` is set."""
-        import openai
-
-        if self._client is None:
-            self._client = openai.OpenAI(**self._options)
-            self._client.model_path = self.model_path  # type: ignore[attr-defined]
-        return self._client
-
-    async def logprobs(self, tokens: Any, temperature: float = 1.0) -> NoReturn:
-        """Raise ValueError: the OpenAI API cannot score given ids."""
-        raise ValueError(
-            f"the auxiliary model {self.model_path} at {self.base_url} cannot score given tokens: "
-            "a teacher needs its own engine (engine_type torch), or engine_type remote"
-        )
+    def model(self, key: Key) -> Any:
+        """Make the object through which a workflow uses it in one rollout."""
+        ...
 
 
 LONGEST = 8192
@@ -133,14 +88,15 @@ class Auxiliary:
         )
 
 
-def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Endpoint]:
+def make_auxiliary(plan: Plan, device: Device) -> list[AuxiliaryModel]:
     """Make all auxiliary models of the plan, in the YAML's order."""
     limit = plan.config.explorer.max_timeout
-    made: list[Auxiliary | Endpoint] = []
+    made: list[AuxiliaryModel] = []
     for config in plan.config.explorer.auxiliary_models:
         if config.engine_type == "external":
             url, name = config.base_urls[0], config.model_path or ""
-            made.append(Endpoint(url, name, api_key=config.api_key, timeout=limit))
+            endpoint = EXTERNAL_MODELS.get(ENDPOINT)
+            made.append(endpoint(url, name, api_key=config.api_key, timeout=limit))
         else:
             made.append(_make(plan, config, device))
     return made
@@ -155,7 +111,7 @@ def examine_auxiliary(plan: Plan, *, teacher: bool = False) -> None:
     for index, config in enumerate(plan.config.explorer.auxiliary_models):
         if config.engine_type == "external":
             who = f"explorer.auxiliary_models[{index}] ({config.model_path})"
-            refuse_silent(who, config.base_urls[0])
+            EXTERNAL_MODELS.get(ENDPOINT).reach(who, config.base_urls[0])
     if teacher and plan.mode in ("both", "explore"):
         theirs = plan.config.explorer.auxiliary_models[0].model_path or ""
         if all(located(path, "models") for path in (theirs, plan.model_path)):
@@ -219,3 +175,6 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     )
     reply = config.max_response_tokens or min(plan.lengths.max_response_tokens, longest - 1)
     return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))
+
+
+__getattr__ = former_names(__name__)

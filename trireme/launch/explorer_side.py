@@ -24,7 +24,7 @@ from trireme.launch.copies import FAILED_BYTES
 from trireme.launch.data import Text
 from trireme.launch.engines import (
     Auxiliary,
-    Endpoint,
+    AuxiliaryModel,
     make_auxiliary,
     refuse_other_vocabulary,
 )
@@ -175,7 +175,7 @@ def make_scheduler(
     *,
     greedy_run: bool = False,
     teacher: bool = False,
-    auxiliary: Sequence[Auxiliary | Endpoint] = (),
+    auxiliary: Sequence[AuxiliaryModel] = (),
     max_retries: int | None = None,
 ) -> Scheduler:
     """Make the scheduler with the plan's number of runners, each of which makes a Model per

@@ -94,8 +94,8 @@ class Model:
     ) -> None:
         """`key` is (batch, task, run); `sampling` applies to calls that override nothing.
 
-        `auxiliary` are further models of the run: other Models, and Endpoints. `gateway` makes the
-        address.
+        `auxiliary` are further models of the run: Models, or clients of other servers.
+        `gateway` makes the address.
         """
         self.engine = engine
         self.chat_tokens = chat

@@ -12,9 +12,9 @@ import pytest
 from tests.limits import HANG_S
 from tests.tiny import make_tokenizer
 from trireme.engines.scripted import ScriptedEngine
+from trireme.ext.external_model.asker import Asker
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
-from trireme.rewards.asker import Asker
 from trireme.rewards.grouped import Judge, Row
 from trireme.task import Task
 from trireme.workflows.single_turn import OnPolicyDistillWorkflow, SimpleWorkflow

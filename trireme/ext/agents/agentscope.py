@@ -24,11 +24,11 @@ from trireme.aio import is_async
 from trireme.config.options import accepted, fitting_options
 from trireme.envs.env import extra
 from trireme.experience import Experience
+from trireme.ext.external_model.asker import judged_right
 from trireme.ext.multi_turn.tool_calls import Tool, as_text, python_tool
 from trireme.model.blocking import BlockingModel
 from trireme.model.conversation import with_metrics
 from trireme.registry import Registry, signature_of
-from trireme.rewards.asker import judged_right
 from trireme.rewards.grouped import is_grouped
 from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task

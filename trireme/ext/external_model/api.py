@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from trireme.config import Findings
 from trireme.config.external import KEY
 from trireme.config.schema import Config
-from trireme.rewards.asker import refuse_silent
+from trireme.ext.external_model.asker import refuse_silent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

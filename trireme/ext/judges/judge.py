@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from trireme.config.options import fitting_options
-from trireme.rewards.asker import Asker
+from trireme.ext.external_model.asker import Asker
 from trireme.rewards.orm import ORM, Value
 
 PROMPT = """Judge the last reply of this conversation. {reference}

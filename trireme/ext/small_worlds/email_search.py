@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trireme.experience import Experience
 from trireme.ext.agents.command import options_of
+from trireme.ext.external_model.asker import judged_right
 from trireme.ext.multi_turn.scheduled import samples
 from trireme.ext.multi_turn.scheduler import RolloutInferRequest, RolloutResponseChoice, request_of
 from trireme.ext.multi_turn.tool_calls import ToolCallScheduler, read_calls
 from trireme.ext.multi_turn.turns import play
 from trireme.ext.small_worlds.mailbox import Mailbox
 from trireme.model.chat_tokens import conversation_of
-from trireme.rewards.asker import judged_right
 from trireme.task import Task
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow
