@@ -95,7 +95,7 @@ def test_an_entry_point_that_names_no_package_is_passed_by(
     (fresh / "package_shop").rmdir()
     with caplog.at_level(logging.WARNING):
         assert "shop" not in extensions.extensions()
-    assert "its entry point names 'package_shop', which is no package here" in caplog.text
+    assert "its entry point names 'package_shop', which is not a package" in caplog.text
 
 
 def test_of_two_that_give_a_name_the_first_counts_and_a_line_says_so(
@@ -123,7 +123,7 @@ def test_of_two_extensions_of_one_name_the_first_counts_and_a_line_says_so(
 
 
 def test_an_unknown_kind_of_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'workflows' is no kind of name: expected one of algo"):
+    with pytest.raises(ValueError, match="'workflows' is not a kind of name: expected one of algo"):
         names_of("workflows")
 
 

@@ -95,7 +95,7 @@ def test_extensions(page: Page) -> None:
     assert values == {"buffer": {"batch_size": 8}}
 
     hours = module.Hours(0)
-    asyncio.run(hours.tell("on_step_end", 3))
+    asyncio.run(hours.notify("on_step_end", 3))
     assert hours.ended_by == "the shop closed at step 3"
 
     model = make(["hi"])

@@ -269,18 +269,18 @@ class LoopWatch:
         if part is None or not line:
             return  # ours: an engine that begins, for example
         if self._interrupted and seconds >= INTERRUPT_S:
-            said = f"stopped while {part.what} blocked the event loop"
-            self._end(line, frame, said, 130)
+            text = f"stopped while {part.what} blocked the event loop"
+            self._end(line, frame, text, 130)
         elif self._limit is not None and seconds >= self._limit:
             self._end(line, frame, self._blocking(part, self._limit), 1)
         elif seconds >= WARN_S and not self._warned:
             self._warned = True
             get_logger("explorer").warning("%s (%s)", self._blocking(part, seconds), line)
 
-    def _end(self, line: str, frame: FrameType | None, said: str, code: int) -> None:
+    def _end(self, line: str, frame: FrameType | None, text: str, code: int) -> None:
         # a server has no log in which a reader would want the stack
         stack = "".join(traceback.format_stack(frame)) if self._limit is not None else f"  {line}"
-        get_logger("explorer").error("%s\n%s", said, stack, extra={"place": line})
+        get_logger("explorer").error("%s\n%s", text, stack, extra={"place": line})
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h")  # show the cursor, which a live display hides
         sys.stdout.flush()

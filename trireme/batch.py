@@ -89,7 +89,7 @@ _TABLE = (
     Column(
         "logprobs",
         "[M]",
-        "log p of the token by the trained weights; for an advantage only beside `entropies`",
+        "log p of the token by the trained weights; for an advantage only along with `entropies`",
         "the trainer",
         _TOKENS,
     ),
@@ -138,7 +138,7 @@ _TABLE = (
     Column(
         "mean_discriminators",
         "[M]",
-        "the mean of p (H + log p) over the vocabulary, beside `entropies`",
+        "the mean of p (H + log p) over the vocabulary, along with `entropies`",
         "the trainer",
         (IN_TRAINER,),
     ),

@@ -38,7 +38,7 @@ TOKEN_FIELDS: dict[str, torch.dtype] = {
     "returns": torch.float32,
     "teacher_logprobs": torch.float32,
 }
-TOLD_TOKENS = "told_tokens"
+REPORTED_TOKENS = "reported_tokens"
 """A key of `info` if an API sampled: the number of tokens that it reports, or None. `tokens` are
 ours."""
 _NUMPY_TYPES = {kind: np.dtype(str(kind)[6:]) for kind in {torch.int64, *TOKEN_FIELDS.values()}}

@@ -216,7 +216,7 @@ def _installed() -> Iterable[tuple[str, str, Path]]:
             yield entry.name, entry.value, Path(places[0])
         else:
             logger.warning(
-                "extension '%s' is left out: its entry point names '%s', which is no package here",
+                "extension '%s' is left out: its entry point names '%s', which is not a package",
                 entry.name,
                 entry.value,
             )
@@ -229,7 +229,7 @@ def names_of(kind: str) -> Mapping[str, str]:
     If two extensions define a name, the first one's counts, and a warning reports it.
     """
     if kind not in KINDS:
-        raise ValueError(f"'{kind}' is no kind of name: expected one of {', '.join(KINDS)}")
+        raise ValueError(f"'{kind}' is not a kind of name: expected one of {', '.join(KINDS)}")
     names: dict[str, str] = {}
     for extension in (kernel(), *extensions().values()):
         for name, place in extension.names.get(kind, {}).items():

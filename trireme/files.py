@@ -239,8 +239,8 @@ def write_json(path: Path, value: Any) -> None:
 def read_jsonl(path: Path, **needed: type) -> list[dict[str, Any]]:
     """The rows of a file's whole lines; none where there is no file.
 
-    Lines that are no rows, or lack one of the `needed` keys, are passed by with a warning that
-    names the first. Raises Unreadable where it is no file that can be read.
+    Lines that are not rows, or lack one of the `needed` keys, are passed by with a warning that
+    names the first. Raises Unreadable if the file cannot be read.
     """
     rows: list[dict[str, Any]] = []
     damaged: list[Unreadable] = []

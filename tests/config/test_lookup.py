@@ -14,7 +14,7 @@ def test_a_path_is_local_or_on_the_hub(tmp_path, monkeypatch):
     assert located(str(tmp_path), "models") == tmp_path
     (tmp_path / "models").mkdir()
     for missing in ("./x", "/x/y", "a/b/c", "rows.jsonl", "models/mine"):
-        with pytest.raises(ValueError, match="is no file or folder here"):
+        with pytest.raises(ValueError, match="is not a file or folder here"):
             located(missing, "models")
     snapshot = tmp_path / "hub" / "models--gpt2" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

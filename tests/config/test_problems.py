@@ -125,7 +125,7 @@ def test_the_error_lists_all_problems_a_line_each(tmp_path):
 def test_a_missing_dataset_names_the_nearest_file(tmp_path):
     found = only_problem(tmp_path, f"{TASKSET}.path={tmp_path}/taks.jsonl")
     assert found == (
-        f"{TASKSET}.path ({tmp_path}/taks.jsonl) is no file or folder here; "
+        f"{TASKSET}.path ({tmp_path}/taks.jsonl) is not a file or folder here; "
         f"did you mean '{tmp_path}/tasks.jsonl'?"
     )
 
@@ -171,7 +171,7 @@ def test_a_broken_line_is_named_with_its_file(tmp_path):
     data = write_rows(tmp_path / "broken.jsonl", 2)
     data.write_text(data.read_text() + '{"question": \n')
     found = only_problem(tmp_path, f"{TASKSET}.path={data}")
-    assert f"has a line that is no JSON: {data}, line 3" in found
+    assert f"has a line that is not JSON: {data}, line 3" in found
     data.write_text("[1, 2]\n")
     assert f"{data}, line 1: expected an object" in only_problem(tmp_path, f"{TASKSET}.path={data}")
 
@@ -193,7 +193,7 @@ def test_a_missing_split_names_those_there_are(tmp_path):
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"cut"),
-            "is damaged, or was not downloaded to its end: model.safetensors: is no safetensors",
+            "is damaged, or was not downloaded to its end: model.safetensors: is not a safetensors",
         ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text(
@@ -209,7 +209,7 @@ def test_a_model_that_is_not_whole(tmp_path, spoil, expected):
 
 
 def test_a_missing_model(tmp_path):
-    assert "is no file or folder here" in only_problem(tmp_path, "model.model_path=./no/model")
+    assert "is not a file or folder here" in only_problem(tmp_path, "model.model_path=./no/model")
     assert only_problem(tmp_path, "model.model_path=") == (
         "model.model_path is not given: expected a model's folder or hub id"
     )
@@ -487,7 +487,7 @@ def test_auxiliary_models_and_experts_must_be_there(tmp_path):
     expert = "buffer.trainer_input.auxiliary_buffers"
     assert only_problem(tmp_path, *mix).startswith(f"{expert} is empty: mix needs an expert's data")
     found = only_problem(tmp_path, *mix, f"{expert}={{sft_dataset: {{path: /no.jsonl}}}}")
-    assert found.startswith(f"{expert}.sft_dataset.path (/no.jsonl) is no file")
+    assert found.startswith(f"{expert}.sft_dataset.path (/no.jsonl) is not a file")
 
 
 @pytest.mark.parametrize(
@@ -523,7 +523,7 @@ def test_sft_checks_what_it_is_evaluated_on(tmp_path):
     found = only_problem(
         tmp_path, *sft, f"{key}=[{{path: /no.jsonl, default_workflow_type: math_workflow}}]"
     )
-    assert found.startswith(f"{key}[0].path (/no.jsonl) is no file")
+    assert found.startswith(f"{key}[0].path (/no.jsonl) is not a file")
 
 
 def test_one_set_of_tasks_or_several_but_not_both(tmp_path):
@@ -548,7 +548,7 @@ def test_a_selector_that_is_not_there_or_lacks_its_columns(tmp_path):
 def test_auxiliary_models_are_looked_at(tmp_path):
     key = "explorer.auxiliary_models"
     found = only_problem(tmp_path, f"{key}=[{{model_path: /nowhere/x}}]")
-    assert found.startswith(f"{key}[0].model_path (/nowhere/x) is no file or folder here")
+    assert found.startswith(f"{key}[0].model_path (/nowhere/x) is not a file or folder here")
     served = "model_path: m, base_urls: ['http://127.0.0.1:9/v1']"
     assert problems_of(tmp_path, f"{key}=[{{engine_type: external, {served}}}]") == []
     found = only_problem(tmp_path, f"{key}=[{{engine_type: external, model_path: m}}]")
@@ -685,7 +685,7 @@ def test_an_adapter_to_go_on_from_is_looked_at_first(tmp_path):
 
     folder = tmp_path / "adaptor"
     (found,) = said()
-    assert found.startswith(f"model.lora_configs[0].path ({folder}) is no file or folder here")
+    assert found.startswith(f"model.lora_configs[0].path ({folder}) is not a file or folder here")
     folder.mkdir()
     config = folder / "adapter_config.json"
     (found,) = said()
@@ -696,7 +696,7 @@ def test_an_adapter_to_go_on_from_is_looked_at_first(tmp_path):
     assert "is an adapter of type None: expected LORA" in found
     config.write_text(json.dumps({"peft_type": "LORA", "modules_to_save": ["lm_head"]}))
     (found,) = said()
-    assert "trains whole modules beside it (modules_to_save in adapter_config.json)" in found
+    assert "also trains whole modules (modules_to_save in adapter_config.json)" in found
     config.write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     assert said() == []
     (found,) = said("lora_rank: 4", "use_dora: true")

@@ -54,7 +54,7 @@ def test_the_labels_column_may_have_another_name_and_numbers(tmp_path):
         ([0, 2], "row 1 .*: column 'label' holds 2: expected true"),
         (["yes", "no"], "row 0 .*: column 'label' holds 'yes'"),
         ([True, True], "column 'label' is true in every row: .* or algorithm_type sft"),
-        ([False, False], "column 'label' is false in every row: .* KTO sets apart$"),
+        ([False, False], "column 'label' is false in every row: .* KTO distinguishes$"),
     ],
 )
 def test_rows_without_two_labels_are_refused(labels, message, tmp_path):

@@ -89,7 +89,7 @@ def test_malformed_rows_are_left_out_and_counted_where_that_is_asked_for(
         found = load_rows(file, on_error="skip")
         sft = SftFormat(found, make_tokenizer(), max_model_len=64, on_error="skip")
     assert len(sft) == 2 and sft.counts["malformed"] == 3
-    assert "2 lines are no rows and left out; it has a line that is no JSON" in caplog.text
+    assert "2 lines are not rows and are left out; it has a line that is not JSON" in caplog.text
     assert "1 of 3 rows are malformed and left out" in caplog.text and "line 3" in caplog.text
 
 

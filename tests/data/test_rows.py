@@ -143,7 +143,7 @@ def test_a_json_lines_file_needs_no_datasets_library(tmp_path: Path) -> None:
 
 
 def test_a_missing_data_set_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"dataset '.*/no/where' is no file or folder here"):
+    with pytest.raises(ValueError, match=r"dataset '.*/no/where' is not a file or folder here"):
         load_rows(tmp_path / "no" / "where")
 
 

@@ -83,7 +83,7 @@ class Brake:
     def make(self, parts):
         return self if parts.plan.config.group == "brake" else None
 
-    async def tell(self, event, step, **facts):
+    async def notify(self, event, step, **facts):
         if event == "on_step_end":
             self.ended_by = f"the brake ended the training at step {step}"
 '''

@@ -76,7 +76,7 @@ UNHEARD = """
         else:
             os.close(2)
         print("stuck", flush=True)
-        stop.gently = lambda: True  # it says that it ends, and does not
+        stop.end_work = lambda: True  # it says that it ends, and does not
         await asyncio.sleep(600)
 
     stop = Stop()

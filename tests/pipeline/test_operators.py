@@ -225,7 +225,7 @@ def says_nothing(experiences: list[Experience]) -> Any:
     ("name", "message"),
     [
         ("doubles", r"returned the experience 1/0/0/0 twice"),
-        ("strays", r"of the group 1/9, which this explore step has not"),
+        ("strays", r"of the group 1/9, which this explore step does not have"),
         ("says_nothing", r"returned NoneType: expected a list of experiences"),
     ],
 )

@@ -156,7 +156,7 @@ def test_the_files_of_another_model_are_refused(tiny_dir, tmp_path):
     other = make_model(tmp_path / "other", layers=1)
     backend = _make(other, False)
     _save(backend, tmp_path / "job", other)
-    with pytest.raises(ValueError, match="is of another model: 11 tensors differ"):
+    with pytest.raises(ValueError, match="belongs to another model: 11 tensors differ"):
         _make(tiny_dir, False).load(tmp_path / "job" / "global_step_2" / "actor")
 
 

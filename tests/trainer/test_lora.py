@@ -168,7 +168,7 @@ def test_an_adapter_of_another_model_is_refused(tiny_dir, tmp_path):
     first.adapter.save(tmp_path, first.adapter.weights())
     other = make_model(tmp_path / "other", layers=1)
     with pytest.raises(
-        ValueError, match=r"has other layers than this one .*it is of another model"
+        ValueError, match=r"has other layers than this one .*it belongs to another model"
     ):
         backend_of(other, lora=Lora(path=str(tmp_path)))
     file = tmp_path / "adapter_model.safetensors"

@@ -79,7 +79,7 @@ def test_a_pair_becomes_two_samples_that_share_the_prompt():
     assert (better.tokens.tolist(), worse.tokens.tolist()) == ([1, 2, 3], [1, 2, 4, 5])
     assert (better.eid.uid, worse.eid.uid) == ("0/7/0/0", "0/7/1/0")
     assert better.mask.tolist() == [False, False, True]
-    with pytest.raises(ValueError, match="0/7/0/0 is no pair"):
+    with pytest.raises(ValueError, match="0/7/0/0 is not a pair"):
         split_pairs([Experience([1], prompt_length=1, eid=EID(0, 7))])
 
 

@@ -168,20 +168,20 @@ for _ in range(200):  # Python writes it here, and not where more calls are unde
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("info", {"a": 1, "page": {1}}, r"info\['page'\] is no plain JSON: Object of type set"),
-        ("info", {"a": {(1, 2): 3}}, r"info\['a'\] is no plain JSON: keys must be str"),
-        ("messages", [{}, {"content": b"x"}], r"messages\[1\] is no plain JSON: .* bytes"),
+        ("info", {"a": 1, "page": {1}}, r"info\['page'\] is not plain JSON: Object of type set"),
+        ("info", {"a": {(1, 2): 3}}, r"info\['a'\] is not plain JSON: keys must be str"),
+        ("messages", [{}, {"content": b"x"}], r"messages\[1\] is not plain JSON: .* bytes"),
         (
             "info",
             {"a": 1, "page": DEEP},
-            r"info\['page'\] is no plain JSON: it is nested too deeply",
+            r"info\['page'\] is not plain JSON: it is nested too deeply",
         ),
         (
             "messages",
             [{"content": {"a": DEEP}}],
-            r"messages\[0\] is no plain JSON: it is nested too",
+            r"messages\[0\] is not plain JSON: it is nested too",
         ),
-        ("tools", [print], r"tools\[0\] is no plain JSON: .* builtin_function"),
+        ("tools", [print], r"tools\[0\] is not plain JSON: .* builtin_function"),
         ("response_text", ["a"], "response_text is list: expected text"),
     ],
 )

@@ -250,10 +250,10 @@ def _step_rewards(experiences: Sequence[Experience]) -> list[float]:
     last: dict[str, int] = {}
     for e in experiences:
         last[e.eid.rid] = max(last.get(e.eid.rid, 0), e.eid.step)
-    said = {e.eid.rid for e in experiences if "step_reward" in e.info}
+    with_rewards = {e.eid.rid for e in experiences if "step_reward" in e.info}
     return [
         float(e.info.get("step_reward", 0.0))
-        if e.eid.rid in said
+        if e.eid.rid in with_rewards
         else (e.reward or 0.0) * (e.eid.step == last[e.eid.rid])
         for e in experiences
     ]

@@ -82,8 +82,8 @@ def _check_group_penalty(recipe: Recipe) -> None:
         )
     if recipe.sample_strategy != "explore_step":
         raise ValueError(
-            f"{given} compares the rollouts of a task, which a train batch may cut apart: expected "
-            "sample_strategy explore_step beside it; or use kl_loss_fn, and none here"
+            f"{given} compares the rollouts of a task, which a train batch may split: expected "
+            "sample_strategy explore_step as well; or use kl_loss_fn, and none here"
         )
     if part.settings["duplicate_experiences"]:
         raise ValueError(
@@ -103,7 +103,7 @@ def _check_labelled(recipe: Recipe, schema: str, column: str, kind: str) -> None
         )
     if not asks and recipe.schema == schema:
         raise ValueError(
-            f"{key} is '{recipe.policy_loss_fn}', which is no loss of {kind}: '{recipe.name}' "
+            f"{key} is '{recipe.policy_loss_fn}', which is not a loss of {kind}: '{recipe.name}' "
             f"learns from these, expected a loss such as '{schema}'"
         )
 
@@ -129,13 +129,13 @@ def _check_resampling(recipe: Recipe) -> None:
         )
     if known is None or groups.options.get("std_threshold", known.default) is None:
         raise ValueError(
-            f"{limits} leaves none out: expected std_threshold: 0 beside it (grpo), or "
+            f"{limits} leaves none out: expected std_threshold: 0 as well (grpo), or "
             "advantage_fn dapo"
         )
     if part.settings["duplicate_experiences"]:
         raise ValueError(
-            f"{key} has no effect beside duplicate_experiences, which fills the batch with copies: "
-            "expected one of the two"
+            f"{key} has no effect together with duplicate_experiences, which fills the batch with "
+            "copies: expected one of the two"
         )
     if recipe.sample_strategy not in ("default", "warmup"):
         raise ValueError(

@@ -100,8 +100,9 @@ def dpo(
     margin = beta * (won - lost)
     loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
     if rpo_alpha:
-        said = zeros.index_add(0, pair_index, logprobs * chosen)
-        loss = loss - rpo_alpha * said / zeros.index_add(0, pair_index, chosen.to(gains.dtype))
+        logprob_sums = zeros.index_add(0, pair_index, logprobs * chosen)
+        lengths = zeros.index_add(0, pair_index, chosen.to(gains.dtype))
+        loss = loss - rpo_alpha * logprob_sums / lengths
     reported = {
         "dpo_accuracy": (margin.detach() > 0).float(),
         "dpo_margin": margin.detach(),

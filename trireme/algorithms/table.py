@@ -113,7 +113,7 @@ mix = recipe(
     policy_loss="mix",
     entropy="mix",
     sample="mix",
-    use="A reward, and an expert's replies beside it.",
+    use="A reward, and an expert's replies as well.",
 )
 on_policy_distill = recipe(
     "on_policy_distill",

@@ -104,7 +104,7 @@ class FileBuffer:
         )
         self._end = None if total_epochs is None else total_epochs * len(format)
         self._position = 0
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self._closed = False
         self._failure: BaseException | None = None
 
@@ -129,7 +129,7 @@ class FileBuffer:
 
     async def take_step(self) -> list[Experience]:
         """Raise an error: the Plan refuses this combination."""
-        raise NotImplementedError("a file buffer does not keep explore steps apart")
+        raise NotImplementedError("a file buffer does not distinguish explore steps")
 
     async def close(self) -> None:
         """Close the buffer: later takes read nothing."""
@@ -151,8 +151,8 @@ class FileBuffer:
         …
         """
         counts = Counter(self._format.counts)
-        metrics = {f"data/{name}": float(n - self._told[name]) for name, n in counts.items()}
-        self._told = counts
+        metrics = {f"data/{name}": float(n - self._reported[name]) for name, n in counts.items()}
+        self._reported = counts
         return metrics
 
     def commit(self) -> None:

@@ -171,8 +171,8 @@ class Record:
             if self._engine is not None:
                 self._engine.dispose()
             self._engine = self._bytes = None
-            for beside in ("-wal", "-shm"):  # of the file that goes
-                path.with_name(path.name + beside).unlink(missing_ok=True)
+            for suffix in ("-wal", "-shm"):  # of the file that goes
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
             what = Unreadable(f"{path} is damaged ({first_line(broken)})")
             out_of_the_way(path, what, "a copy of experiences begins anew")
         with self._open(url).begin() as connection:

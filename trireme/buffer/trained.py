@@ -187,7 +187,7 @@ def read_trained(path: Path, eid: str) -> dict[str, Numbers] | None:
 
         out = {
             name: slice_of(name, "counts")
-            for name in file.keys()  # noqa: SIM118 (it is no dictionary)
+            for name in file.keys()  # noqa: SIM118 (it is not a dictionary)
             if name != "tokens"
         }
         out["tokens"] = slice_of("tokens", "lengths")

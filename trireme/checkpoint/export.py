@@ -45,7 +45,7 @@ class OwnFile:
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, framework="pt")
         self.specs: dict[str, Spec] = {}
-        for name in self._file.keys():  # noqa: SIM118 - it is no mapping
+        for name in self._file.keys():  # noqa: SIM118 - it is not a mapping
             part = self._file.get_slice(name)
             self.specs[name] = Spec(tuple(part.get_shape()), DTYPES[part.get_dtype()])
 

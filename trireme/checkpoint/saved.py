@@ -187,7 +187,7 @@ class Saved:
         odd = sorted(set(self.weights) ^ set(targets))
         if odd:
             raise ValueError(
-                f"{self.actor} is of another model: {len(odd)} tensors differ, {odd[0]} first"
+                f"{self.actor} belongs to another model: {len(odd)} tensors differ, {odd[0]} first"
             )
         for name, tensor in targets.items():
             assign(tensor, self.weights[name])

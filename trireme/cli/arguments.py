@@ -207,6 +207,6 @@ def yaml_and_keys(
             raise typer.BadParameter(f"{word}: expected KEY=VALUE{also}")
     for dialect in flag_dialects():
         theirs = {*dialect.names, *dialect.idle}
-        said = {name: values for name, values in (flags or {}).items() if name in theirs}
-        ours += dialect.overrides(said, config)
+        passed = {name: values for name, values in (flags or {}).items() if name in theirs}
+        ours += dialect.overrides(passed, config)
     return config, [*ours, *keys]

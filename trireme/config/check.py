@@ -307,12 +307,12 @@ def _check_adapter(stage: StageFacts) -> Findings:
             check_adapter(folder)
         except ValueError as error:
             findings.problem(f"{key}.path", f"({lora.path}) {error}")
-        said = [name for name in _OF_THE_ADAPTER if name in lora.model_fields_set]
-        if said:
+        also_set = [name for name in _OF_THE_ADAPTER if name in lora.model_fields_set]
+        if also_set:
             findings.problem(
-                f"{key}.{said[0]}",
+                f"{key}.{also_set[0]}",
                 f"is given together with path, whose adapter_config.json ({lora.path}) has it: "
-                f"leave out {', '.join(said)}",
+                f"leave out {', '.join(also_set)}",
             )
     return findings
 

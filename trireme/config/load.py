@@ -93,7 +93,7 @@ def config_of(
                 continue
             OmegaConf.update(tree, key, value, merge=True)
     except OmegaConfBaseException as error:
-        raise ConfigError([Problem("", f"is no configuration: {error}")]) from error
+        raise ConfigError([Problem("", f"is not a configuration: {error}")]) from error
     resolved = _values_of(_resolved(tree, "", problems), Path.cwd(), [], problems)
     if problems:
         raise ConfigError(problems)
@@ -189,10 +189,10 @@ def _locate(
             continue
         elif (is_plugin := key == "plugins") or name in _PATHS:
             here_first = any(at == one or at.startswith((f"{one}.", f"{one}[")) for one in typed)
-            beside, here = folder / value, Path(value).expanduser()
-            files = [place for place in (beside, here) if place.exists()]
+            sibling, here = folder / value, Path(value).expanduser()
+            files = [place for place in (sibling, here) if place.exists()]
             first = files[-1 if here_first else 0] if files else None
-            if first is not None and (is_plugin or first is beside):
+            if first is not None and (is_plugin or first is sibling):
                 node[name] = os.path.abspath(first)  # a link stays a link
             elif is_plugin and first is None:
                 expected = f"a file or folder, in {folder} or here"
@@ -228,7 +228,7 @@ class _Misfit(NamedTuple):
     reason: str
     """Pydantic's name for the error."""
     is_key: bool
-    """Whether the key itself is wrong: it is no text."""
+    """Whether the key itself is wrong: it is not text."""
 
 
 def _mend(values: dict[str, Any], problems: list[Problem]) -> None:

@@ -40,15 +40,15 @@ def located(path: str, kind: Literal["models", "datasets"]) -> Path | None:
         or path.endswith(_DATA_SUFFIXES)
         or (len(local.parts) > 1 and parent.is_dir())
     ):
-        raise ValueError(f"is no file or folder here{_near(local)}")
+        raise ValueError(f"is not a file or folder here{_near(local)}")
     return _in_cache(path, kind)
 
 
 def _near(path: Path) -> str:
     """Return a similar name next to the missing one, or the first folder that is missing."""
     missing = next((p for p in (*reversed(path.parents), path) if not p.exists()), path)
-    beside = [p.name for p in missing.parent.iterdir()] if missing.parent.is_dir() else []
-    if near := did_you_mean(missing.name, beside, "{}"):
+    siblings = [p.name for p in missing.parent.iterdir()] if missing.parent.is_dir() else []
+    if near := did_you_mean(missing.name, siblings, "{}"):
         return f"; did you mean '{missing.parent / near}'?"
     return f" (the first part that is missing is '{missing}')" if missing != path else ""
 
@@ -193,9 +193,9 @@ def has_sinks(model_path: str | Path | None) -> bool:
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NOT_TRAINED = {
-    "modules_to_save": "trains whole modules beside it",
+    "modules_to_save": "also trains whole modules",
     "layer_replication": "repeats layers",
-    "target_parameters": "is on parameters that are no layers",
+    "target_parameters": "adapts parameters that are not layers",
     "trainable_token_indices": "trains rows of the embedding",
     "lora_bias": "trains biases",
     "alora_invocation_tokens": "is switched on by tokens",
@@ -299,7 +299,7 @@ def read_shapes(path: Path) -> dict[str, Shape]:
     try:
         header: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError("is no safetensors file, or a cut one") from error
+        raise ValueError("is not a safetensors file, or is truncated") from error
     header.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if os.path.getsize(path) != 8 + length + end:
@@ -329,10 +329,10 @@ def names_in(files: Container[str], name: str) -> str | list[list[str]]:
     of each expert, whose rows follow each other. The name itself if the files have no such tensor.
     """
     older = [was + name.removeprefix(now) for now, was in _OLDER if name.startswith(now)]
-    for held in (name, name.replace(".mlp.", ".block_sparse_moe."), *older):
-        if held in files:
-            return held
-        prefix, _, last = held.rpartition(".")
+    for stored in (name, name.replace(".mlp.", ".block_sparse_moe."), *older):
+        if stored in files:
+            return stored
+        prefix, _, last = stored.rpartition(".")
         for parts in _OF_AN_EXPERT.get(last, ()) if prefix.endswith(".experts") else ():
             each = ([f"{prefix}.{number}.{part}.weight" for part in parts] for number in count())
             experts = list(takewhile(lambda names: all(n in files for n in names), each))

@@ -147,8 +147,8 @@ class Moved(Mapped):
 
     def target(self, key: str, root: str = "") -> str:
         """Return the other key's full name, for this one's; `root` is the stage's, `stages[0].`."""
-        beside = self.to.startswith(".")
-        return f"{key.rpartition('.')[0]}{self.to}" if beside else f"{root}{self.to}"
+        is_sibling = self.to.startswith(".")
+        return f"{key.rpartition('.')[0]}{self.to}" if is_sibling else f"{root}{self.to}"
 
 
 class NoEffect(Fate):

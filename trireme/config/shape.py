@@ -170,9 +170,9 @@ def experts_of(facts: Mapping[str, Any]) -> int:
 
 
 def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
-    said = facts.get("tie_word_embeddings")
-    if said is not None:
-        return bool(said)
+    tied = facts.get("tie_word_embeddings")
+    if tied is not None:
+        return bool(tied)
     try:
         names = model_shapes(folder) if folder else {}
     except ValueError:  # `check_model` reports the error

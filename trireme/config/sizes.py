@@ -9,7 +9,7 @@ from trireme.config import Findings
 from trireme.config.stages import StageFacts
 
 FEWEST_TOKENS = 1024
-"""Of a micro-batch, unless a number is asked for: smaller ones waste time, and cut groups apart,
+"""Of a micro-batch, unless a number is asked for: smaller ones waste time, and split groups,
 whose shared prompts are then computed more than once.
 """
 

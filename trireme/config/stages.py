@@ -255,18 +255,18 @@ def given_keys(value: Section, prefix: str = "") -> Iterator[tuple[str, Fate | N
     """Yield full name, fate and value of every key that differs from its default."""
     plain = type(value)()
     for name, item in type(value).model_fields.items():
-        held = getattr(value, name)
+        current = getattr(value, name)
         key = f"{prefix}{name}"
-        if held == getattr(plain, name):
+        if current == getattr(plain, name):
             continue
         need = unread(key)
-        yield key, Refused(need) if need else fate_of(item), held
-        yield from ((f"{key}.{at}", fate, part) for at, part, fate in options_in(key, held))
-        inside = [(key, held)]
-        if isinstance(held, list):
-            inside = [(f"{key}[{index}]", part) for index, part in enumerate(held)]
-        elif isinstance(held, dict):
-            inside = [(f"{key}.{name}", part) for name, part in held.items()]
+        yield key, Refused(need) if need else fate_of(item), current
+        yield from ((f"{key}.{at}", fate, part) for at, part, fate in options_in(key, current))
+        inside = [(key, current)]
+        if isinstance(current, list):
+            inside = [(f"{key}[{index}]", part) for index, part in enumerate(current)]
+        elif isinstance(current, dict):
+            inside = [(f"{key}.{name}", part) for name, part in current.items()]
         for at, part in inside:
             if isinstance(part, Section):
                 yield from given_keys(part, f"{at}.")
@@ -280,7 +280,7 @@ class MovedKey(NamedTuple):
     """The other key's full name."""
     value: Any
     gives_way: bool
-    """Whether a different value of the other key is no problem: it wins."""
+    """Whether a different value of the other key is accepted: it takes precedence."""
 
 
 def moved_keys(config: Config) -> Iterator[MovedKey]:

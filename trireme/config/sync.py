@@ -91,8 +91,9 @@ def _style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Find
     findings = Findings()
     config, made = stage.config, stage.rollouts
     style = _STYLES[config.synchronizer.sync_style]
-    apart = config.mode == "explore" and not stage.reads_file  # else a starving trainer is noticed
-    if style == "fixed" and apart and stage.one_experience and made < train_batch_size:
+    # in other modes a starving trainer is noticed
+    explores_alone = config.mode == "explore" and not stage.reads_file
+    if style == "fixed" and explores_alone and stage.one_experience and made < train_batch_size:
         findings.problem(
             "buffer.train_batch_size",
             f"({train_batch_size}) is more than the {made} rollouts of an explore step (batch_size "
@@ -148,7 +149,7 @@ def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
     replay, mode = store.replay_buffer, stage.config.mode
     method = _OLDER_METHODS.get(sync.sync_method, sync.sync_method)
     right_size = stage.whole_steps or train_batch_size == stage.rollouts
-    kept = [
+    conditions = [
         (mode == "both", f"mode both or colocate, not {mode}"),
         (not stage.remote, "explorer.rollout_model.engine_type torch, not remote"),
         (
@@ -175,7 +176,7 @@ def _against_turns(stage: StageFacts, train_batch_size: int) -> list[str]:
             "a replay_buffer without a reuse_cooldown_time",
         ),
     ]
-    return [expected for holds, expected in kept if not holds]
+    return [expected for holds, expected in conditions if not holds]
 
 
 def is_deterministic(
@@ -201,7 +202,7 @@ def _against_exactness(
     """
     explorer, launcher = stage.config.explorer, places.launcher
     external = [model.base_urls for model in explorer.auxiliary_models if model.base_urls]
-    kept = [
+    conditions = [
         (
             launcher == LOCAL,
             f"one process (cluster.launcher local), not {launcher.capitalize()}",
@@ -214,7 +215,7 @@ def _against_exactness(
         (not explorer.dynamic_timeout.enable, "no explorer.dynamic_timeout"),
         (not external, "no models on other servers (base_urls in explorer.auxiliary_models)"),
     ]
-    own = [expected for holds, expected in kept if not holds]
+    own = [expected for holds, expected in conditions if not holds]
     return own + _against_turns(stage, steps.own_batch)
 
 

@@ -169,8 +169,8 @@ def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:
             first = first or columns
             if columns != first:
                 raise ValueError(
-                    f"has a file with other columns: {file}: {_told(columns)}; {files[0]} has "
-                    f"{_told(first)}"
+                    f"has a file with other columns: {file}: {_in_words(columns)}; {files[0]} has "
+                    f"{_in_words(first)}"
                 ) from error
         raise
 
@@ -200,6 +200,6 @@ def _count(file: str) -> int:
     )
 
 
-def _told(columns: dict[str, Any]) -> str:
+def _in_words(columns: dict[str, Any]) -> str:
     types = ((name, getattr(kind, "dtype", None)) for name, kind in columns.items())
     return ", ".join(f"{name} ({kind or 'nested'})" for name, kind in types)

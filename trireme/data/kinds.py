@@ -195,7 +195,7 @@ class KtoFormat(SftFormat):
             other = ", or algorithm_type sft, which imitates all" if label else ""
             raise ValueError(
                 f"{rows.source}: column '{self._label}' is {str(label).lower()} in every row: "
-                f"expected desirable replies and undesirable ones, which KTO sets apart{other}"
+                f"expected desirable replies and undesirable ones, which KTO distinguishes{other}"
             )
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
@@ -225,8 +225,8 @@ def _asked(prompt: Any) -> list[Any]:
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the fields by which two messages are compared: tables add keys without values."""
     content = message.get("content") or ""
-    said = content.strip() if isinstance(content, str) else content
-    return message["role"], said, message.get("tool_calls") or None
+    text = content.strip() if isinstance(content, str) else content
+    return message["role"], text, message.get("tool_calls") or None
 
 
 class CptFormat(SftFormat):

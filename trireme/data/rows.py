@@ -337,7 +337,7 @@ def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError
         broken: list[str] = []
         read = [pair for file in texts for pair in _read_json(file, broken, on_error)]
         if broken:
-            logger.warning("%d lines are no rows and left out; %s", len(broken), broken[0])
+            logger.warning("%d lines are not rows and are left out; %s", len(broken), broken[0])
         values = [row for _, row in read]
         names = dict.fromkeys(key for row in values for key in row)
         places = [number for number, _ in read]
@@ -400,9 +400,11 @@ def _object(entry: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(entry)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"has a line that is no JSON: {where}: {_why_no_json(error)}") from error
+        raise ValueError(f"has a line that is not JSON: {where}: {_why_no_json(error)}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"has a line that is no row: {where}: expected an object, got {row!r:.60}")
+        raise ValueError(
+            f"has a line that is not a row: {where}: expected an object, got {row!r:.60}"
+        )
     if _HALF.search(entry):
         refuse_halves(row, where)
     return row

@@ -125,7 +125,7 @@ def make_problems(
     turns = itertools.zip_longest(*([(t, n) for n in s] for t, s in enumerate(stories)))
     chosen = [item for turn in turns for item in turn if item is not None][:count]
     source.shuffle(chosen)
-    return [_tell(TEMPLATES[template], values, source) for template, values in chosen]
+    return [_row(TEMPLATES[template], values, source) for template, values in chosen]
 
 
 def _numberings(template: Template, number: int, factor: int, largest: int) -> Iterator[dict]:
@@ -160,7 +160,7 @@ def _solve(template: Template, values: dict[str, int], largest: int) -> dict[str
     return values
 
 
-def _tell(template: Template, values: dict[str, int], source: random.Random) -> dict[str, str]:
+def _row(template: Template, values: dict[str, int], source: random.Random) -> dict[str, str]:
     """Write the problem in words, as `question` and `answer`."""
     name, friend = source.sample(NAMES, 2)
     words = {"name": name, "friend": friend, "things": source.choice(THINGS)}

@@ -121,7 +121,7 @@ class Completion:
     alternatives: list[dict[int, float]] = field(default_factory=list)
     """Per token the `Sampling.logprobs` likeliest ids with their log-probabilities, if asked for.
     """
-    told_tokens: float | None = None
+    reported_tokens: float | None = None
     """The number of sampled tokens that an API reports, since `ids` are not its own; NaN if it
     reports none. None for any other engine."""
 
@@ -229,8 +229,8 @@ class Engine(Protocol):
         ...
 
     async def fingerprint(self) -> dict[str, float] | None:
-        """Return a number for each tensor, in the engine's dtype, an adapter's tensors listed apart
-        from its base (engines/weights.py); None if the engine has none to report.
+        """Return a number for each tensor, in the engine's dtype, an adapter's tensors listed
+        separately from its base (engines/weights.py); None if the engine has none to report.
         """
         ...
 

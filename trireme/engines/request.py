@@ -176,7 +176,7 @@ def checked_ids(
     try:
         tokens = list(map(operator.index, ids))
     except TypeError as error:
-        raise ValueError(f"{what} holds what is no token id: {error}") from error
+        raise ValueError(f"{what} holds something that is not a token id: {error}") from error
     plain = tokens
     if pictures and shown(tokens, pictures):
         plain = [token for token in tokens if token < BEGIN]

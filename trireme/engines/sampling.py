@@ -111,7 +111,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
     """Return log softmax of rows of logits [B, V].
 
     torch's `log_softmax` adds on a CPU in such an order that of a large vocabulary the many small
-    probabilities are lost beside the large ones: 1.5e-5 nats a token on a model with 49,152, where
+    probabilities are lost next to the large ones: 1.5e-5 nats a token on a model with 49,152, where
     `logsumexp`, which adds in pairs, differs from float64 by less than 1e-6.
     """
     return logits - logits.logsumexp(-1, keepdim=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trireme.data.tasksets import PassRates, Taskset
-from trireme.experience import TOLD_TOKENS, Experience, group_by
+from trireme.experience import REPORTED_TOKENS, Experience, group_by
 from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
 
@@ -80,7 +80,7 @@ def runs_of(experiences: Iterable[Experience]) -> list[dict[str, float]]:
     rows = []
     for steps in group_by(experiences, "run").values():
         last = max(steps, key=lambda e: e.eid.step)
-        sizes = [e.info.get(TOLD_TOKENS, e.trained_tokens) for e in steps]
+        sizes = [e.info.get(REPORTED_TOKENS, e.trained_tokens) for e in steps]
         row: dict[str, float] = {} if None in sizes else {"response_length": float(sum(sizes))}
         row["truncated"] = float(any(e.stop_reason == "length" for e in steps))
         if last.reward is not None:

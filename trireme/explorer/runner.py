@@ -170,7 +170,7 @@ class Runner:
                 result = await self._attempt(task, spec, runs, own_key, outcome.attempts)
                 if isinstance(result, list):
                     outcome.experiences = result
-                    self.log.info("%s", _told(rollout_name(task, runs[0]), result))
+                    self.log.info("%s", _in_one_line(rollout_name(task, runs[0]), result))
                     return outcome
                 # the explorer reports failures by cause only after the step; where rollouts hang
                 # that takes long, so the first time-out is reported at once
@@ -276,7 +276,7 @@ async def scored(
         if e.teacher_logprobs is not None:
             continue
         tokens, temperature = e.tokens.tolist(), e.temperature or 1.0
-        read, shared = _told_more(model, tokens, prompt) if prompt else ([], 0)
+        read, shared = _with_teacher_prompt(model, tokens, prompt) if prompt else ([], 0)
         scores = [*read, *tokens[shared:]]
         if prompt and len(scores) > teacher.max_model_len:
             raise ValueError(
@@ -287,7 +287,7 @@ async def scored(
         e.teacher_logprobs = torch.tensor([*[0.0] * shared, *logprobs[len(read) :]])
 
 
-def _told_more(model: Model, tokens: list[int], prompt: Any) -> tuple[list[int], int]:
+def _with_teacher_prompt(model: Model, tokens: list[int], prompt: Any) -> tuple[list[int], int]:
     """Return the token ids of a teacher's prompt, and how many of `tokens` they replace."""
     if not isinstance(prompt, str):
         raise ValueError(f"the row's {TEACHER_PROMPT} is {prompt!r:.60}: expected text")
@@ -309,7 +309,7 @@ def _told_more(model: Model, tokens: list[int], prompt: Any) -> tuple[list[int],
     return model.chat_tokens.prompt(messages, mine[-1].tools).ids, len(mine[-1].inserted)
 
 
-def _told(name: str, experiences: Sequence[Experience]) -> str:
+def _in_one_line(name: str, experiences: Sequence[Experience]) -> str:
     rewards = ", ".join("none" if e.reward is None else f"{e.reward:.3g}" for e in experiences[:8])
     more = " …" if len(experiences) > 8 else ""
     sampled = sum(e.trained_tokens for e in experiences)
@@ -376,9 +376,9 @@ def stamp(
     """
     by_run: dict[tuple[int | str, int], list[Experience]] = {}
     for e in experiences:
-        apart = spec.can_repeat and is_apart(e, task)
+        separate = spec.can_repeat and is_apart(e, task)
         run = e.eid.run if spec.can_repeat else runs[0]
-        by_run.setdefault((e.eid.task if apart else task.task_id, run), []).append(e)
+        by_run.setdefault((e.eid.task if separate else task.task_id, run), []).append(e)
     assert {run for _, run in by_run} <= set(runs), "the workflow's adapter checks run ids"
     for (group, run), mine in by_run.items():
         steps: Sequence[int] = [e.eid.step for e in mine]

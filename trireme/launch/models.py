@@ -51,7 +51,7 @@ def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
         models = make_models(*parts)
     else:
         models, leader = lead_ranks(*parts, spec)
-        stage.held.callback(leader.close)
+        stage.closing.callback(leader.close)
     if (saved := stage.resumed) is not None:
         models.backend.load(saved.actor)
         if state := saved.run_state.get("learning"):
@@ -60,7 +60,7 @@ def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
             models.load_critic(stage.folder.critic_dir(saved.step))
     tokens = models.train_state.tokens = make_trained_tokens(stage.plan, stage.folder)
     if tokens is not None:
-        stage.held.callback(tokens.close)
+        stage.closing.callback(tokens.close)
         tokens.rewind(saved.step if saved else 0)
     return models
 
@@ -115,7 +115,7 @@ def _settings(plan: Plan) -> TrainSettings:
         targets, excluded = loras[0].target_modules, loras[0].exclude_modules
         folder = loras[0].path and located(loras[0].path, "models")
         if loras[0].path and folder is None:  # on another machine than the one that checked it
-            raise ValueError(f"model.lora_configs[0].path ({loras[0].path}) is no folder here")
+            raise ValueError(f"model.lora_configs[0].path ({loras[0].path}) is not a folder here")
         lora = Lora(
             rank=loras[0].lora_rank,
             alpha=loras[0].lora_alpha,

@@ -42,7 +42,8 @@ from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary
 from trireme.registry import MODES
 
-NAME = "more_sft"
+COMPARISON = "more_sft"
+"""The folder and stage name of the run that `--compare` adds."""
 
 
 def run_stages(
@@ -156,8 +157,8 @@ def more_supervised(
     steps = max(1, round(seconds * supervised.steps / taken))
     plan = replace(
         plans[0],
-        stage_name=NAME,
-        job_dir=plans[0].root_dir / NAME,
+        stage_name=COMPARISON,
+        job_dir=plans[0].root_dir / COMPARISON,
         model_from_stage=0,
         steps=replace(plans[0].steps, train=steps, schedule=steps),
         notes=(),
@@ -225,18 +226,18 @@ async def _run_here(
     if plan.mode in MODES:
         return await MODES.get(plan.mode)(stage, remote, stop)
     engine = trainer = explorer = None
-    async with AsyncExitStack() as held:
+    async with AsyncExitStack() as opened:
         if stage.trains:
             models, both = load_models(stage), plan.mode == "both"
             if both or (stage.recipe.from_data and stage.eval_tasksets):
                 engine = remote or await stage.embedded_engine(models.backend)
-                held.push_async_callback(engine.close)
+                opened.push_async_callback(engine.close)
             side = trainer = TrainerSide(stage, models, engine)
-            stop.gently, stop.waits_for = side.trainer.stop, lambda: side.trainer.doing
+            stop.end_work, stop.waits_for = side.trainer.stop, lambda: side.trainer.doing
             if engine is not None:
-                held.enter_context(stage.exploring())
+                opened.enter_context(stage.exploring())
                 explorer = ExplorerSide(stage, engine, side.buffer if both else None, side.sync)
-                held.push_async_callback(explorer.close)
+                opened.push_async_callback(explorer.close)
                 side.explorer_state = explorer.explorer.state if both else None
         else:
             if plan.api is not None:
@@ -244,10 +245,10 @@ async def _run_here(
                 engine = plan.api.make(stage.text.tokenizer, plan.lengths.max_model_len, timeout)
             else:
                 engine = remote or await stage.embedded_engine()
-            held.push_async_callback(engine.close)
-            held.enter_context(stage.exploring())
+            opened.push_async_callback(engine.close)
+            opened.enter_context(stage.exploring())
             explorer = await lone_explorer(stage, engine)
-            held.push_async_callback(explorer.close)
+            opened.push_async_callback(explorer.close)
         result = await run_mode(stage, trainer, explorer, measure_end=measure_end)
         if plan.mode == "bench" and engine is not None:
             engine.health()  # if the API failed, the evaluation counts for nothing

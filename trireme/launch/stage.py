@@ -56,7 +56,7 @@ class Stage:
         self.emit: Emit = self.stream.emit
         self.folder = JobFolder(plan.job_dir, plan.explorer_name)
         self.resumed: Loaded | None = None
-        self.held = ExitStack()
+        self.closing = ExitStack()
         """Closed at the end, in reverse order."""
         self._copied: set[str] = set()
 
@@ -87,7 +87,7 @@ class Stage:
         return self.resumed.run_state.get("explorer") if self.resumed else None
 
     @property
-    def goes_on(self) -> bool:
+    def resumes(self) -> bool:
         """Return True if an earlier attempt left something to resume."""
         return self.resumed is not None or self.explored is not None
 
@@ -224,7 +224,7 @@ class Stage:
         """Close the record with the stage, and drop what a killed run wrote after its
         checkpoint.
         """
-        self.held.callback(record.close)
+        self.closing.callback(record.close)
         self._rewind(record)
 
     def _rewind(self, record: Record) -> None:
@@ -246,12 +246,12 @@ def open_stage(
     one may train in the folder.
     """
     stage = Stage(plan, model_path, device)
-    with stage.held:
+    with stage.closing:
         stage.folder.make()
         if alone and stage.trains:
-            stage.held.enter_context(stage.folder.one_trainer())
-        stage.held.callback(setup_logging(stage.folder.log, plan.config.log.level))
-        stage.held.push(lambda kind, *_: stage.stream.close(failed=kind is not None))
+            stage.closing.enter_context(stage.folder.one_trainer())
+        stage.closing.callback(setup_logging(stage.folder.log, plan.config.log.level))
+        stage.closing.push(lambda kind, *_: stage.stream.close(failed=kind is not None))
         stage.stream.subscribe(listener)
         own = [stage.folder.explorer_meta] if plan.mode == "both" else []
         stage.folder.make_way(*own)  # for an explorer alone, the meta is its state

@@ -55,7 +55,7 @@ class Stop:
         self.limit = GRACE_S
         self.waits_for: Callable[[], str] = lambda: ""
         """Names what the work waits for, as a noun; empty if it cannot tell."""
-        self.gently: Callable[[], bool] = lambda: False
+        self.end_work: Callable[[], bool] = lambda: False
         """Asks the work to end by itself; False if it has nothing to save."""
         self._abandoned = 0
         """The number of coroutines that ignored their cancellation."""
@@ -128,14 +128,14 @@ class Stop:
             asyncio.set_event_loop(loop)
             self._task = loop.create_task(work)
             if self.number is not None:
-                self._end_work()
+                self._stop_work()
             return loop.run_until_complete(self._task)
         except (asyncio.CancelledError, Stopped):
             if self.number is None:
                 raise
             raise KeyboardInterrupt from None
         finally:
-            self.gently = lambda: False
+            self.end_work = lambda: False
             self._loop = self._task = None
             self._abandoned += _close(loop)
             self.waits_for = lambda: ""  # else a stage's models stay through the next one
@@ -145,7 +145,7 @@ class Stop:
         self.number = self.number or signal.SIGINT
         self._main_heard = self._thread_heard = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._end_work)
+            self._loop.call_soon_threadsafe(self._stop_work)
 
     def ended(self, code: int) -> int:
         """Return the exit code; if coroutines are left, exit at once, since Python would throw into
@@ -171,7 +171,7 @@ class Stop:
         if first and self._loop is None:
             raise KeyboardInterrupt  # nothing is running that could save anything
         if first and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._end_work)
+            self._loop.call_soon_threadsafe(self._stop_work)
 
     def _begin_ending(self, number: int, first: bool) -> None:
         """Start the time limit, once; a second Ctrl-C ends the process."""
@@ -192,8 +192,8 @@ class Stop:
                 "(cluster.stop_timeout); Ctrl-C: at once\n"
             )
 
-    def _end_work(self) -> None:
-        if self._task is not None and not self.gently():
+    def _stop_work(self) -> None:
+        if self._task is not None and not self.end_work():
             self._task.cancel()
 
     def _time_is_up(self) -> None:

@@ -88,7 +88,9 @@ def rows_of(config: TasksetConfig | ExperienceBufferConfig) -> Rows:
     if isinstance(config, ExperienceBufferConfig):
         return load_rows(data.path, data.subset, data.split, on_error=data.on_error)
     if config.storage_type == "sql" and not SOURCES.get("sql")().takes(data):
-        raise NoRows(config.path, "is no database: expected sqlite:///<file> or postgresql://...")
+        raise NoRows(
+            config.path, "is not a database: expected sqlite:///<file> or postgresql://..."
+        )
     rows = load_rows(
         data.path, data.subset, data.split, on_error=data.on_error, otherwise=data.otherwise
     )

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from trireme.engines.engine import Completion
-from trireme.experience import EID, TOLD_TOKENS, Experience
+from trireme.experience import EID, REPORTED_TOKENS, Experience
 from trireme.model.recorder import Call
 from trireme.pictures import Picture, album, as_json_messages, pictures_in, shown
 
@@ -174,16 +174,19 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
         tools=last.tools,
         pictures=pictures,
         metrics={"conversation/tools_dropped": 1.0} if last.tools_dropped else {},
-        info=_told([call for call in path if trained.get(call) == 0]),
+        info=_reported([call for call in path if trained.get(call) == 0]),
     )
 
 
-def _told(calls: Sequence[Call]) -> dict[str, Any]:
+def _reported(calls: Sequence[Call]) -> dict[str, Any]:
     """Return the number of sampled tokens that an API reports; empty if the ids are the sampled
     ones.
     """
-    told = [c.told_tokens for call in calls if (c := call.completion).told_tokens is not None]
-    return {TOLD_TOKENS: None if math.isnan(sum(told)) else sum(told)} if told else {}
+    counts = [call.completion.reported_tokens for call in calls]
+    reported = [count for count in counts if count is not None]
+    if not reported:
+        return {}
+    return {REPORTED_TOKENS: None if math.isnan(sum(reported)) else sum(reported)}
 
 
 def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:

@@ -216,7 +216,7 @@ class _Listening:
         def start() -> None:
             try:
                 call()
-            except BaseException as error:  # SystemExit too: the thread must go on handling events
+            except BaseException as error:  # SystemExit too: the thread must keep handling events
                 self._unusable = True
                 self._once.warn(f"could not start: {type(error).__name__}: {error}")
 

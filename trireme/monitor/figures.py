@@ -142,7 +142,7 @@ Figures = Mapping[str, float]
 FEW = 3
 """Steps that make up the beginning of a run, and the present."""
 ROLLOUTS = 32
-"""With fewer rollouts, more steps make up the present: chance is no cause."""
+"""With fewer rollouts, more steps make up the present: chance must not look like a cause."""
 GROUPS = 16
 """With fewer groups, more steps as well: a step of one group mostly shows how hard its task is."""
 KEPT = 64

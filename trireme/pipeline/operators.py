@@ -139,7 +139,7 @@ class Operator:
         if strangers:
             raise OperatorFailed(
                 f"operator '{self.name}' returned an experience of the group {min(strangers)}, "
-                f"which this explore step has not"
+                f"which this explore step does not have"
             )
 
 
@@ -195,7 +195,7 @@ def reward_filter(experiences: list[Experience], *, threshold: float = 0.0) -> O
 
 
 def invalid_reward_filter(experiences: list[Experience]) -> Operated:
-    """Drops experiences without a reward, or whose reward is no finite number."""
+    """Drops experiences without a reward, or whose reward is not finite."""
     kept = [e for e in experiences if e.reward is not None and math.isfinite(e.reward)]
     return _keep(experiences, kept)
 

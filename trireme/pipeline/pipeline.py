@@ -71,7 +71,7 @@ class Resampling:
             say(
                 "a train batch has %d experiences of groups whose rewards differ after %d further "
                 "explore steps (algorithm.advantage_fn_args.max_resample_times): expected %d; %d "
-                "of groups with equal rewards are trained beside them, with advantage 0",
+                "of groups with equal rewards are trained too, with advantage 0",
                 *(learns, times, self._batch_size, refilled),
             )
             self._warned = True
@@ -162,7 +162,7 @@ class Pipeline:
             for experience in members:
                 experience.info["group_version"] = version
         logger.info(
-            "%d experiences of %d groups go on, of %d", len(kept), len(groups), len(experiences)
+            "%d experiences of %d groups are left, of %d", len(kept), len(groups), len(experiences)
         )
         return kept, {f"experience_pipeline/{name}": value for name, value in metrics.items()}
 
@@ -199,7 +199,7 @@ def left_out_by(rows: Sequence[Figures]) -> str:
         sum(values(rows, start + name)) for name in ("made", "kept", "filtered_count", "not_finite")
     )
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(start))
-    said = [
+    reasons = [
         f"{name.removeprefix(start).removesuffix(end)} left out {sum(values(rows, name)):.0f}"
         + _alike(rows, name.removesuffix(end))
         for name in names
@@ -207,9 +207,9 @@ def left_out_by(rows: Sequence[Figures]) -> str:
     ]
     if filtered:
         why = f" ({bad:.0f} have a reward that is not finite or too large)" if bad else ""
-        said.append(f"the algorithm left out {filtered:.0f}{why}")
-    whom = ", ".join(said) or "nothing says by whom"
-    return f"of {made:.0f} experiences of {span(rows)} {kept:.0f} are left to train on: {whom}"
+        reasons.append(f"the algorithm left out {filtered:.0f}{why}")
+    why_not = ", ".join(reasons) or "the metrics do not say why"
+    return f"of {made:.0f} experiences of {span(rows)} {kept:.0f} are left to train on: {why_not}"
 
 
 def _alike(rows: Sequence[Figures], operator: str) -> str:

@@ -99,9 +99,9 @@ def boxed_or_all(reply: str) -> tuple[bool, str]:
     """Return True if the text after the thinking has a \\boxed{}, and the content of that; else the
     whole text.
     """
-    said = reply.rpartition("</think>")[2]
-    inside = boxed(said)
-    return inside is not None, said if inside is None else inside.strip()
+    answer = reply.rpartition("</think>")[2]
+    inside = boxed(answer)
+    return inside is not None, answer if inside is None else inside.strip()
 
 
 def graded(answer: str | None, truth: str) -> tuple[bool, str]:

@@ -441,10 +441,10 @@ def _as_row(trajectory: Sequence[Experience]) -> Row:
 
 
 def _as_part(experience: Experience) -> Row:
-    said = experience.info.get("completion", experience.response_text)
+    text = experience.info.get("completion", experience.response_text)
     versions, eid = experience.versions, experience.eid
     return Row(
-        completion=str(said or ""),
+        completion=str(text or ""),
         messages=list(experience.messages or []),
         is_truncated=experience.truncate_status is not None,
         infos=dict(experience.info.get("rollout_infos") or {}),

@@ -27,7 +27,7 @@ NOTE = "note/"
 """How the name of a part begins that is a metric and does not count."""
 _NAMED = ("response", "truth", "prompt", "task")
 _GIVEN = ("response_token", "auxiliary_models", "workdir")
-"""The data that are passed by name, and are no options."""
+"""The data that are passed by name, and are not options."""
 
 
 class RewardFn(ABC):
@@ -44,7 +44,7 @@ class RewardFn(ABC):
 def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
     """The reward that a name, path, function or class stands for, with its options; None for None.
 
-    Raises ValueError for an unknown name, and for an option that it has not.
+    Raises ValueError for an unknown name, and for an option that it does not have.
     """
     options = dict(args or {})
     function: Any = REWARDS.get(reward) if isinstance(reward, str) else reward
@@ -79,7 +79,7 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
 def _with_options(
     name: str, function: Callable[..., Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """A function form with its options. Raises ValueError for one that it has not."""
+    """A function form with its options. Raises ValueError for one that it does not have."""
     columns = [key for key in column_names(function) if key not in options]
     names = [*_GIVEN, *columns]
     options = fitting_options(f"reward '{name}'", function, options, first=2, given=names)
@@ -175,7 +175,7 @@ def _refuse_arguments(what: str, made: Any) -> None:
 
 
 def examine_columns(task: Task, reward: Callable[..., Any]) -> None:
-    """Raise Refused where a reward needs a column that a task's row has not."""
+    """Raise Refused where a reward needs a column that a task's row does not have."""
     if _is_function(reward):
         with UserCode(f"reward '{_name(reward)}'", _inner(reward)):
             columns_for(task, reward)

@@ -200,7 +200,7 @@ class PolledSync:
         path = self._folder.step_dir(step) / "probe.json"
         probe = read_json(path) if os.path.lexists(path) else None
         if probe is not None and not probe.keys() >= _PROBE:
-            raise Unreadable(f"{path} is no probe of weights")
+            raise Unreadable(f"{path} is not a probe of weights")
         version = probe["version"] if probe else self.version + 1
         await self._engine.update_weights(weights, version)
         if probe:

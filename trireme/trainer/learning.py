@@ -335,7 +335,7 @@ def split_pairs(experiences: Sequence[Experience]) -> list[Experience]:
     for e in experiences:
         if e.chosen is None or e.rejected is None:
             raise ValueError(
-                f"experience {e.eid.uid} is no pair: it needs `chosen` and `rejected` replies"
+                f"experience {e.eid.uid} is not a pair: it needs `chosen` and `rejected` replies"
             )
         for run, reply in enumerate((e.chosen, e.rejected)):
             out.append(
@@ -359,8 +359,8 @@ def _flags(experiences: Sequence[Experience], *, key: str, default: bool | None 
     """Return `info[key]` of each experience as booleans [N]. Raises ValueError for one that lacks
     the key, unless there is a `default`.
     """
-    said = [e.info.get(key, default) for e in experiences]
-    if None in said:
-        name = experiences[said.index(None)].eid.uid
+    flags = [e.info.get(key, default) for e in experiences]
+    if None in flags:
+        name = experiences[flags.index(None)].eid.uid
         raise ValueError(f"experience {name} has no info['{key}']: expected true or false")
-    return torch.tensor([bool(one) for one in said])
+    return torch.tensor([bool(one) for one in flags])

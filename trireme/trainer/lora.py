@@ -136,7 +136,7 @@ class Adapter:
         """
         current = self.weights()
         saved = whence or "the saved LoRA adapter"
-        why = "it is of another model" if whence else "model.lora_configs has changed since"
+        why = "it belongs to another model" if whence else "model.lora_configs has changed since"
         if set(current) != set(weights):
             odd = sorted(set(current) ^ set(weights))[0]
             raise ValueError(
@@ -164,8 +164,8 @@ class Adapter:
                 )
             if _ADAPTER not in layer.lora_A:
                 raise ValueError(
-                    f"an adapter of '{name}', which is no linear layer, cannot travel alone: its "
-                    "weights are pushed merged"
+                    f"an adapter of '{name}', which is not a linear layer, cannot travel alone: "
+                    "its weights are pushed merged"
                 )
             scale = layer.scaling[_ADAPTER]
             yield f"{name}{A}", layer.lora_A[_ADAPTER].weight.detach()

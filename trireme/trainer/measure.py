@@ -216,11 +216,11 @@ def peak_memory(device: torch.device) -> float:
     process's memory since it started.
     """
     if device.type == "cuda":
-        held = torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return held / GIB
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held * (1 if sys.platform == "darwin" else 1024) / GIB
+        return peak / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Steering(Protocol):
     saves: bool
     """Whether a checkpoint was requested. The trainer resets it when it saves one."""
 
-    async def tell(self, event: str, step: int, **facts: Any) -> None:
+    async def notify(self, event: str, step: int, **facts: Any) -> None:
         """Handle one of EVENTS; `step` train steps are done. The training waits for it."""
         ...
 

@@ -156,7 +156,7 @@ class Trainer:
         self._saved = self.step
         self._looked = time.monotonic(), self.device.busy
         for event in ("on_init_end", "on_train_begin"):
-            await self._tell(event)
+            await self._notify(event)
         while not self._enough():
             began = time.monotonic()
             try:
@@ -176,7 +176,7 @@ class Trainer:
                 await self._save(last=False)
         self.ended_by = self._ended_by()
         await self._save(last=True)
-        await self._tell("on_train_end")
+        await self._notify("on_train_end")
         if self.sync is not None:
             await self.sync.stopped(self.step)
         await self.buffer.close()
@@ -232,15 +232,15 @@ class Trainer:
     def _ended_by(self) -> str:
         return next((one.ended_by for one in self.steering if one.ended_by), "")
 
-    async def _tell(self, event: str, step: int | None = None, **facts: Any) -> None:
+    async def _notify(self, event: str, step: int | None = None, **facts: Any) -> None:
         for one in self.steering:
-            await one.tell(event, self.step if step is None else step, **facts)
+            await one.notify(event, self.step if step is None else step, **facts)
 
     async def _train_on(
         self, experiences: list[Experience], sampled: dict[str, float], waited: float
     ) -> None:
         self.doing = f"train step {self.step + 1}"
-        await self._tell("on_step_begin")
+        await self._notify("on_step_begin")
         started = time.monotonic()
         metrics = await self.device.run(self._step, experiences)
         elapsed = time.monotonic() - started
@@ -266,8 +266,8 @@ class Trainer:
         count = len(experiences)
         logger.info("step %d: %d experiences in %.2f s  %s", self.step, count, elapsed, shown)
         self.emit(StepDone("trainer", self.step, metrics))
-        await self._tell("on_step_end")
-        await self._tell("on_log", logs=dict(metrics))
+        await self._notify("on_step_end")
+        await self._notify("on_log", logs=dict(metrics))
 
     def _idle(self) -> float:
         """Return the share of the time since the last step in which the device was idle."""
@@ -327,7 +327,7 @@ class Trainer:
         self.buffer.commit()
         logger.info("checkpoint of step %d saved", step)
         self.emit(Saved(step))
-        await self._tell("on_save", step)
+        await self._notify("on_save", step)
 
     async def _end_save(self) -> None:
         """Wait until the checkpoint that is being written is whole, and commit it. Raises its

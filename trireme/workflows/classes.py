@@ -73,7 +73,7 @@ class Workflow:
 
     @cached_property
     def auxiliary_models(self) -> list[Any]:
-        """OpenAI clients of the models beside the trained one."""
+        """OpenAI clients of the models besides the trained one."""
         return [self._client(model) for model in self.auxiliary_model_wrappers]
 
     @classmethod

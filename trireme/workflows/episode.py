@@ -171,8 +171,8 @@ class EpisodeWorkflow(MultiTurnWorkflow):
         finally:
             await opened.close()
 
-    async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
-        """Play one episode from its beginning; `told` precedes the first observation."""
+    async def _play(self, env: Any, call: Callable[..., Any], prefix: str = "") -> list[Experience]:
+        """Play one episode from its beginning; `prefix` precedes the first observation."""
         seen = after_reset(await call(env.reset))
         memory: list[dict[str, Any]] = []
         if self.system_prompt:
@@ -180,8 +180,8 @@ class EpisodeWorkflow(MultiTurnWorkflow):
         total, no_room = 0.0, False
         lived: list[dict[str, Any]] = []
         for _ in range(self.max_env_steps):
-            memory.append({"role": "user", "content": told + self.format_observation(seen)})
-            told = ""
+            memory.append({"role": "user", "content": prefix + self.format_observation(seen)})
+            prefix = ""
             (reply,) = await self.model.chat_async(memory)
             if no_room := reply.truncate_status == "prompt_truncated":
                 break

@@ -317,10 +317,10 @@ class ToolCallWorkflow(SimpleWorkflow):
 def _dialogue_of(task: Task) -> list[dict[str, Any]]:
     """Return a row's conversation. Raises ValueError for missing columns."""
     row = task.raw_task
-    said, tools = row.get("conversations"), row.get("tools")
-    if not isinstance(said, list) or not said:
+    turns, tools = row.get("conversations"), row.get("tools")
+    if not isinstance(turns, list) or not turns:
         raise ValueError(
-            f"the row's column 'conversations' is {said!r:.60}: expected a list of entries with "
+            f"the row's column 'conversations' is {turns!r:.60}: expected a list of entries with "
             "'from' and 'value'"
         )
     schemas = json.loads(tools) if isinstance(tools, str) else tools
@@ -328,7 +328,7 @@ def _dialogue_of(task: Task) -> list[dict[str, Any]]:
         raise ValueError(f"the row's column 'tools' is {tools!r:.60}: expected a JSON list")
     lines = (json.dumps({"type": "function", "function": schema}) for schema in schemas)
     system = str(row.get("raw_system") or "") + TOOLS_ASKED.format(tools="\n".join(lines))
-    return [{"role": "system", "content": system}, *map(_turn, said)]
+    return [{"role": "system", "content": system}, *map(_turn, turns)]
 
 
 def _turn(entry: Any) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def _check_json(experience: Experience, whose: str) -> None:
         items = values.items() if isinstance(values, dict) else enumerate(values or ())
         wrong = ((f"[{key!r}]", text) for key, inner in items if (text := _no_json({key: inner})))
         key, reason = next(wrong, ("", reason))
-        raise WrongExperience(f"{whose} whose {field}{key} is no plain JSON: {reason}")
+        raise WrongExperience(f"{whose} whose {field}{key} is not plain JSON: {reason}")
 
 
 def _no_json(value: Any) -> str | None:
@@ -246,13 +246,13 @@ def _is_deep(value: Any, most: int) -> bool:
 
 
 def _check_numbers(experience: Experience, whose: str) -> None:
-    """Raise WrongExperience for fields that do not fit its tokens, and for values that are no
+    """Raise WrongExperience for fields that do not fit its tokens, and for values that are not
     numbers.
 
     Code that has changed an experience may have left it in a state that its constructor refuses.
     """
     if not isinstance(experience.tokens, Tensor) or experience.tokens.dim() != 1:
-        raise WrongExperience(f"{whose} whose tokens are no tensor of ids [T]")
+        raise WrongExperience(f"{whose} whose tokens are not a tensor of ids [T]")
     size = experience.tokens.shape[0]
     for field in TOKEN_FIELDS:
         values = getattr(experience, field)

@@ -246,5 +246,5 @@ def test_weights_that_a_train_step_broke_are_not_a_callbacks_fault() -> None:
 
 def test_without_callbacks_nothing_is_made() -> None:
     nobody = Callbacks((), {}, None)
-    asyncio.run(nobody.tell("on_step_end", 1))
+    asyncio.run(nobody.notify("on_step_end", 1))
     assert not nobody.stops and not nobody._made

@@ -17,7 +17,7 @@ from tests.ext.external_model.server import api as api  # a fixture
 from tests.limits import HANG_S
 from trireme.cli.main import app
 from trireme.config.load import load_config
-from trireme.experience import TOLD_TOKENS
+from trireme.experience import REPORTED_TOKENS
 from trireme.ext.external_model.engine import ApiEngine, byte_tokenizer
 from trireme.ext.external_model.model import ApiModel, read_api_calls
 from trireme.ext.openai.answer import respond
@@ -131,7 +131,7 @@ def test_a_program_s_tool_choice_reaches_an_api(
 
     called, infos = asyncio.run(main())
     assert (called["name"], json.loads(called["arguments"])) == ("add", {"a": 1})
-    assert infos == [{TOLD_TOKENS: 10}]  # of both replies, in one conversation
+    assert infos == [{REPORTED_TOKENS: 10}]  # of both replies, in one conversation
     first, second = Api.asked
     assert first.get("tool_choice") == (None if choice == "auto" else choice)
     assert "tool_choice" not in second

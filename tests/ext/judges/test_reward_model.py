@@ -168,7 +168,7 @@ def without_tokenizer(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (lambda f: f / "absent" / "model", {}, "is no file or folder here"),
+        (lambda f: f / "absent" / "model", {}, "is not a file or folder here"),
         (lambda f: f, {}, "holds no config.json"),
         (make_model, {}, "the architecture Qwen3ForCausalLM, which has no score head"),
         (lambda f: make_reward_model(f, labels=3), {}, "has 3 labels: expected 1, the score"),

@@ -56,7 +56,7 @@ def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(NoRows, match="cannot be read: unable to open database file"):
         load_rows(f"sqlite:///{tmp_path / 'no.db'}", "sums")
     assert not (tmp_path / "no.db").exists()
-    with pytest.raises(NoRows, match="is no database: expected sqlite"):
+    with pytest.raises(NoRows, match="is not a database: expected sqlite"):
         rows_of(TasksetConfig(storage_type="sql", path="tasks.jsonl"))
 
 

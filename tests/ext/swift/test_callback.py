@@ -41,5 +41,5 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["hands_on", "defaults"])
 def test_constructors_of_ms_swifts_callbacks_get_arguments_and_trainer(name: str) -> None:
     examine_callbacks([name])
-    asyncio.run(Callbacks([name], ARGS, "the model").tell("on_init_end", 0))
+    asyncio.run(Callbacks([name], ARGS, "the model").notify("on_init_end", 0))
     assert SEEN == ["jobs/a, the model"]

@@ -150,7 +150,7 @@ class Callbacks:
         """True if a callback has ended the training."""
         return bool(self.ended_by)
 
-    async def tell(self, event: str, step: int, **told: Any) -> None:
+    async def notify(self, event: str, step: int, **told: Any) -> None:
         """Call those that have this event; `step` train steps are done.
 
         Raises TimeoutError with the place of one that does not return.

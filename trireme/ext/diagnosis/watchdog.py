@@ -116,7 +116,7 @@ class Alarm(RunListener):
         folder, alone = stage.folder.monitor, stage.part
         self.watchdog = Watchdog(Facts.of(stage.plan, stage.recipe))
         self._file = folder / (f"watchdog_{alone}.json" if alone else "watchdog.json")
-        if stage.goes_on:
+        if stage.resumes:
             self._read(folder / FILE_NAME, alone)
         else:
             self._file.unlink(missing_ok=True)

@@ -143,7 +143,7 @@ class ApiEngine(ScriptedEngine):
             cut = choice.finish_reason == "length"
             completion = self._completion(encoded, "length" if cut else "stop")
             completion.text = text
-            completion.told_tokens = _told_tokens(answer, sampling.n)
+            completion.reported_tokens = _reported_tokens(answer, sampling.n)
             made.append(completion)
         return made
 
@@ -211,7 +211,7 @@ def _call_as_text(function: Any) -> str:
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def _told_tokens(answer: Any, samples: int) -> float:
+def _reported_tokens(answer: Any, samples: int) -> float:
     """Return the token count that an answer reports; NaN if it reports none, or for several
     samples.
     """

@@ -74,7 +74,7 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
         with _listening(stage) as listener:
             grace = plan.config.cluster.stop_timeout * GRACE
             server = AppServer(app, listener, grace=grace)
-            stop.gently = server.stop
+            stop.end_work = server.stop
             limit = max(plan.config.explorer.max_timeout, LEAST_BLOCKED_S)
             await server.serve(_watch(stage, engine, sync, sessions), limit=limit)
         ended = f"the server has ended: {intake.step} commits, {sessions.dropped} sessions dropped"

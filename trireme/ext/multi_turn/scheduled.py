@@ -7,7 +7,7 @@ server's), `max_turns`, `loss_scale`, and further options of the scheduler's. `r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from types import new_class

@@ -52,7 +52,7 @@ def since_last_start(stage: Stage, start: dict[str, Any]) -> list[str]:
     """
     folder, resumed, explored = stage.folder, stage.resumed, stage.explored
     earlier = [old for old in read_starts(folder) if same_part(old, start)]
-    if not stage.goes_on:
+    if not stage.resumes:
         if not earlier or stage.plan.mode not in ("both", "train"):
             return []
         return ["the last start left no checkpoint: the run begins at step 1 again"]

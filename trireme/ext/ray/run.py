@@ -66,7 +66,7 @@ async def run_on_ray(stage: Stage, stop: Stop, measure_end: bool) -> StageResult
     with cluster(stage.plan) as started_here:
         stop.listen()  # Ray installs its own handler of SIGTERM
         actors = Actors(stage)
-        stop.gently, stop.waits_for = actors.stop_training, actors.doing
+        stop.end_work, stop.waits_for = actors.stop_training, actors.doing
         try:
             await actors.start(may_grow=not started_here)
             return await actors.run(measure_end, stop)

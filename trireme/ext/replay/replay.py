@@ -135,7 +135,7 @@ class ReplayBuffer(InMemory):
 
     async def take_step(self) -> list[Experience]:
         """Raise an error: the Plan refuses this combination."""
-        raise NotImplementedError("a replay buffer does not keep explore steps apart")
+        raise NotImplementedError("a replay buffer does not distinguish explore steps")
 
     async def close(self) -> None:
         """Close the buffer; groups that are resting are dropped."""

@@ -177,7 +177,7 @@ class SqlBuffer:
 
     async def take_step(self) -> list[Experience]:
         """Raise an error: the Plan refuses this combination."""
-        raise NotImplementedError("an SQL buffer does not keep explore steps apart")
+        raise NotImplementedError("an SQL buffer does not distinguish explore steps")
 
     async def close(self) -> None:
         """Announce that this side puts and takes no more."""

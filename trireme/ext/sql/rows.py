@@ -72,7 +72,7 @@ def table_rows(
         engine = create_engine(address)
     except (ArgumentError, SQLAlchemyError, ModuleNotFoundError) as error:
         raise ValueError(
-            f"is no database that can be read here ({known_as}): expected sqlite:///<file> or "
+            f"is not a database that can be read here ({known_as}): expected sqlite:///<file> or "
             f"postgresql://<user>@<host>/<database>: {error}"
         ) from error
     try:
