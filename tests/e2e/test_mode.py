@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.job import run, small_config
-from trireme.launch.explorer_side import Addresses
+from trireme.model.address import Addresses
 from trireme.registry import GATEWAYS
 
 MODE = """

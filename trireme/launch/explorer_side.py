@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any
 
 from trireme.buffer.buffer import Puts
 from trireme.checkpoint.layout import EVALUATED, FAILED
@@ -30,18 +30,13 @@ from trireme.launch.engines import (
 )
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
-from trireme.model.chat_tokens import ChatTokens
+from trireme.model.address import Addresses
 from trireme.model.model import Model
-from trireme.registry import GATEWAYS, MODELS
+from trireme.registry import MODELS
 from trireme.sync.checkpoint import PolledSync
 from trireme.sync.synchronizer import ExplorerSync
 from trireme.task import Task
 
-if TYPE_CHECKING:
-    from trireme.model.address import Address
-
-GATEWAY = "http"
-"""The name in GATEWAYS of the gateway that rollouts use."""
 UNLIMITED = 2**31
 """A limit in tokens for an API, which has its own limits."""
 
@@ -250,44 +245,6 @@ def make_scheduler(
         further=make_further if auxiliary else None,
         close_last=addresses.close,
     )
-
-
-class Gateway(Protocol):
-    """An HTTP front that gives rollouts addresses, where programs reach their Models. Made from an
-    engine, the rules that turn conversations into tokens, the model's path and the most tokens.
-    """
-
-    def address(self, model: Model) -> Address:
-        """Return a new address for `model`. Raises OSError if none can be opened."""
-        ...
-
-    async def close(self) -> None:
-        """Close all addresses."""
-        ...
-
-
-class Addresses:
-    """The addresses of an explorer's rollouts, from a gateway that is made on first use."""
-
-    def __init__(
-        self, engine: Engine, chat: ChatTokens, model_path: str, max_model_len: int
-    ) -> None:
-        self._parts = engine, chat, model_path, max_model_len
-        self._gateway: Gateway | None = None
-
-    def address(self, model: Model) -> Address:
-        """Return a new address for `model`, see Gateway. Raises ValueError if there is no
-        gateway.
-        """
-        gateway = self._gateway
-        if gateway is None:
-            gateway = self._gateway = cast(Gateway, GATEWAYS.get(GATEWAY)(*self._parts))
-        return gateway.address(model)
-
-    async def close(self) -> None:
-        """Close all addresses."""
-        if self._gateway is not None:
-            await self._gateway.close()
 
 
 def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
