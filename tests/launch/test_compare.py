@@ -31,4 +31,4 @@ def test_the_comparison_trains_on_from_the_supervised_stage_for_the_time_of_the_
     ((plan, model),) = ran
     assert (plan.steps.train, plan.steps.schedule, model) == (20, 20, "m")
     assert plan.steps.train_batch_size == plans[0].steps.train_batch_size
-    assert plan.job_dir == plans[0].root_dir / run.NAME and plan.model_from_stage == 0
+    assert plan.job_dir == plans[0].root_dir / run.COMPARISON and plan.model_from_stage == 0
