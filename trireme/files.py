@@ -158,9 +158,11 @@ def _value(where: str, text: str | bytes, kind: type[Value]) -> Value:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise Unreadable(f"{where} is no JSON that can be read: it is nested too deeply") from error
+        raise Unreadable(
+            f"{where} is not JSON that can be read: it is nested too deeply"
+        ) from error
     except ValueError as error:
-        raise Unreadable(f"{where} is no JSON: {error}") from error
+        raise Unreadable(f"{where} is not JSON: {error}") from error
     if not isinstance(value, kind):
         raise Unreadable(
             f"{where} holds a {type(value).__name__}: expected {_NEEDED_TYPES.get(kind, kind)}"

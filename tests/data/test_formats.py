@@ -138,7 +138,7 @@ def test_of_a_conversation_the_last_reply_is_trained() -> None:
             {"messages": [{"role": "user", "content": "1"}, {"role": "asistant", "content": "2"}]},
             "no assistant turn: its roles are user, asistant",
         ),
-        ({"messages": CHAT, "tools": "add"}, "row 0: column 'tools' holds text that is no JSON"),
+        ({"messages": CHAT, "tools": "add"}, "row 0: column 'tools' holds text that is not JSON"),
         ({"messages": CHAT, "tools": ["add"]}, "column 'tools' holds .'add'.: expected a list of"),
         ({"prompt": "1+1?", "response": " "}, "row 0: column 'response' is empty: expected a repl"),
     ],
@@ -235,7 +235,7 @@ def test_a_row_that_is_too_long_is_cut_or_left_out_and_counted() -> None:
         ({"question": "q", "answer": None}, r"row 0: column 'answer' holds None"),
         ({"messages": []}, "row 0: column 'messages' must hold a list of messages"),
         ({"messages": CHAT[:1]}, "row 0: the conversation .* has no assistant turn"),
-        ({"messages": "[{"}, "row 0: column 'messages' holds text that is no JSON"),
+        ({"messages": "[{"}, "row 0: column 'messages' holds text that is not JSON"),
         ({"messages": [{"content": "x"}]}, "row 0: a message must have a role"),
     ],
 )

@@ -78,7 +78,7 @@ CASES: dict[str, tuple[list[str], Callable[[Path], list[str]]]] = {
     ),
     "broken line": (
         [f"{TASKSET}.path={{folder}}/broken.jsonl"],
-        lambda folder: [f"{folder}/broken.jsonl, line 2", "no JSON"],
+        lambda folder: [f"{folder}/broken.jsonl, line 2", "not JSON"],
     ),
     "missing model": (
         ["model.model_path={folder}/mdoel"],

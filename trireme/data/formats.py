@@ -298,7 +298,7 @@ def _parsed_of(column: str, value: Any) -> Any:
     try:
         return parsed(value)
     except ValueError as error:
-        raise ValueError(f"column '{column}' holds text that is no JSON: {error}") from error
+        raise ValueError(f"column '{column}' holds text that is not JSON: {error}") from error
 
 
 def messages_in(value: Any) -> list[Any] | None:

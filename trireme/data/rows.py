@@ -375,7 +375,7 @@ def _read_json(
             listed = json.loads(text)
         except (ValueError, RecursionError) as error:
             reason = _why_no_json(error)
-            raise ValueError(f"has a file that is no JSON: {path}: {reason}") from error
+            raise ValueError(f"has a file that is not JSON: {path}: {reason}") from error
         entries = [(f"{path}, entry {n}", json.dumps(row)) for n, row in enumerate(listed, 1)]
     else:
         lines = enumerate(text.split("\n"), 1)

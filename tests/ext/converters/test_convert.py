@@ -147,8 +147,8 @@ def test_a_missing_layer_is_seen_by_the_configuration(
     ("text", "said"),
     [
         ("[]", "config.json holds a list: expected an object"),
-        ("[" * 100_000, "config.json is no JSON that can be read: it is nested too deeply"),
-        ("{", "config.json is no JSON"),
+        ("[" * 100_000, "config.json is not JSON that can be read: it is nested too deeply"),
+        ("{", "config.json is not JSON"),
         ('{"model_type": [], "num_hidden_layers": "two"}', "has 'two' as num_hidden_layers"),
     ],
 )

@@ -129,7 +129,7 @@ def test_what_an_agent_leaves_for_the_verifier_does_not_count(open_: bool, tmp_p
         ("sleep 60", ProgramFailed, r"longer than verifier.timeout_sec \(0.5 s\)"),
         (f'echo fine > {VERDICT}reward.txt"', NoReward, "'fine': expected a number"),
         (f'echo nan > {VERDICT}reward.txt"', NoReward, "finite"),
-        (f"echo '{{' > {VERDICT}reward.json\"", NoReward, "no JSON"),
+        (f"echo '{{' > {VERDICT}reward.json\"", NoReward, "not JSON"),
         (f"echo '[1]' > {VERDICT}reward.json\"", NoReward, "numbers by name"),
     ],
 )
