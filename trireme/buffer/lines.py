@@ -71,7 +71,8 @@ class LineFile:
 
 def summary(experience: Experience) -> dict[str, Any]:
     """Return the facts about an experience that a person may want to read."""
-    return {
+    seen = [picture.digest for picture in experience.pictures]
+    return ({"pictures": seen} if seen else {}) | {
         "eid": experience.eid.uid,
         "step": batch_number(experience.eid),
         "reward": experience.reward,
@@ -101,6 +102,7 @@ def data_lines(step: int, experiences: Iterable[Experience]) -> list[dict[str, A
     lines: list[dict[str, Any]] = []
     for e in experiences:
         line = summary(e) | {"step": step, "model_version": None}
+        line.pop("pictures", None)  # files are those of rollouts
         if e.chosen is None or e.rejected is None:
             lines.append(line)
             continue

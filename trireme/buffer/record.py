@@ -24,6 +24,7 @@ from sqlalchemy.exc import DatabaseError
 
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
 from trireme.buffer.lines import LineFile, summary, with_messages
+from trireme.buffer.picture_files import FOLDER, PictureFiles
 from trireme.buffer.table import (
     experience_table,
     first_line,
@@ -77,6 +78,7 @@ class Record:
         self._database = database
         self._engine: Engine | None = None
         self._lines = LineFile(lines, limit, sampled) if lines is not None else None
+        self._pictures = None if lines is None else PictureFiles(lines.parent / FOLDER, limit)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self._pending: list[Future[None]] = []
 
@@ -133,6 +135,8 @@ class Record:
             self._write_rows(self._database, experiences)
         if self._lines is not None:
             self._lines.append([self._line(e) for e in experiences])
+        if self._pictures is not None:
+            self._pictures.add(picture for e in experiences for picture in e.pictures)
 
     def _write_rows(self, url: str, experiences: list[Experience]) -> None:
         rows = list({e.eid.uid: row_of(e) for e in experiences}.values())

@@ -133,6 +133,54 @@ def stage(name: str, algorithm: Any, folder: Path, columns: Any, steps: int) -> 
     }
 
 
+def test_trinitys_yaml_of_pictures_passes_check(tmp_path: Path) -> None:
+    """The keys of its examples `grpo_vlm` and `mix_vlm`, on tiny data: the workflow by its name,
+    the engine told that there are pictures.
+    """
+    folder = tmp_path / "job"
+    config = config_of(folder)
+    config["explorer"]["rollout_model"] = {"engine_num": 1, "enable_multimodal": True}
+    given = config["buffer"]["explorer_input"]
+    given["default_workflow_type"] = "simple_mm_workflow"
+    given["default_reward_fn_type"] = "math_boxed_reward"
+    given["taskset"]["format"] |= {"image_key": "images"}
+    config["buffer"]["total_steps"] = 1
+    config["explorer"]["eval_interval"] = 100
+    given["eval_tasksets"] = []
+    expert = folder / "expert.jsonl"
+    seen = read_jsonl(folder / "seen.jsonl")
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": f"\\\\boxed{{{row['answer']}}}"},
+            ],
+            "images": row["images"],
+        }
+        for row in seen
+    ]
+    write_jsonl(expert, chats)
+    config["algorithm"] = {
+        "algorithm_type": "mix",
+        "repeat_times": 2,
+        "sample_strategy_args": {"expert_data_ratio": 0.25},
+        "optimizer": {"lr": 1e-4},
+    }
+    config["buffer"]["train_batch_size"] = 8
+    config["buffer"]["batch_size"] = 3
+    config["buffer"]["trainer_input"] = {
+        "auxiliary_buffers": {
+            "sft_dataset": {
+                "storage_type": "file",
+                "path": str(expert),
+                "format": {"messages_key": "messages", "image_key": "images"},
+            }
+        }
+    }
+    done = run(folder, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_model_that_sees_nothing_is_refused_before_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     config = config_of(folder)

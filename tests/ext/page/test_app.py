@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -23,6 +24,7 @@ from trireme.ext.page.serve import PageOptions, _listen, serve
 from trireme.files import write_bytes
 from trireme.monitor.events import StepDone
 from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.pictures import Picture
 
 RUN = {"run": "run"}
 
@@ -257,3 +259,30 @@ def test_a_selection_of_a_run_with_any_name_is_sent(folder: Path, tmp_path: Path
     header = answer.headers["content-disposition"]
     assert 'filename="______ _1__rollouts.jsonl"' in header
     assert f"filename*=UTF-8''{quote(name + '_rollouts.jsonl', safe='')}" in header
+
+
+def test_a_rollouts_pictures_are_served_by_digest(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    shown = {b"\x89PNG rest": "image/png", b"\xff\xd8\xff rest": "image/jpeg"}
+    seen = [
+        Picture(data, hashlib.sha256(data).hexdigest(), 2, (1, 2, 4)) for data in (*shown, b"text")
+    ]
+    record = Record(lines=run / "buffer/experience_buffer.jsonl")
+    record._write([experience(3, 9, n, 5.0, pictures=tuple(seen)) for n in (0, 1)])
+    record.close()
+    assert len([*(run / "buffer/pictures").iterdir()]) == 3  # once, however many show it
+    client = TestClient(create_app(Page(run), "key"), headers={"authorization": "Bearer key"})
+    row = client.get("/api/rollout?run=run&kind=train&eid=3/9/0/0").json()
+    assert row["pictures"] == [each.digest for each in seen]
+    for each in seen[:2]:
+        answer = client.get(f"/api/picture?run=run&digest={each.digest}")
+        assert (answer.status_code, answer.content) == (200, each.data)
+        assert answer.headers["content-type"] == shown[each.data]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    for digest, said in (
+        (seen[2].digest, "in a format that browsers do not show"),
+        ("0" * 64, "is stored"),
+        ("../experience_buffer.jsonl", "is stored"),
+    ):
+        answer = client.get("/api/picture", params={"run": "run", "digest": digest})
+        assert answer.status_code == 400 and said in answer.json()["error"]

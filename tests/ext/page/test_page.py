@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import re
 import shutil
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.buffer.made import experience
 from tests.ext.page.made import make_pairs_run, make_run
 from trireme.buffer.record import Record
 from trireme.ext.page.report import write_report
 from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.pictures import Picture
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright: make test-page installs it")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
@@ -38,6 +42,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(root / "job/second", steps=3)
     record = Record(lines=run / "buffer/experience_buffer.jsonl")
     record._write([experience(3, 9, 0, 5.0, response_text=EVIL, messages=None)])
+    record.close()
+    file = io.BytesIO()
+    Image.new("RGB", (3, 3), "red").save(file, "PNG")
+    seen = Picture(file.getvalue(), hashlib.sha256(file.getvalue()).hexdigest(), 2, (1, 2, 4))
+    record = Record(lines=root / "job/first/buffer/experience_buffer.jsonl")
+    record._write([experience(3, 10, 0, 6.0, messages=None, pictures=(seen,))])
     record.close()
     return root
 
@@ -313,3 +323,13 @@ def test_rollouts_of_a_run_that_has_just_begun(tab: Any, url: str, root: Path) -
     tab.get_by_role("button", name="Show what is new").click()
     tab.wait_for_function("() => document.querySelector('.count').textContent === '150 rollouts'")
     record.close()
+
+
+def test_a_rollout_shows_its_picture_in_every_view(tab: Any, url: str) -> None:
+    opened(tab, url, "rollouts", run="job/first")
+    tab.locator("text=Reply 0 of step 3").first.click()
+    for key in ("c", "g"):
+        tab.keyboard.press(key)
+        shown = tab.wait_for_selector(".pictures img")
+        tab.wait_for_function("image => image.complete", arg=shown)
+        assert shown.evaluate("image => image.naturalWidth") == 3

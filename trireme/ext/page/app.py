@@ -27,6 +27,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trireme.buffer.picture_files import picture_file
 from trireme.ext.http.limits import WrongKeys
 from trireme.ext.page.rollouts import Filter, RolloutIndex, as_item, export
 from trireme.ext.page.runs import Curves, RunFolder, about, find_runs, meanings, overview
@@ -38,6 +39,13 @@ COOKIE = "trireme_view_{port}"
 STATIC = Path(__file__).parent / "static"
 UPLOT = Path(__file__).parent / "uplot"
 """The chart library, as its npm package has it (`make page-library`)."""
+IMAGES = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+}
+"""The beginnings of pictures that are shown."""
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 MOST_ROWS = 500
 """Rollouts of one answer."""
@@ -132,6 +140,18 @@ class Page:
             row |= {"messages": experience.messages, "tools": experience.tools}
         return row
 
+    def picture(self, query: Mapping[str, str]) -> Response:
+        """Return a picture that a rollout of a run shows. Raises ValueError if it is not stored."""
+        run, digest = self.run_of(query), query.get("digest", "")
+        path = picture_file(run.folder / "buffer", digest)
+        if path is None:
+            raise ValueError(f"no picture '{digest:.20}' is stored")
+        data = path.read_bytes()
+        kind = next((kind for start, kind in IMAGES.items() if data.startswith(start)), None)
+        if kind is None:
+            raise ValueError(f"picture '{digest:.20}' is in a format that browsers do not show")
+        return Response(data, headers={"Cache-Control": "max-age=86400"}, media_type=kind)
+
     def tokens(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return one rollout, token by token."""
         eid, kind = query.get("eid", ""), query.get("kind", "train")
@@ -202,6 +222,7 @@ def create_app(page: Page, token: str) -> ASGIApp:
         Route("/api/rollouts", answer(page.search)),
         Route("/api/rollout", answer(page.rollout)),
         Route("/api/tokens", answer(page.tokens)),
+        Route("/api/picture", answer(page.picture)),
         Route("/api/export", answer(lambda query: _export(page, query))),
     ]
     return Guard(Starlette(routes=routes), token)

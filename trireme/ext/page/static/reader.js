@@ -2,6 +2,7 @@
 import { ask } from "./api.js";
 import { empty, fill, h, number, segments } from "./dom.js";
 import { reward } from "./rollouts.js";
+import { pictures } from "./pictures.js";
 import { tokens } from "./tokens.js";
 
 const TABS = {
@@ -52,8 +53,9 @@ export function turnsOf(row) {
 
 const textOf = (content) => (typeof content === "string" ? content : (content ?? []).map((part) => part.text ?? `[${part.type}]`).join("\n"));
 
-function conversation(body, row, { text }) {
+function conversation(body, row, { text, run }) {
   const turns = turnsOf(row);
+  const digestsOf = (content) => (Array.isArray(content) ? content.filter((part) => part.type === "image").map((part) => String(part.image).replace("sha256:", "")) : []);
   fill(body,
     row.failure && h("div.error.card", { style: { "margin-bottom": "16px" } }, h("h3", {}, `${row.failure.what} failed`), h("p", {}, row.failure.message), row.failure.place && h("p.quiet.mono", {}, row.failure.place), row.failure.trace && h("details", {}, h("summary", {}, "Traceback"), h("pre", { style: { overflow: "auto" } }, row.failure.trace))),
     row.tools?.length && h("details", { style: { "margin-bottom": "14px" } }, h("summary", {}, `${row.tools.length} tools`), h("pre.config", {}, JSON.stringify(row.tools, null, 2))),
@@ -63,6 +65,7 @@ function conversation(body, row, { text }) {
       return h(`div.turn.${role}`, {},
         h("div.who", {}, turn.raw ? "Prompt, as the model read it" : `${NAMES[turn.role] ?? turn.role}${turn.name ? ` · ${turn.name}` : ""}`),
         turn.reasoning_content && h("div.call.quiet", {}, turn.reasoning_content),
+        pictures(run, turn.raw ? row.pictures : digestsOf(turn.content)),
         said && h("div.said", {}, highlighted(said, text)),
         (turn.tool_calls ?? []).map((call) => h("div.call", {}, `${call.function?.name ?? "call"}(${typeof call.function?.arguments === "string" ? call.function.arguments : JSON.stringify(call.function?.arguments ?? {})})`)));
     }),
@@ -80,7 +83,7 @@ function answers(rows, row, jump, label) {
 
 async function group(body, row, { run, jump }) {
   const { rows, total } = await ask("rollouts", { run, kind: row.kind, group: row.group, order: "oldest", whole: 1, limit: 200 });
-  const asked = h("div.turn.user", {}, h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n")));
+  const asked = h("div.turn.user", {}, pictures(run, row.pictures), h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n")));
   if (row.kind === "data") return fill(body, h("div.spaced", {}, asked, answers(rows, row, jump, () => "")));
   const rewards = rows.map((one) => one.reward).filter((value) => value !== null && value !== undefined);
   const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(rewards.length, 1);
@@ -101,6 +104,6 @@ async function steps(body, row, { run, jump, whole }) {
   }
   fill(body, h("div.spaced", {},
     h("div.row", {}, h("p.quiet.grow", {}, row.kind === "data" ? `Row ${row.task} was trained in ${seen.size} steps.` : `Task ${row.task}: ${total} answers in ${seen.size} steps.`), h("button.button", { type: "button", onclick: () => whole(row.task) }, "As a list")),
-    h("div.turn.user", {}, h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n"))),
+    h("div.turn.user", {}, pictures(run, row.pictures), h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n"))),
     answers(rows, row, jump, (one) => `step ${one.step}`)));
 }

@@ -1,6 +1,7 @@
 // Each token with its mask, log-probabilities, ratio, advantage and weight version.
 import { ask } from "./api.js";
 import { fill, h, number, segments } from "./dom.js";
+import { pictures } from "./pictures.js";
 
 const MOST = 4000; // tokens drawn at once
 const MEASURES = {
@@ -21,6 +22,7 @@ export async function tokens(body, row, { run }) {
   if (heldOut) found.sampled = found.mask; // an evaluation trains nothing
   const there = Object.keys(MEASURES).filter((name) => found[name] && !(heldOut && name === "mask") && (name !== "trained_logprobs" || !found.logprobs));
   if (!there.includes(measure)) measure = there[0];
+  found.pictures = pictures(run, row.pictures);
   const again = () => draw(body, found, there, again);
   again();
 }
@@ -72,6 +74,7 @@ function draw(body, found, there, again) {
     h("div.bar", {}, segments(there.map((name) => [name, MEASURES[name].title]), measure, (name) => { measure = name; again(); }, "Colour by"), scale(), h("span.grow"), segments([[false, "Text"], [true, "Table"]], asTable, (table) => { asTable = table; again(); }, "Form")),
     h("p.quiet", {}, [MEASURES[measure].what, found.trained_step !== null && found.trained_step !== undefined ? `trained in step ${found.trained_step}` : null, shown < found.text.length ? `the first ${shown} of ${found.text.length} tokens` : null].filter(Boolean).join("; "), "."),
     found.notes.map((note) => h("p.quiet", {}, note)),
+    found.pictures,
     asTable ? table(found, shown) : [flow, probe]));
 }
 
