@@ -228,11 +228,12 @@ def _blind(plan: Plan, name: str) -> list[Problem]:
                 f"{EMBEDDED}, in the run's own process",
             )
         )
-    if plan.places.trainer_ranks > 1:
+    if (size := plan.config.trainer.ulysses_sequence_parallel_size) > 1:
         found.append(
             Problem(
-                "cluster",
-                f"{name} shows pictures, and several ranks train: expected one",
+                "trainer.ulysses_sequence_parallel_size",
+                f"is {size}, and {name} shows pictures: expected 1, since sequences with pictures "
+                "are not divided among ranks",
             )
         )
     return found

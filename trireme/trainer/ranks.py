@@ -43,6 +43,8 @@ from trireme.checkpoint.layout import rank_file
 from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import my_parts
 from trireme.engines.rendezvous import open_store
+from trireme.engines.torch.composite import text_model
+from trireme.engines.torch.vision import vision_of
 from trireme.files import CannotWrite, naming
 from trireme.trainer.pack import cut, packed_tokens
 
@@ -255,10 +257,12 @@ def materialize(root: Root, device: torch.device | str) -> None:
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """Return the transformer blocks, as transformers names them; else the longest list of
-    modules.
+    modules. Without those of a tower that sees: ranks look at different numbers of pictures, and a
+    block that one rank calls alone would wait for the others.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    named = [module for module in model.modules() if type(module).__name__ in names]
+    called = model if vision_of(model) is None else text_model(model)
+    named = [module for module in called.modules() if type(module).__name__ in names]
     if named:
         return named
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
