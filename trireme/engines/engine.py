@@ -156,7 +156,7 @@ class EngineTraits:
     engine as they are, since its ids are not the run's (ext/external_model).
     """
     sees: bool = False
-    """Whether prompts may show pictures."""
+    """Whether prompts may show pictures: it is a SeeingEngine then."""
 
 
 class Restartable(Protocol):
@@ -197,15 +197,12 @@ class Engine(Protocol):
         *,
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
-        pictures: Sequence[Picture] = (),
     ) -> list[Completion]:
         """Return `sampling.n` completions of one prompt.
 
         `key` is (batch, task, run, call): in deterministic mode requests enter in its order, and it
         seeds the random stream. `on_token` is called on the event loop for each token as it is
-        sampled; an engine that cannot stream ignores it. `pictures` are those whose tokens are
-        among `ids`, for an engine whose traits say that it sees. Cancelling the call aborts its
-        rows.
+        sampled; an engine that cannot stream ignores it. Cancelling the call aborts its rows.
         Raises ValueError for a prompt that leaves no room, RuntimeError when the engine has failed
         or is closed.
         """
@@ -215,7 +212,7 @@ class Engine(Protocol):
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
         """Return log p(token t | earlier) of given sequences, one number per token; index 0
-        is 0. An engine that sees takes `pictures` here too; their own tokens get 0.
+        is 0.
         """
         ...
 
@@ -258,6 +255,32 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Abort everything and free memory."""
+        ...
+
+
+class SeeingEngine(Engine, Protocol):
+    """An engine whose prompts may show pictures: `pictures` are those of the ids."""
+
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...] = (),
+        on_token: OnToken | None = None,
+        pictures: Sequence[Picture] = (),
+    ) -> list[Completion]:
+        """Return completions, as any engine does. Raises ValueError if a picture is missing."""
+        ...
+
+    async def logprobs(
+        self,
+        ids: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        pictures: Sequence[Picture] = (),
+    ) -> list[list[float]]:
+        """Return log-probabilities, as any engine does; tokens of pictures get 0."""
         ...
 
 

@@ -218,14 +218,13 @@ def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[
 def _blind(plan: Plan, name: str) -> list[Problem]:
     """Return the problems of a run whose taskset `name` shows pictures."""
     engine = plan.engine
-    embedded = engine.kind == EMBEDDED and not engine.hosts and not engine.urls
     found = []
-    if not embedded:
+    if engine.kind != EMBEDDED and not engine.urls:  # a server says itself whether it sees
         found.append(
             Problem(
                 "explorer.rollout_model.engine_type",
-                f"{name} shows pictures, and they reach the embedded engine alone: expected "
-                f"{EMBEDDED}, in the run's own process",
+                f"is {engine.kind}, and {name} shows pictures: expected {EMBEDDED}, the engine "
+                "that sees",
             )
         )
     if (size := plan.config.trainer.ulysses_sequence_parallel_size) > 1:

@@ -84,6 +84,18 @@ def test_a_database_in_between_changes_nothing(tmp_path: Path) -> None:
     assert exported(plain) == exported(through)
 
 
+@pytest.mark.extension("remote")
+def test_engines_of_other_processes_get_each_picture_once(tmp_path: Path) -> None:
+    """And sample what the trainer computes, also after a push."""
+    folder = tmp_path / "job"
+    config = config_of(folder)
+    config["explorer"]["rollout_model"] = {"engine_type": "torch", "engine_num": 2}
+    config["buffer"]["total_steps"] = 2
+    done = run(folder, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(gaps(folder)) == 2 and max(gaps(folder)) < 1e-4
+
+
 def test_sft_and_pairs_see_the_pictures_of_their_rows(tmp_path: Path) -> None:
     """Columns of `datasets` with decoded pictures; two rows of one question and two pictures would
     be one sample without them.

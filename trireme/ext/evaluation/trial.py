@@ -188,7 +188,7 @@ def described(experience: Experience, text: Text, *, scored: bool = True) -> Ite
                 yield f"  {at:>5} {int(e.tokens[at]):>6}      yes {logprob:>8}  {piece!r}"
         else:
             ids = e.tokens[span[0] : span[-1] + 1].tolist()
-            piece = legible(ids, text.tokenizer.decode)
+            piece = legible(ids, lambda part: str(text.tokenizer.decode(part)))
             yield f"  {f'{span[0]}-{span[-1]}':>12}       no           {piece!r}"
     unknown = text.tokenizer.unk_token_id
     if isinstance(unknown, int) and (count := int(e.tokens.eq(unknown).sum())):

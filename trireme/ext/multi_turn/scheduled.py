@@ -50,6 +50,11 @@ class ScheduledWorkflow:
         if scheduler is None and isinstance(model.engine, LeadsTurns):
             await model.engine.connect()
             if model.engine.multi_turn:
+                if request.images:
+                    raise ValueError(
+                        "the row shows pictures, which a rollout server's own scheduler does not "
+                        "get: expected workflow_args.scheduler, by which this run leads its turns"
+                    )
                 return await _at_server(
                     model.engine, model, request, args.get("loss_scale", "default")
                 )

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, Wakes
 from trireme.ext.remote.servers import RequestBatcher, Servers
+from trireme.ext.remote.shelf import UNKNOWN, body_of
 from trireme.ext.remote.weight_group import buckets
+from trireme.pictures import Picture
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -31,7 +33,8 @@ BUCKET_BYTES = 256 * 2**20
 class RemoteEngine:
     """An engine behind one or several servers."""
 
-    traits = EngineTraits({"memory": "http", "nccl": "group", "paired": "pairs"})
+    traits = EngineTraits({"memory": "http", "nccl": "group", "paired": "pairs"}, sees=True)
+    """A server whose engine sees nothing refuses pictures itself."""
 
     def __init__(
         self,
@@ -56,6 +59,8 @@ class RemoteEngine:
         self.colocation: Wakes | None = None
         """The lock shared with a trainer that uses the same accelerator."""
         self.bucket_bytes = BUCKET_BYTES
+        self._sent: dict[tuple[str, Any], set[str]] = {}
+        """The digests of the pictures that each server has received since its start."""
         self._version = 0
         self._begun = False
         self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
@@ -83,13 +88,24 @@ class RemoteEngine:
         *,
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> list[Completion]:
         """Generate on the server that the router picks. An aborted request returns no tokens."""
         self._check()
-        body = {"ids": list(ids), "sampling": dataclasses.asdict(sampling), "key": list(key)}
+        body: dict[str, Any] = {
+            "ids": list(ids),
+            "sampling": dataclasses.asdict(sampling),
+            "key": list(key),
+        }
+        if pictures:
+            body["pictures"] = [picture.digest for picture in pictures]
         report = None if on_token is None else _without_repeats(on_token)
         size = {"prompt": len(ids), "samples": sampling.n}
-        answers = await self._ask_while(key, lambda url: self._generate(url, body, report), **size)
+
+        async def ask(url: str) -> Any:
+            return await self._showing(url, pictures, lambda: self._generate(url, body, report))
+
+        answers = await self._ask_while(key, ask, **size)
         if answers is None:
             return [Completion([], [], [], [], "aborted") for _ in range(sampling.n)]
         completions = [_completion(c) for c in answers]
@@ -119,13 +135,41 @@ class RemoteEngine:
         return response
 
     async def logprobs(
-        self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
+        self,
+        ids: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        pictures: Sequence[Picture] = (),
     ) -> list[list[float]]:
         """Return log-probabilities from the first server; fingerprints come from all servers."""
         self._check()
         await self.connect()
-        rows = {"ids": [list(row) for row in ids], "temperature": temperature}
-        return await self._post(self.urls[0], "/engine/logprobs", rows)
+        rows: dict[str, Any] = {"ids": [list(row) for row in ids], "temperature": temperature}
+        if pictures:
+            rows["pictures"] = [picture.digest for picture in pictures]
+        url = self.urls[0]
+        return await self._showing(url, pictures, lambda: self._post(url, "/engine/logprobs", rows))
+
+    async def _showing(
+        self, url: str, pictures: Sequence[Picture], ask: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        """Return the answer to a request that shows pictures; those that the server lacks are sent
+        before it.
+        """
+        known = self._sent.setdefault((url, self.servers.instances[url]), set())
+        await self._send(url, [each for each in pictures if each.digest not in known], known)
+        try:
+            return await ask()
+        except ValueError as error:
+            if not pictures or UNKNOWN not in str(error):
+                raise
+        await self._send(url, pictures, known)  # the server has dropped some since
+        return await ask()
+
+    async def _send(self, url: str, pictures: Sequence[Picture], known: set[str]) -> None:
+        for picture in pictures:
+            await self._post(url, "/engine/pictures", body_of(picture))
+            known.add(picture.digest)
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Send weights to all servers. A folder must be readable by the servers."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, cast
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import StreamingResponse
@@ -29,6 +30,7 @@ from trireme.ext.http.bodies import JsonRoute, until_gone
 from trireme.ext.http.rollouts import Rollouts, as_key
 from trireme.ext.openai.wire import Ids
 from trireme.ext.remote.group_engine import EmbeddedGroup, GroupEngine, refuse_no_weights
+from trireme.ext.remote.shelf import PictureBody, Shelf
 from trireme.ext.remote.weight_group import Meeting
 
 
@@ -40,6 +42,8 @@ class GenerateBody(BaseModel):
     key: list[Any] = Field(default_factory=list)
     tokens: bool = False
     """In `/engine/stream`: a line for each token, too, when it is there."""
+    pictures: Annotated[list[str], Field(fail_fast=True, max_length=1024)] = []
+    """Digests of the pictures of `ids`, which `/engine/pictures` has received."""
 
 
 class LogprobsBody(BaseModel):
@@ -47,6 +51,7 @@ class LogprobsBody(BaseModel):
 
     ids: Annotated[list[Ids], Field(fail_fast=True, max_length=1024)]
     temperature: float = Field(default=1.0, allow_inf_nan=False)
+    pictures: Annotated[list[str], Field(fail_fast=True, max_length=1024)] = []
 
 
 class KeyBody(BaseModel):
@@ -71,6 +76,7 @@ class CommitWeightsBody(VersionBody):
 
 def steering_router(rollouts: Rollouts) -> APIRouter:
     """Build the routes by which a trainer steers the engine."""
+    shelf = _shelf_of(rollouts)
     router = APIRouter(prefix="/engine", route_class=JsonRoute)
     engine = rollouts.engine
     sent: dict[str, Tensor] = {}
@@ -87,13 +93,21 @@ def steering_router(rollouts: Rollouts) -> APIRouter:
     @router.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> list[dict[str, Any]]:
         sampling = with_options(Sampling(), body.sampling)
-        work = engine.generate(body.ids, sampling, key=as_key(body.key))
+        more = _shown(engine, shelf, body.pictures)
+        work = engine.generate(body.ids, sampling, key=as_key(body.key), **more)
         return [vars(completion) for completion in await until_gone(request, work)]
 
     @router.post("/logprobs")
     async def logprobs(body: LogprobsBody, request: Request) -> list[list[float]]:
-        work = engine.logprobs(body.ids, temperature=body.temperature)
+        more = _shown(engine, shelf, body.pictures)
+        work = engine.logprobs(body.ids, temperature=body.temperature, **more)
         return await until_gone(request, work)
+
+    @router.post("/pictures")
+    async def pictures(body: PictureBody) -> dict[str, str]:
+        """Receive a picture, which later requests name by its digest."""
+        shelf.put(body)
+        return {"digest": body.digest}
 
     @router.post("/weights")
     async def weights(request: Request) -> dict[str, int]:
@@ -144,6 +158,25 @@ def steering_router(rollouts: Rollouts) -> APIRouter:
     return router
 
 
+_SHELVES: WeakKeyDictionary[Engine, Shelf] = WeakKeyDictionary()
+
+
+def _shelf_of(rollouts: Rollouts) -> Shelf:
+    """Return the shelf of a server's engine, the same one for all routes."""
+    return _SHELVES.setdefault(rollouts.engine, Shelf())
+
+
+def _shown(engine: Engine, shelf: Shelf, digests: Sequence[str]) -> dict[str, Any]:
+    """Return the engine's option for the pictures of a request. Raises ValueError for an engine
+    that sees nothing, and a picture that is not here.
+    """
+    if not digests:
+        return {}
+    if not engine.traits.sees:
+        raise ValueError("pictures: this server's engine samples from text alone")
+    return {"pictures": shelf.get(digests)}
+
+
 def refuse_older(engine: Engine, version: int, *, begin: bool) -> None:
     """Raise HTTPException for weights older than the engine's."""
     present = engine.health().version
@@ -179,10 +212,13 @@ def stream_router(rollouts: Rollouts) -> APIRouter:
     """Build the routes that stream the results of many generations over one connection."""
     router = APIRouter(prefix="/engine", route_class=JsonRoute)
     streams: dict[str, Tasks] = {}
+    shelf = _shelf_of(rollouts)
 
     async def generate(request: GenerateBody, on_token: Told) -> list[Completion]:
         sampling = with_options(Sampling(), request.sampling)
-        more: Any = {"on_token": on_token} if request.tokens else {}
+        more = _shown(rollouts.engine, shelf, request.pictures)
+        if request.tokens:
+            more["on_token"] = on_token
         key = as_key(request.key)
         return await rollouts.engine.generate(request.ids, sampling, key=key, **more)
 

@@ -1,0 +1,72 @@
+"""Shelf: the pictures that clients have sent to a server, by digest: a picture is sent once, and
+named afterwards.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from trireme.pictures import Picture
+
+MOST_BYTES = 2 * 2**30
+"""Bytes of all pictures of a server; past it the least recently used go."""
+UNKNOWN = "picture is not on this server"
+"""Part of the error for a picture that was never sent, or has gone since: the client sends it."""
+
+
+class PictureBody(BaseModel):
+    """A picture."""
+
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    tokens: Annotated[int, Field(ge=1)]
+    grid: Annotated[list[int], Field(max_length=4)]
+    data: str
+    """The file, in base64."""
+
+
+class Shelf:
+    """The pictures of one server."""
+
+    def __init__(self, limit: int = MOST_BYTES) -> None:
+        """`limit`: bytes of all pictures."""
+        self._limit = limit
+        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, body: PictureBody) -> None:
+        """Store a picture. Raises ValueError for data that is not base64."""
+        try:
+            data = base64.b64decode(body.data, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"the request's data is not in base64: {error}") from error
+        if body.digest in self._pictures:
+            self._bytes -= len(self._pictures.pop(body.digest).data)
+        self._pictures[body.digest] = Picture(data, body.digest, body.tokens, tuple(body.grid))
+        self._bytes += len(data)
+        while self._bytes > self._limit:
+            self._bytes -= len(self._pictures.popitem(last=False)[1].data)
+
+    def get(self, digests: Sequence[str]) -> list[Picture]:
+        """Return pictures by their digests. Raises ValueError for one that is not here."""
+        for digest in digests:
+            if digest not in self._pictures:
+                raise ValueError(f"{UNKNOWN}: {digest:.64}")
+            self._pictures.move_to_end(digest)
+        return [self._pictures[digest] for digest in digests]
+
+
+def body_of(picture: Picture) -> Mapping[str, Any]:
+    """Return a picture as JSON, for a PictureBody."""
+    data = base64.b64encode(picture.data).decode()
+    return {
+        "digest": picture.digest,
+        "tokens": picture.tokens,
+        "grid": picture.grid,
+        "data": data,
+    }
