@@ -12,20 +12,22 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForImageTextToText,
     Qwen2_5_VLConfig,
+    Qwen2Tokenizer,
     Qwen3_5Config,
     Qwen3VLConfig,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from trireme.demo.tiny_model import make_tokenizer
 from trireme.files import write_jsonl
 
 SIDE, PATCH = 64, 8
@@ -78,11 +80,24 @@ def rows(folder: Path, name: str, count: int, rng: random.Random, wrong: float =
     write_jsonl(folder / f"{name}.jsonl", out)
 
 
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Make a byte-level tokenizer of Qwen's class that knows the words of this task. transformers
+    loads Qwen3.5's by that class, whatever a folder says.
+    """
+    alphabet = {byte: number for number, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Qwen2Tokenizer(
+        vocab=alphabet, merges=[], unk_token=None, eos_token="<|end|>", pad_token="<|pad|>"
+    )
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>", *VISION], special_tokens=True)
+    texts = [*QUESTIONS.values(), *COLOURS, *NUMBERS, *HALVES]
+    tokenizer.add_tokens(sorted({piece for text in texts for piece in re.findall(r" ?\w+", text)}))
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
 def make_model(folder: Path, family: str, seed: int) -> None:
     """Write a random model of a family with its tokenizer and image processor."""
-    tokenizer = make_tokenizer([*QUESTIONS.values(), *COLOURS, *NUMBERS, *HALVES], largest=-1)
-    tokenizer.add_tokens(VISION, special_tokens=True)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = make_tokenizer()
     image, begin, end, video = (int(tokenizer.convert_tokens_to_ids(word)) for word in VISION)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text: dict[str, Any] = {

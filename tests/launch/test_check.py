@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.composites import make_composite
 from tests.config.made import config_of, values, write_model, write_rows
 from trireme.cli.check import check
 from trireme.data.tasksets import Taskset
+from trireme.demo.tiny_model import make_tokenizer
 from trireme.launch.check import draft
+from trireme.launch.data import make_text
 from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
 from trireme.monitor.terminal import Terminal
 
@@ -215,3 +218,13 @@ def test_turns_without_a_reward_are_for_a_teacher_alone(checked: Any) -> None:
     assert refused in checked(turns)
     distilled = checked(turns, "algorithm.algorithm_type=on_policy_distill", teacher)
     assert "on_policy_distill, both" in distilled and refused not in distilled
+
+
+def test_a_tokenizer_that_drops_all_text_is_refused(tmp_path: Path) -> None:
+    """transformers makes Qwen3.5's own class of it, which cannot read whole words."""
+    folder = make_composite(tmp_path / "seeing", "qwen3_5")
+    make_tokenizer(["What is 3 + 4?"]).save_pretrained(folder)
+    config = config_of(tmp_path, values(tmp_path, 32), f"model.model_path={folder}")
+    [plan] = draft(config).plans
+    with pytest.raises(ValueError, match="makes a Qwen3_5Tokenizer of .* reads 'What is 3"):
+        make_text(plan, plan.model_path)

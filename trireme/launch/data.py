@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trireme.buffer.buffer import Buffer
@@ -19,6 +20,9 @@ from trireme.files import read_text
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pictures import PictureReader
 from trireme.registry import PICTURE_READERS
+
+_TOKENIZER = "tokenizer.json"
+_PROBE = "What is 3 + 4? Red, two, left."
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ def make_text(plan: Plan, model_path: str) -> Text:
     if plan.api is not None:
         return Text(tokenizer := plan.api.tokenizer(), ChatTokens(tokenizer), None)
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=model.trust_remote_code)
+    _refuse_deaf(tokenizer, Path(model_path) / _TOKENIZER)
     template = chat_template_of(plan)
     chat = ChatTokens(
         tokenizer,
@@ -49,6 +54,21 @@ def make_text(plan: Plan, model_path: str) -> Text:
         reader=reader_for(model_path),
     )
     return Text(tokenizer, chat, template)
+
+
+def _refuse_deaf(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Raise ValueError for a tokenizer that loses most of a text, where its file does not: for some
+    model types transformers makes another class of it than the folder names.
+    """
+    if not file.is_file():
+        return
+    whole = Tokenizer.from_file(str(file))
+    read, stored = tokenizer.encode(_PROBE, add_special_tokens=False), whole.encode(_PROBE).ids
+    if 2 * len(str(tokenizer.decode(read))) < len(whole.decode(stored)):
+        raise ValueError(
+            f"model.model_path: transformers makes a {type(tokenizer).__name__} of {file}, which "
+            f"reads {_PROBE!r} as {tokenizer.decode(read)!r}: expected a file that this class reads"
+        )
 
 
 def reader_for(model_path: str) -> PictureReader | None:
