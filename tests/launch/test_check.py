@@ -226,5 +226,5 @@ def test_a_tokenizer_that_drops_all_text_is_refused(tmp_path: Path) -> None:
     make_tokenizer(["What is 3 + 4?"]).save_pretrained(folder)
     config = config_of(tmp_path, values(tmp_path, 32), f"model.model_path={folder}")
     [plan] = draft(config).plans
-    with pytest.raises(ValueError, match="makes a Qwen3_5Tokenizer of .* reads 'What is 3"):
+    with pytest.raises(ValueError, match=r"makes a Qwen3_5Tokenizer of .* reads 'What is 3"):
         make_text(plan, plan.model_path)
