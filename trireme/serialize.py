@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -45,15 +45,19 @@ class Damaged(ValueError):
     """Bytes that `encode` did not write, or that have changed since."""
 
 
-def encode(experiences: Sequence[Experience]) -> bytes:
-    """Return all experiences as bytes. Raises TypeError, naming the id, if `info` is not plain
-    JSON.
+Stored = Callable[[str], bytes | None]
+"""Returns the bytes of a picture by its digest, from where they are stored; None: not there."""
+
+
+def encode(experiences: Sequence[Experience], *, pictures: bool = True) -> bytes:
+    """Return all experiences as bytes; without `pictures`, which are stored elsewhere, only their
+    digests. Raises TypeError, naming the id, if `info` is not plain JSON.
     """
     images: dict[str, torch.Tensor] = {}
     for index, e in enumerate(experiences):
         for key, value in (e.multi_modal_inputs or {}).items():
             images[f"mm/{index}/{key}"] = value.contiguous()
-        for picture in e.pictures:  # once, however many experiences show it
+        for picture in e.pictures if pictures else ():  # once, however many experiences show it
             data = torch.frombuffer(bytearray(picture.data), dtype=torch.uint8)
             images[f"picture/{picture.digest}"] = data
     forms, words = [], []
@@ -102,19 +106,19 @@ def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
     return crc
 
 
-def decode(data: bytes) -> list[Experience]:
-    """Return the experiences that `encode` wrote. Raises Damaged for bytes that it did not
-    write.
+def decode(data: bytes, stored: Stored = lambda digest: None) -> list[Experience]:
+    """Return the experiences that `encode` wrote; `stored` has the pictures that are not in the
+    bytes. Raises Damaged for bytes that it did not write, and for a picture that is missing.
     """
     try:
-        return _decoded(data)
+        return _decoded(data, stored)
     except Damaged:
         raise
     except Exception as error:  # what a flipped bit makes of lengths, names and numbers is endless
         raise Damaged(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
 
-def _decoded(data: bytes) -> list[Experience]:
+def _decoded(data: bytes, stored: Stored) -> list[Experience]:
     length = int.from_bytes(data[:8], "little")
     try:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
@@ -134,21 +138,25 @@ def _decoded(data: bytes) -> list[Experience]:
         parts = tensors["words"].split(sizes) if sizes else ()
         for (name, form, _), part in zip(text["rows"], parts, strict=True):
             rows[name] = _unpacked(name, form, part.numpy())
-    return _experiences(headers, rows, tensors)
+    return _experiences(headers, rows, tensors, stored)
 
 
 def _experiences(
     headers: Sequence[dict[str, Any]],
     rows: dict[str, torch.Tensor],
     tensors: dict[str, torch.Tensor],
+    stored: Stored,
 ) -> list[Experience]:
-    """Cut the concatenated rows; `tensors` has the images."""
+    """Cut the concatenated rows; `tensors` has the images, `stored` those that are elsewhere."""
     offsets = dict.fromkeys(rows, 0)
     pictures: dict[str, Picture] = {}
 
     def picture_of(digest: str, tokens: int, grid: Sequence[int]) -> Picture:
         if digest not in pictures:
-            data = tensors[f"picture/{digest}"].numpy().tobytes()
+            held = tensors.get(f"picture/{digest}")
+            data = stored(digest) if held is None else held.numpy().tobytes()
+            if data is None:
+                raise Damaged(f"its picture {digest:.16} is missing")
             pictures[digest] = Picture(data, digest, tokens, tuple(grid))
         return pictures[digest]
 

@@ -80,8 +80,18 @@ def experience_table(name: str, metadata: MetaData) -> Table:
     )
 
 
-def row_of(experience: Experience) -> dict[str, Any]:
-    """Return the columns of an experience."""
+def picture_table(name: str, metadata: MetaData) -> Table:
+    """Make the table of the pictures of an experience table, one row per picture."""
+    return Table(
+        f"{name}_pictures",
+        metadata,
+        Column("digest", String, primary_key=True),
+        Column("data", LargeBinary, nullable=False),
+    )
+
+
+def row_of(experience: Experience, *, pictures: bool = True) -> dict[str, Any]:
+    """Return the columns of an experience; without `pictures`: see `encode`."""
     eid, version = experience.eid, experience.version
     return {
         "timestamp": time.time(),
@@ -98,7 +108,7 @@ def row_of(experience: Experience) -> dict[str, Any]:
         "consumed": 0,
         "used": 0,
         "ready_at": 0.0,
-        "experience_bytes": encode([experience]),
+        "experience_bytes": encode([experience], pictures=pictures),
     }
 
 

@@ -86,7 +86,9 @@ class Tokens:
             if record is not None:
                 from trireme.serialize import decode  # imports torch
 
-                return next(e for e in decode(record[0]) if e.eid.uid == eid)
+                # pictures are in files
+                found = decode(record[0], lambda digest: b"")
+                return next(e for e in found if e.eid.uid == eid)
         return None
 
     def _learned(self, eid: str) -> tuple[dict[str, Any] | None, int | None]:

@@ -26,6 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 from sqlalchemy import Connection, Engine, MetaData
@@ -37,8 +38,9 @@ from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
 from trireme.ext.sql.claims import Claims, Reuse
 from trireme.ext.sql.parties import Parties, PartyHeartbeat
+from trireme.ext.sql.pictures import PictureTable
 from trireme.log import get_logger
-from trireme.serialize import Damaged, decode
+from trireme.serialize import Damaged, Stored, decode
 
 logger = get_logger("queue_experience_buffer")
 
@@ -90,6 +92,7 @@ class SqlBuffer:
         party = party or "default"
         roles = ("explore", "train") if role == "both" else (role,)
         self._claims = Claims(name, metadata, reader=party, reuse=reuse)
+        self._pictures = PictureTable(name, metadata)
         self._parties = Parties(
             f"{name}_parties", metadata, name=party, roles=roles, lease=self._lease
         )
@@ -129,8 +132,14 @@ class SqlBuffer:
                 f"took nothing for {self._timeout:g} s (max_read_timeout){self._missing('train')}"
             )
 
-        rows = await asyncio.to_thread(lambda: [row_of(e) for e in experiences])
-        await self._poll(lambda connection: self._try_put(connection, rows), full, "train")
+        rows = await asyncio.to_thread(lambda: [row_of(e, pictures=False) for e in experiences])
+        pictures = self._pictures.new(picture for e in experiences for picture in e.pictures)
+
+        def attempt(connection: Connection) -> bool | None:
+            return self._try_put(connection, rows, pictures)
+
+        await self._poll(attempt, full, "train")
+        self._pictures.note(pictures)
         logger.info("%d experiences put", len(rows))
         self.demand.set(False)  # until a look that begins now has found too few
         self._changed.notify_all()
@@ -376,7 +385,9 @@ class SqlBuffer:
             await self._changed.wait(min(pause, left))
             pause = min(2 * pause, POLL_LONGEST)
 
-    def _try_put(self, connection: Connection, rows: list[dict[str, Any]]) -> bool | None:
+    def _try_put(
+        self, connection: Connection, rows: list[dict[str, Any]], pictures: dict[str, bytes]
+    ) -> bool | None:
         """True when the rows are in; None while the buffer is full."""
         ended = self._parties.ended(connection, "train")
         ended = ended or self._parties.left(connection, "explore")
@@ -385,6 +396,7 @@ class SqlBuffer:
             raise Closed(f"buffer '{self.name}' is closed")
         if self._reuse is None and self._is_full(connection):
             return None
+        self._pictures.put(connection, pictures)
         there = self._claims.add(connection, rows)
         if there:
             logger.info("%d groups were in buffer '%s' already", there, self.name)
@@ -415,17 +427,18 @@ class SqlBuffer:
         if has < n and not ended:
             return None
         least = 1 if ended else n
-        claimed = self._claims.claim(connection, n, self._read, least=least, ended=ended)
+        read = partial(self._read, lru_cache(partial(self._pictures.get, connection)))
+        claimed = self._claims.claim(connection, n, read, least=least, ended=ended)
         if self._reuse is not None:
             for _, use, experience in claimed:
                 experience.info["use_count"] = use
         # None: another reader is just taking them, or the rows were damaged
         return claimed if claimed or not has else None
 
-    def _read(self, row: int, data: bytes) -> Experience | None:
+    def _read(self, stored: Stored, row: int, data: bytes) -> Experience | None:
         """Return a row's experience; None if it is damaged and may be left out."""
         try:
-            return decode(data)[0]
+            return decode(data, stored)[0]
         except Damaged as error:
             which = f"row {row} of table {self.name} in {self._where} is damaged ({error})"
             if self._on_error == "fail":
