@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trireme.ext.images.cache import SizedCache
 from trireme.pictures import Picture
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -28,8 +28,8 @@ MOST_BYTES = 32 * 2**20
 """Limit of a file."""
 MOST_PIXELS = 64 * 10**6
 """Limit of a picture as it is decoded, which a small file may exceed by far."""
-_REMEMBERED = 64
-"""Pictures that are cached with their pixels."""
+_MOST_CACHED = 2**28
+"""Bytes of the pictures that are cached with their pixels: ten of 1024 x 1024 pixels."""
 _NOT_SETTINGS = ("image_processor_type", "processor_class", "_processor_class", "auto_map")
 
 
@@ -47,8 +47,8 @@ class ImageReader:
         }
         self._settings = json.dumps(settings, sort_keys=True, default=str).encode()
         self._merged = int(processor.merge_size) ** 2
-        self._read: OrderedDict[str, tuple[Picture, Tensor]] = OrderedDict()
-        """Pictures and their pixels [N, P], by digest; the least recently used goes first."""
+        self._cache: SizedCache[tuple[Picture, Tensor]] = SizedCache(_MOST_CACHED)
+        """Pictures and their pixels [N, P], by digest."""
 
     def read(self, source: Any) -> Picture:
         """Return a picture from bytes, a path, a data URL, an image of Pillow, or a dictionary of
@@ -58,27 +58,32 @@ class ImageReader:
         if isinstance(source, Picture):
             return source
         data = bytes_of(source)
-        digest = hashlib.sha256(hashlib.sha256(data).digest() + self._settings).hexdigest()
-        if digest not in self._read:
+        digest = self._digest(data)
+        return self._made(data, digest)[0]
+
+    def _made(self, data: bytes, digest: str) -> tuple[Picture, Tensor]:
+        """Return a picture and its pixels, from the cache if they are there."""
+        made = self._cache.get(digest)
+        if made is None:
             pixels, grid = self._process(data)
             tokens = grid[0] * grid[1] * grid[2] // self._merged
-            self._read[digest] = Picture(data, digest, tokens, grid), pixels
-            while len(self._read) > _REMEMBERED:
-                self._read.popitem(last=False)
-        self._read.move_to_end(digest)
-        return self._read[digest][0]
+            made = Picture(data, digest, tokens, grid), pixels
+            self._cache.put(digest, made, len(data) + pixels.nbytes)
+        return made
 
     def pixels(self, picture: Picture) -> Tensor:
         """Return the patches [N, P] of a picture. Raises ValueError if it was read with other
         settings.
         """
-        again = self.read(picture.data)
-        if again.digest != picture.digest:
+        if self._digest(picture.data) != picture.digest:
             raise ValueError(
                 f"picture {picture.digest[:16]} was read by an image processor with other "
                 "settings: expected the preprocessor_config.json of this model"
             )
-        return self._read[again.digest][1]
+        return self._made(picture.data, picture.digest)[1]
+
+    def _digest(self, data: bytes) -> str:
+        return hashlib.sha256(hashlib.sha256(data).digest() + self._settings).hexdigest()
 
     def _process(self, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
         image = _decoded(data)

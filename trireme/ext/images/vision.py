@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from trireme.ext.images.cache import SizedCache
 from trireme.ext.images.reader import FAMILIES, ImageReader, reader_of
 from trireme.pictures import BEGIN, MOST_TOKENS, Picture, Pictures, first_of
 
@@ -31,7 +32,7 @@ class QwenVision:
         self.unsampled = tuple(t for t in tokens if t is not None and t < size)
         self._model: Any = proxy(model)  # which its vision does not keep alive
         self._merge = int(config.vision_config.spatial_merge_size)
-        self._features: dict[str, list[Tensor]] = {}
+        self._features: SizedCache[list[Tensor]] = SizedCache(_MOST_CACHED)
         """Of a picture whose tower is frozen, by its digest: those in place of its tokens, and
         those of each layer of DeepStack."""
 
@@ -93,8 +94,8 @@ class QwenVision:
 
     def _look(self, picture: Picture, like: Tensor) -> list[Tensor]:
         """Return a picture's features [N, D], from the cache where the tower is frozen."""
-        if picture.digest in self._features:
-            return self._features[picture.digest]
+        if (cached := self._features.get(picture.digest)) is not None:
+            return cached
         tower = self._model.model.visual
         if tower.config._attn_implementation != "sdpa":  # ours is for the language model
             tower.set_attn_implementation("sdpa")
@@ -105,9 +106,7 @@ class QwenVision:
         deep = getattr(out, "deepstack_features", None) or ()
         features = [out.pooler_output[0], *(layer[0] for layer in deep)]
         if frozen:
-            self._features[picture.digest] = features
-            while len(self._features) > _REMEMBERED:
-                del self._features[next(iter(self._features))]
+            self._features.put(picture.digest, features, sum(each.nbytes for each in features))
         return features
 
     def _reader(self) -> ImageReader:
@@ -124,8 +123,8 @@ class QwenVision:
         self._features.clear()
 
 
-_REMEMBERED = 256
-"""Pictures whose features are cached."""
+_MOST_CACHED = 2**29
+"""Bytes of the features that are cached."""
 
 
 def make_vision(model: PreTrainedModel) -> QwenVision | None:
