@@ -16,10 +16,10 @@ def made(number: int) -> Picture:
 
 def test_the_oldest_go_past_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
-    files = PictureFiles(folder, limit=450)
+    files = PictureFiles(tmp_path, limit=450)
     files.add([made(0), made(1), made(1)])
     (folder / "notes.txt").write_text("mine")
-    files = PictureFiles(folder, limit=450)  # a resumed run finds what is there
+    files = PictureFiles(tmp_path, limit=450)  # a resumed run finds what is there
     files.add([made(0)])
     files.add(made(n) for n in range(2, 6))
     left = {path.name for path in folder.iterdir()}

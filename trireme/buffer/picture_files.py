@@ -21,8 +21,8 @@ class PictureFiles:
     """The folder, and what it holds."""
 
     def __init__(self, folder: Path, limit: float = math.inf) -> None:
-        """`limit`: bytes of all files; past it the oldest go."""
-        self._folder = folder
+        """`folder`: that of the job's stores; `limit`: bytes of all files, past which the oldest go."""
+        self._folder = folder / FOLDER
         self._limit = limit
         self._sizes: dict[str, int] | None = None
         """By digest, the oldest first; None: not yet read."""

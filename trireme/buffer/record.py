@@ -24,7 +24,7 @@ from sqlalchemy.exc import DatabaseError
 
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
 from trireme.buffer.lines import LineFile, summary, with_messages
-from trireme.buffer.picture_files import FOLDER, PictureFiles
+from trireme.buffer.picture_files import PictureFiles
 from trireme.buffer.table import (
     experience_table,
     first_line,
@@ -78,7 +78,7 @@ class Record:
         self._database = database
         self._engine: Engine | None = None
         self._lines = LineFile(lines, limit, sampled) if lines is not None else None
-        self._pictures = None if lines is None else PictureFiles(lines.parent / FOLDER, limit)
+        self._pictures = None if lines is None else PictureFiles(lines.parent, limit)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self._pending: list[Future[None]] = []
 

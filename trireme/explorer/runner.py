@@ -283,7 +283,8 @@ async def scored(
                 f"with the row's {TEACHER_PROMPT} it reads {len(scores)} tokens: expected at most "
                 f"{teacher.max_model_len} (explorer.auxiliary_models[0].max_model_len)"
             )
-        logprobs = await teacher.logprobs(scores, temperature)
+        more: Any = {"pictures": e.pictures} if e.pictures else {}
+        logprobs = await teacher.logprobs(scores, temperature, **more)
         e.teacher_logprobs = torch.tensor([*[0.0] * shared, *logprobs[len(read) :]])
 
 

@@ -19,7 +19,7 @@ from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.make import EngineSpec, make_torch_engine
 from trireme.extensions import former_names
-from trireme.launch.data import chat_template_of
+from trireme.launch.data import chat_template_of, reader_for
 from trireme.launch.servers import engine_servers
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
@@ -172,6 +172,7 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
         chat_template=config.chat_template,
         enable_thinking=config.enable_thinking,
         reasoning_parser=config.reasoning_parser,
+        reader=reader_for(path),
     )
     reply = config.max_response_tokens or min(plan.lengths.max_response_tokens, longest - 1)
     return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))

@@ -214,10 +214,15 @@ class Model:
         )
         return len(prompt.ids)
 
-    async def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Return log p(token t | earlier) of given ids under the current weights; index 0 is 0."""
+    async def logprobs(
+        self, tokens: Sequence[int], temperature: float = 1.0, pictures: Sequence[Any] = ()
+    ) -> list[float]:
+        """Return log p(token t | earlier) of given ids under the current weights; index 0 is 0.
+        `pictures` are those of the ids, whose own tokens get 0.
+        """
         self._check_live()
-        return (await self.engine.logprobs([list(tokens)], temperature=temperature))[0]
+        more = self._shown(pictures)
+        return (await self.engine.logprobs([list(tokens)], temperature=temperature, **more))[0]
 
     def experiences(
         self,
@@ -363,6 +368,15 @@ class Model:
         conversation = self.chat_tokens.plain(messages)
         replace_reply(self.recorder, self.chat_tokens, conversation, content, ids, weights, tools)
 
+    def _shown(self, pictures: Sequence[Any]) -> dict[str, Any]:
+        """Return the engine's option for pictures. Raises ValueError if it sees nothing."""
+        if pictures and not self.engine.traits.sees:
+            raise ValueError(
+                "a message shows a picture, and the engine reads text alone: expected Trireme's "
+                "own engine, and a model that it sees with"
+            )
+        return {"pictures": pictures} if pictures else {}
+
     async def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the plain form of messages; pictures are read in a thread."""
         shows = any(isinstance(m, Mapping) and _shows_more(m.get("content")) for m in messages)
@@ -407,13 +421,7 @@ class Model:
         if len(ids) > limit:
             return self._too_long(parent, ids, options, limit, index)
         more: Any = {} if on_token is None else {"on_token": on_token}
-        if pictures := pictures_in(messages):
-            if not self.engine.traits.sees:
-                raise ValueError(
-                    "a message shows a picture, and the run's engine samples from text alone: "
-                    "expected the embedded engine, and a model that it sees with"
-                )
-            more["pictures"] = pictures
+        more |= self._shown(pictures_in(messages))
         asked = time.monotonic()
         completions = await self.engine.generate(ids, options, key=(*self.key, index), **more)
         self.seconds += time.monotonic() - asked

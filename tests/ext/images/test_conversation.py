@@ -143,7 +143,7 @@ def test_an_engine_that_sees_nothing_says_so(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = ChatTokens(tokenizer, reader=reader_for(folder))
     model = Model(ScriptedEngine(["red"], tokenizer=tokenizer), chat, max_model_len=200)
-    with pytest.raises(ValueError, match="the run's engine samples from text alone"):
+    with pytest.raises(ValueError, match="the engine reads text alone"):
         asyncio.run(model.chat([shows(picture("red"))]))
 
 
@@ -227,3 +227,17 @@ def test_all_apis_say_the_same_of_a_picture() -> None:
     with pytest.raises(ValueError, match="source is 'url': expected base64"):
         bad = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         messages.chat_body({"messages": [{"role": "user", "content": [bad]}]})
+
+
+def test_a_teacher_scores_what_was_seen(folder: Path) -> None:
+    """As distillation asks it: the experience's ids, with its pictures."""
+
+    async def talk(model: Model) -> Any:
+        await model.chat([shows("What?", picture("red"))], temperature=1.0)
+        [e] = model.experiences(reward=1.0)
+        scored = await model.logprobs(e.tokens.tolist(), 1.0, e.pictures)
+        return e, torch.tensor(scored)
+
+    e, scored = with_model(folder, talk)
+    assert float((scored - e.logprobs)[e.mask].abs().max()) < 1e-4
+    assert not scored[e.tokens >= BEGIN].any()

@@ -23,6 +23,7 @@ from trireme.model.chat_tokens import conversation_of
 from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
 from trireme.model.recorder import Call
+from trireme.pictures import as_json_messages, pictures_in
 from trireme.registry import MULTI_TURNS
 from trireme.rewards.grouped import Judges, judge_of, reward_group
 from trireme.serialize import experience_of_wire
@@ -184,7 +185,10 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
         loss_scale.weigh(path, scale, partial(decode, skip_special=True))
         experience = experience_of(path, untrained(path, done), decode)
         if leaf is dialogue.call:
-            experience.messages = dialogue.messages
+            said = dialogue.messages
+            if pictures_in(said):  # in a message's parts, in whatever form
+                said = as_json_messages(model.chat_tokens.plain(said))
+            experience.messages = said
         experience.info |= {
             "completion": dialogue.choice.message.content,
             "rollout_infos": dialogue.infos,
