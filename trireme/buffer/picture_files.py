@@ -21,7 +21,7 @@ class PictureFiles:
     """The folder, and what it holds."""
 
     def __init__(self, folder: Path, limit: float = math.inf) -> None:
-        """`folder` is that of the job's stores. `limit`: bytes of all files; past it the oldest go."""
+        """`folder` is that of the job's stores; `limit`: bytes of all files (the oldest go)."""
         self._folder = folder / FOLDER
         self._limit = limit
         self._sizes: dict[str, int] | None = None
