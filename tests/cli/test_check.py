@@ -54,6 +54,7 @@ def test_the_mode_is_the_one_that_was_asked_for(tmp_path):
     assert "n: grpo, colocate\n" in printed(tmp_path / "config.yaml", "mode=colocate")[1]
 
 
+@pytest.mark.extension("ray")
 def test_a_plan_without_a_place_for_an_engine_is_printed_with_its_problem(tmp_path):
     config_of(tmp_path, values(tmp_path))
     requested = "explorer.rollout_model.engine_type=remote"

@@ -441,6 +441,7 @@ def test_ranks_that_share_a_sequence_divide_the_heads(tmp_path):
     )
 
 
+@pytest.mark.extension("sql")
 def test_layers_with_a_state_are_not_shared_by_ranks_and_unknown_ones_not_trained(tmp_path):
     assert problems_of(tmp_path) == []
     [file] = tmp_path.rglob("config.json")
@@ -457,6 +458,7 @@ def test_layers_with_a_state_are_not_shared_by_ranks_and_unknown_ones_not_traine
     assert problems_of(tmp_path, "mode=explore") == []
 
 
+@pytest.mark.extension("sql")
 def test_weights_in_codes_are_not_trained_and_experts_get_no_adapter(tmp_path):
     assert problems_of(tmp_path) == []
     [file] = tmp_path.rglob("config.json")
