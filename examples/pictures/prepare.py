@@ -86,7 +86,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
     """
     alphabet = {byte: number for number, byte in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Qwen2Tokenizer(
-        vocab=alphabet, merges=[], unk_token=None, eos_token="<|end|>", pad_token="<|pad|>"
+        vocab=alphabet, merges=[], unk_token="<|pad|>", eos_token="<|end|>", pad_token="<|pad|>"
     )
     tokenizer.add_tokens(["<|user|>", "<|assistant|>", *VISION], special_tokens=True)
     texts = [*QUESTIONS.values(), *COLOURS, *NUMBERS, *HALVES]
@@ -98,7 +98,8 @@ def make_tokenizer() -> Qwen2Tokenizer:
 def make_model(folder: Path, family: str, seed: int) -> None:
     """Write a random model of a family with its tokenizer and image processor."""
     tokenizer = make_tokenizer()
-    image, begin, end, video = (int(tokenizer.convert_tokens_to_ids(word)) for word in VISION)
+    known = tokenizer.get_vocab()
+    image, begin, end, video = (known[word] for word in VISION)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
