@@ -106,6 +106,21 @@ def test_images_go_to_the_messages_that_have_tags_and_the_rest_to_the_first_of_t
     assert more == seen
 
 
+def test_parts_without_a_source_are_filled_from_the_row() -> None:
+    """As rows of TRL and Hugging Face have them."""
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    chat = [{"role": "user", "content": parts}]
+    images = ["one", "two", "three"]
+    [seen] = with_images(tagged(chat, images[:2]), images[:2])
+    assert [part.get("image") for part in seen["content"]] == ["one", None, "two"]
+    [seen] = with_images(tagged(chat, images), images)  # the surplus comes first
+    assert [part.get("image") for part in seen["content"]] == ["one", "two", None, "three"]
+    with pytest.raises(ValueError, match="2 tags <image>, and its row 1 pictures"):
+        tagged(chat, ["one"])
+    with pytest.raises(ValueError, match="no message of the user shows them"):
+        tagged([{"role": "system", "content": "Look."}], ["one"])
+
+
 def test_images_of_a_row() -> None:
     row = {"images": ["a", "b"], "image": None, "photo": "c"}
     assert images_of(row, None) == ["a", "b"] and images_of(row, "photo") == ["c"]

@@ -209,19 +209,28 @@ def as_json_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def tagged(messages: Sequence[Message], images: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a conversation with a tag for each image: those without one come first in the first
-    message of the user. Raises ValueError for more tags than images.
+    """Return a conversation with a tag for each image: an `<image>` in a text, or a part
+    `{"type": "image"}` that names no picture. Those without one come first in the first message of
+    the user. Raises ValueError for more tags than images, and where no message can show them.
     """
     tags = sum(_tags(message) for message in messages)
     if tags > len(images):
         raise ValueError(
             f"a conversation has {tags} tags {IMAGE_TAG}, and its row {len(images)} pictures"
         )
+    surplus = len(images) - tags
     out = [dict(message) for message in messages]
-    for message in out:
-        if message.get("role") == "user" and isinstance(message.get("content"), str):
-            message["content"] = IMAGE_TAG * (len(images) - tags) + message["content"]
-            break
+    first = next((message for message in out if message.get("role") == "user"), None)
+    if surplus and first is None:
+        raise ValueError(f"the row has {surplus} pictures, and no message of the user shows them")
+    if surplus and first is not None:
+        content = first.get("content")
+        parts = isinstance(content, list)
+        first["content"] = (
+            [*({"type": "image"} for _ in range(surplus)), *content]
+            if parts
+            else IMAGE_TAG * surplus + str(content or "")
+        )
     return out
 
 
@@ -244,15 +253,25 @@ def with_images(messages: Sequence[Message], images: Sequence[Any]) -> list[dict
     return out
 
 
+def _is_tag(part: Any) -> bool:
+    """Return whether a content's part stands for a picture of the row."""
+    shows = isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+    return shows and source_in(part) is part
+
+
 def _tags(message: Message) -> int:
     content = message.get("content")
+    if isinstance(content, list):
+        return sum(map(_is_tag, content))
     return content.count(IMAGE_TAG) if isinstance(content, str) else 0
 
 
-def _parts(text: str, images: Iterator[Any]) -> list[dict[str, Any]]:
+def _parts(content: str | list[Any], images: Iterator[Any]) -> list[dict[str, Any]]:
     """Return a content with the next image in place of each tag."""
+    if isinstance(content, list):
+        return [{"type": "image", "image": next(images)} if _is_tag(p) else p for p in content]
     parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(text.split(IMAGE_TAG)):
+    for number, piece in enumerate(content.split(IMAGE_TAG)):
         if number:
             parts.append({"type": "image", "image": next(images)})
         if piece:

@@ -120,6 +120,8 @@ class SftFormat:
         self.counts: Counter[str] = Counter()
         self._format = dict(format_args or {})
         self._columns = self.columns_of(rows, self._format)
+        if key := self._format.get("image_key"):
+            rows.require(key, "format.image_key")
         self._tokenizer = tokenizer
         self._reader = reader
         self._max_len = max_model_len
@@ -184,7 +186,9 @@ class SftFormat:
         columns = columns or self._columns
         if self._has_template:
             messages = self._messages(row, columns)
-            if images := images_of(row, self._format.get("image_key")):
+            key = self._format.get("image_key")
+            images = images_of(row, key)
+            if images or key is not None:
                 messages = with_images(tagged(messages, images), images)
             if self._reader is not None:
                 messages = [with_read(message, self._reader.read) for message in messages]

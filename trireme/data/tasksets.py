@@ -182,7 +182,7 @@ class Taskset:
         return (row.get(column) if column else None) or default
 
     def _check_columns(self) -> None:
-        for key in ("prompt_key", "response_key", "system_prompt_key", *_OWN):
+        for key in ("prompt_key", "response_key", "system_prompt_key", "image_key", *_OWN):
             column = self._format.get(key, "prompt" if key == "prompt_key" else None)
             if key == "prompt_key" and not self._reads_prompt and column not in self.rows.columns:
                 column = None if column == "prompt" else column

@@ -338,9 +338,8 @@ class ChatTokens:
 
     def tokens_of(self, text: str, messages: Sequence[Message]) -> int:
         """Count the tokens of the rendered `text` of plain messages, those of pictures included."""
-        # each picture has one placeholder in the text
-        pictures = pictures_in(messages)
-        return len(self.encode(text)) + sum(picture.tokens - 1 for picture in pictures)
+        ids, pictures = self.encode(text), pictures_in(messages)
+        return len(self._placed(ids, pictures) if pictures else ids)
 
     def read(self, source: Any) -> Picture:
         """Read a picture. Raises ValueError if that is not possible, or the model takes none."""
@@ -492,7 +491,8 @@ def _plain_part(part: Any, read: Read | None) -> dict[str, Any]:
         raise ValueError(f"a message holds {part!r:.60}: only text and pictures are supported")
     if read is None:
         raise ValueError(f"a message holds {part!r:.60}: only text is supported")
-    return {"type": "image", "image": read(source_in(part))}
+    seen = read(source_in(part))
+    return dict(part) if seen is part else {"type": "image", "image": seen}  # a row's picture
 
 
 def as_given(source: Any) -> Any:
@@ -536,7 +536,8 @@ def conversation_of(
         )
     try:
         plain = plain_messages(messages, as_given)
-        if images := images_of(task.raw_task, task.image_key):
+        images = images_of(task.raw_task, task.image_key)
+        if images or task.image_key is not None:
             plain = tagged(plain, images)
             plain = plain if with_tags else with_images(plain, images)
     except ValueError as error:

@@ -180,6 +180,17 @@ def test_rows_show_their_pictures_where_their_tags_are() -> None:
             task.prompt,
             None,
         )
+    parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+    row = {"question": [{"role": "user", "content": parts}], "images": ["a.png"]}
+    task = Task(raw_task=row, format_args={"prompt_key": "question"})
+    [message] = conversation_of(task, task.prompt, None)
+    assert message["content"][0] == {"type": "image", "image": "a.png"}
+    blank = Task(
+        raw_task={"question": "<image>?", "image": None},
+        format_args={"prompt_key": "question", "image_key": "image"},
+    )
+    with pytest.raises(ValueError, match="1 tags <image>, and its row 0 pictures"):
+        conversation_of(blank, blank.prompt, None)
 
 
 @pytest.mark.extension("openai")

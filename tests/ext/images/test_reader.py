@@ -78,6 +78,24 @@ def test_transparent_and_grey_pictures_are_read(reader: ImageReader) -> None:
         assert reader.read(Image.new(mode, (84, 56))).tokens == 6
 
 
+def test_sixteen_bits_and_orientation_are_seen_as_they_are(reader: ImageReader) -> None:
+    grey = Image.new("L", (84, 56), 156)
+    deep = Image.new("I;16", (84, 56), 40_000)
+    seen = [reader.pixels(reader.read(each)) for each in (grey, png(deep))]
+    assert torch.equal(*seen)
+    clear = Image.new("LA", (84, 56), (0, 0))
+    white = Image.new("RGB", (84, 56), "white")
+    assert torch.equal(*(reader.pixels(reader.read(each)) for each in (clear, white)))
+    turned, file = picture("red"), io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # taken with the camera on its side
+    turned.save(file, "PNG", exif=exif)
+    upright = reader.pixels(reader.read(turned.rotate(-90, expand=True)))
+    assert torch.equal(reader.pixels(reader.read(file.getvalue())), upright)
+    with pytest.raises(ValueError, match="has the mode F"):
+        reader.read(Image.new("F", (84, 56), 0.5))
+
+
 def bomb() -> bytes:
     """A file of a hundred bytes that says it has 10^10 pixels."""
     head = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)

@@ -102,7 +102,8 @@ def bytes_of(source: Any) -> bytes:
     from PIL import Image
 
     if isinstance(source, Mapping):  # a row of `datasets` that was not decoded, OpenAI's image_url
-        given = source.get("bytes") or source.get("path") or source.get("url")
+        names = ("bytes", "path", "url")
+        given = next((source[name] for name in names if source.get(name) is not None), None)
         if given is None:
             raise ValueError(
                 f"a picture is {_brief(source)}: expected its `bytes`, `path` or `url`"
@@ -110,7 +111,11 @@ def bytes_of(source: Any) -> bytes:
         return bytes_of(given)
     if isinstance(source, Image.Image):
         file = io.BytesIO()
-        kept = source if source.mode in ("L", "RGB", "RGBA") else source.convert("RGB")
+        if source.mode == "F":
+            raise ValueError("a picture of Pillow has the mode F: expected numbers from 0 to 255")
+        clear = source.mode in ("LA", "PA") or "transparency" in source.info
+        plain = source.mode in ("L", "RGB", "RGBA") or source.mode.startswith("I")
+        kept = source if plain else source.convert("RGBA" if clear else "RGB")
         kept.save(file, "PNG")
         return _limited(file.getvalue())
     if isinstance(source, bytes | bytearray | memoryview):
@@ -144,12 +149,13 @@ def _of_text(text: str) -> bytes:
     path = Path(text.removeprefix("file://"))
     try:
         if not path.is_file():
-            raise ValueError(f"a picture's file {_brief(text)} does not exist")
+            raise ValueError(f"a picture's file {_brief(text)} does not exist (from {Path.cwd()})")
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"a picture has more than {MOST_BYTES} bytes, the most: {path}")
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"a picture's file {_brief(text)} cannot be read: {error}") from error
+        why = error.strerror or type(error).__name__
+        raise ValueError(f"a picture's file {_brief(text)} cannot be read: {why}") from error
 
 
 def _limited(data: bytes) -> bytes:
@@ -164,7 +170,7 @@ def _brief(value: Any) -> str:
 
 def _decoded(data: bytes) -> Any:
     """Return the decoded image in RGB; a transparent one on white."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         image = Image.open(io.BytesIO(data))
@@ -174,6 +180,9 @@ def _decoded(data: bytes) -> Any:
                 f"{MOST_PIXELS} in all"
             )
         image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits, which a conversion would cut
+            image = image.point(lambda value: value * (1 / 256)).convert("L")
         if image.mode in ("RGBA", "LA") or "transparency" in image.info:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
