@@ -341,11 +341,17 @@ def of_tokens(
     """Make a batch in which every token is an entry, except each row's first and those of pictures:
     for scoring plain ids.
     """
-    masks = [[at > 0 and token < BEGIN for at, token in enumerate(row)] for row in rows]
+    each = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     return flatten(
         [
-            Experience(list(row), mask=mask, temperature=temperature, pictures=pictures)
-            for row, mask in zip(rows, masks, strict=True)
+            Experience(
+                tokens,
+                mask=tokens < BEGIN,  # index 0 is no entry anyway
+                prompt_length=1,
+                temperature=temperature,
+                pictures=pictures,
+            )
+            for tokens in each
         ]
     )
 

@@ -145,7 +145,7 @@ def make_requests(
         )
     known = album(pictures)
     ids = checked_ids(ids, vocabulary, "the prompt", pictures=known)
-    seen = tuple(shown(ids, known).values())
+    seen = tuple(shown(ids, known).values()) if known else ()
     if ids[-1] >= BEGIN:
         raise ValueError("the prompt ends in a picture: expected text after it")
     checked_ids(sampling.stop_token_ids, vocabulary, "stop_token_ids")
@@ -178,7 +178,8 @@ def checked_ids(
     except TypeError as error:
         raise ValueError(f"{what} holds something that is not a token id: {error}") from error
     plain = tokens
-    if pictures and shown(tokens, pictures):
+    if pictures:
+        shown(tokens, pictures)  # raises for one that is missing
         plain = [token for token in tokens if token < BEGIN]
     if plain and not 0 <= min(plain) <= max(plain) < vocabulary:
         bad = next(token for token in plain if not 0 <= token < vocabulary)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.store import StoreParts
@@ -60,7 +60,7 @@ def _refuse_deaf(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     """Raise ValueError for a tokenizer that loses most of a text, where its file does not: for some
     model types transformers makes another class of it than the folder names.
     """
-    if not file.is_file():
+    if type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():  # it is the file's own
         return
     whole = Tokenizer.from_file(str(file))
     read, stored = tokenizer.encode(_PROBE, add_special_tokens=False), whole.encode(_PROBE).ids

@@ -187,7 +187,7 @@ class Decoder:
         """Free the memory, the model's too: whoever has a closed engine has none of it."""
         self.active = []
         self.rest()
-        del self.model, self.forward
+        del self.model, self.forward, self.vision
 
     def _place(self, admitted: Sequence[Request]) -> None:
         if not admitted:
@@ -298,7 +298,8 @@ class Decoder:
         tokens = tokens.to(self.device)
         one = Pass.of(store, parts, rows, starts, device=self.device)
         if any(sights):
-            inputs = inputs_of(self.model, sights, tokens, one.positions, one.lengths.tolist())
+            spans = [(start, start + len(part)) for start, part in zip(starts, parts, strict=True)]
+            inputs = inputs_of(self.model, sights, tokens, one.positions, spans)
             out = text_model(self.model)(**inputs, use_cache=False, rows=one).last_hidden_state
             head: Any = self.model.get_output_embeddings()
             return head(out[0]) if logits else None

@@ -88,16 +88,15 @@ def inputs_of(
     sights: Sequence[Sight | None],
     ids: Tensor,
     places: Tensor,
-    lengths: Sequence[int],
+    spans: Sequence[tuple[int, int]],
 ) -> dict[str, Any]:
-    """Return what the language model gets for rows of ids [B, S], some of which show pictures:
-    row b has `lengths[b]` of them, at `places` [B, S] of its path.
+    """Return what the language model gets for rows of ids [B, S] at `places` [B, S] of their paths,
+    some of which show pictures. `spans`: the begin and the end of each row's ids on its path.
     """
     rotary = places.expand(3, -1, -1).clone()
     pictures: dict[int, Picture] = {}
-    for row, (sight, length) in enumerate(zip(sights, lengths, strict=True)):
+    for row, (sight, (start, end)) in enumerate(zip(sights, spans, strict=True)):
         if sight is not None:
-            start = int(places[row, 0])
-            rotary[:, row, :length] = sight.rotary[:, start : start + length]
+            rotary[:, row, : end - start] = sight.rotary[:, start:end]
             pictures |= sight.pictures
     return {**seeing(model).inputs(ids, pictures), "position_ids": rotary}
