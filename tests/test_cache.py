@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from trireme.ext.images.cache import SizedCache
+from trireme.cache import SizedCache
 
 
 def test_the_least_recently_used_go_past_the_limit() -> None:

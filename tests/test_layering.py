@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "usercode",
         "config",
     ),
-    ("registry", "text", "pictures"),
+    ("registry", "text", "pictures", "cache"),
     ("extensions",),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}

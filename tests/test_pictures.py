@@ -10,7 +10,9 @@ from trireme.batch import flatten, of_tokens
 from trireme.experience import Experience
 from trireme.pictures import (
     BEGIN,
+    MOST_KNOWN,
     MOST_TOKENS,
+    KnownPictures,
     Picture,
     album,
     as_json_messages,
@@ -153,6 +155,13 @@ def test_a_pictures_tokens_are_not_trained_and_not_without_it() -> None:
         flatten([Experience(tokens, prompt_length=4)])
     batch = of_tokens([tokens], pictures=[a])
     assert batch.targets.tolist() == [2] and dict(batch.pictures) == {a.first: a}
+
+
+def test_what_another_side_has_is_forgotten_past_a_number() -> None:
+    known, all_of_them = KnownPictures(), [made(str(n)) for n in range(MOST_KNOWN + 2)]
+    assert known.lacking([all_of_them[0]] * 2) == [all_of_them[0]]
+    known.add(all_of_them)
+    assert known.lacking(all_of_them) == all_of_them[:2]
 
 
 def test_messages_name_pictures_by_digest() -> None:

@@ -23,6 +23,8 @@ MOST_TOKENS = 1 << _INDEX_BITS
 """The most tokens of a picture."""
 _NUMBER_DIGITS = 12
 """Hexadecimal digits of a digest that are part of an id: 48 bits."""
+MOST_KNOWN = 4096
+"""The most digests that are remembered as known to another side."""
 PICTURE = -1
 """Stands for a picture's token in files and pages for people."""
 IMAGES = ("images", "image")
@@ -83,6 +85,24 @@ class PictureReader(Protocol):
         for anything else, and for one that is damaged or too large.
         """
         ...
+
+
+class KnownPictures:
+    """The pictures that another side has, so that they are not sent again."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, None] = {}
+
+    def lacking(self, pictures: Iterable[Picture]) -> list[Picture]:
+        """Return those that the other side is not known to have, each once."""
+        found = {each.digest: each for each in pictures if each.digest not in self._digests}
+        return [*found.values()]
+
+    def add(self, pictures: Iterable[Picture]) -> None:
+        """Note that the other side has these; past MOST_KNOWN the oldest are forgotten."""
+        self._digests.update(dict.fromkeys(each.digest for each in pictures))
+        for digest in [*self._digests][: max(0, len(self._digests) - MOST_KNOWN)]:
+            del self._digests[digest]
 
 
 def first_of(token: int) -> int:
@@ -164,18 +184,25 @@ def source_in(part: Mapping[str, Any]) -> Any:
     return next((part[name] for name in ("image", "image_url", "url") if part.get(name)), part)
 
 
+def read_part(part: Mapping[str, Any], read: Read) -> dict[str, Any]:
+    """Return a content's part with its picture read, in the form of chat templates; the part as it
+    is if `read` returns it.
+    """
+    seen = read(source_in(part))
+    return dict(part) if seen is part else {"type": "image", "image": seen}
+
+
 def with_read(message: Message, read: Read) -> dict[str, Any]:
     """Return a message with the pictures of its content read."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    parts = [
-        {"type": "image", "image": read(source_in(part))}
-        if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
-        else part
-        for part in content
-    ]
+    parts = [read_part(part, read) if _is_image(part) else part for part in content]
     return {**message, "content": parts}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
 def pictures_in(messages: Sequence[Message]) -> list[Picture]:
@@ -186,7 +213,7 @@ def pictures_in(messages: Sequence[Message]) -> list[Picture]:
         for content in contents
         if isinstance(content, list)
         for part in content
-        if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+        if _is_image(part)
     ]
 
 
@@ -255,8 +282,7 @@ def with_images(messages: Sequence[Message], images: Sequence[Any]) -> list[dict
 
 def _is_tag(part: Any) -> bool:
     """Return whether a content's part stands for a picture of the row."""
-    shows = isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
-    return shows and source_in(part) is part
+    return _is_image(part) and source_in(part) is part
 
 
 def _tags(message: Message) -> int:
@@ -277,6 +303,20 @@ def _parts(content: str | list[Any], images: Iterator[Any]) -> list[dict[str, An
         if piece:
             parts.append({"type": "text", "text": piece})
     return parts
+
+
+def with_row(
+    messages: Sequence[Message], row: Mapping[str, Any], key: str | None, *, tags: bool = False
+) -> list[dict[str, Any]]:
+    """Return a conversation with a row's images in their places, or only with a tag for each: see
+    `images_of` and `tagged`. Raises ValueError, as that does, and for tags without images where a
+    `key` names their column.
+    """
+    images = images_of(row, key)
+    if not images and not key:
+        return [dict(message) for message in messages]
+    found = tagged(messages, images)
+    return found if tags else with_images(found, images)
 
 
 def images_of(row: Mapping[str, Any], key: str | None) -> list[Any]:

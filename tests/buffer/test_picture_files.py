@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 
-from trireme.buffer.picture_files import FOLDER, PictureFiles, picture_file
+from sqlalchemy import MetaData, create_engine, select
+
+from tests.buffer.made import experience
+from trireme.buffer.picture_files import FOLDER, PictureFiles, picture_bytes, picture_file
+from trireme.buffer.record import Record
+from trireme.buffer.table import experience_table
 from trireme.pictures import Picture
+from trireme.serialize import decode
 
 
 def made(number: int) -> Picture:
@@ -28,3 +35,19 @@ def test_the_oldest_go_past_the_limit(tmp_path: Path) -> None:
     found = picture_file(tmp_path, made(5).digest)
     assert found is not None and found.read_bytes() == made(5).data
     assert picture_file(tmp_path, "notes.txt") is None
+
+
+def test_a_copy_in_a_database_has_its_pictures_in_files(tmp_path: Path) -> None:
+    data = bytes(50_000)
+    seen = Picture(data, hashlib.sha256(data).hexdigest(), 2, (1, 2, 4))
+    record = Record(database=f"sqlite:///{tmp_path / 'copy.db'}")
+    shown = [experience(1, 0, run, 1.0, pictures=(seen,)) for run in range(4)]
+    record._write(shown)
+    record.close()
+    with create_engine(f"sqlite:///{tmp_path / 'copy.db'}").connect() as connection:
+        table = experience_table("experiences", MetaData())
+        rows = connection.scalars(select(table.c.experience_bytes)).all()
+    assert sum(map(len, rows)) < 10_000 and len([*(tmp_path / FOLDER).iterdir()]) == 1
+    [again] = decode(rows[0], partial(picture_bytes, tmp_path))
+    assert again.pictures == (seen,)
+    assert picture_bytes(tmp_path, "0" * 64) == b""

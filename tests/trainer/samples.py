@@ -157,6 +157,21 @@ def gradients_of(
     return kept, metrics
 
 
+def first_gradients(backend: Backend) -> dict[str, Tensor]:
+    """Filled by the first step of a backend that follows: its gradients, whole."""
+    gradients: dict[str, Tensor] = {}
+    step = backend.step
+
+    def keep() -> dict[str, float]:
+        for name, p in backend.module.named_parameters():
+            if p.grad is not None and name not in gradients:
+                gradients[name] = whole(p.grad).clone()
+        return step()
+
+    backend.step = keep
+    return gradients
+
+
 def gap(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest difference of two gradients, relative to the largest number of its tensor.
 

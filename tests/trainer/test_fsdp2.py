@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tests.tiny import make_model
 from tests.trainer.ranks import run
-from tests.trainer.samples import apart, backend_of, experiences, gap
+from tests.trainer.samples import apart, backend_of, experiences, first_gradients, gap
 from trireme.algorithms.recipes import algorithm, get_recipe
 from trireme.batch import flatten
 from trireme.registry import policy_loss
 from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
-from trireme.trainer.ranks import NotFinite, Ranks, RankSpec, whole
+from trireme.trainer.ranks import NotFinite, Ranks, RankSpec
 from trireme.trainer.step import train_step
 
 FULL = {
@@ -44,16 +44,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def _learned(backend: Backend) -> dict[str, Any]:
     """The first step's gradients, all steps' metrics, the weights, and what they score."""
     recipe = get_recipe(SimpleNamespace(**FULL))
-    gradients: dict[str, Tensor] = {}
-    step = backend.step
-
-    def keep() -> dict[str, float]:
-        for name, p in backend.module.named_parameters():
-            if p.grad is not None and name not in gradients:
-                gradients[name] = whole(p.grad).clone()
-        return step()
-
-    backend.step = keep
+    gradients = first_gradients(backend)
     # A single experience leaves all ranks but one without work.
     batches = [*(experiences(n) for n in range(4)), experiences()[:1]]
     steps = [train_step(backend, recipe, batch, version=0) for batch in batches]

@@ -54,6 +54,12 @@ class PictureFiles:
             total -= sizes.pop(digest)
 
 
+def picture_bytes(folder: Path, digest: str) -> bytes:
+    """Return a picture of a job's folder of stores; nothing of one that has gone past the limit."""
+    path = picture_file(folder, digest)
+    return b"" if path is None else path.read_bytes()
+
+
 def picture_file(folder: Path, digest: str) -> Path | None:
     """Return the file of a picture in a job's folder of stores; None if it is not there."""
     path = folder / FOLDER / digest

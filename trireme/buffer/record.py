@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Record:
         self._database = database
         self._engine: Engine | None = None
         self._lines = LineFile(lines, limit, sampled) if lines is not None else None
-        self._pictures = None if lines is None else PictureFiles(lines.parent, limit)
+        self._path = lines
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self._pending: list[Future[None]] = []
 
@@ -120,6 +121,14 @@ class Record:
             if self._engine is not None:
                 self._engine.dispose()
 
+    @cached_property
+    def _pictures(self) -> PictureFiles | None:
+        """The files of pictures, next to the lines or the database's file; None without either."""
+        place = self._path
+        if place is None and self._database is not None:
+            place = _file_of(make_url(self._database))
+        return None if place is None else PictureFiles(place.parent, self._limit)
+
     def _collect(self) -> None:
         """Drop finished writes; raises the error of a failed one."""
         while self._pending and self._pending[0].done():
@@ -131,15 +140,16 @@ class Record:
         return self._engine
 
     def _write(self, experiences: list[Experience]) -> None:
+        if self._pictures is not None:
+            self._pictures.add(picture for e in experiences for picture in e.pictures)
         if self._database is not None:
             self._write_rows(self._database, experiences)
         if self._lines is not None:
             self._lines.append([self._line(e) for e in experiences])
-        if self._pictures is not None:
-            self._pictures.add(picture for e in experiences for picture in e.pictures)
 
     def _write_rows(self, url: str, experiences: list[Experience]) -> None:
-        rows = list({e.eid.uid: row_of(e) for e in experiences}.values())
+        whole = self._pictures is None  # otherwise a picture is in its file
+        rows = list({e.eid.uid: row_of(e, pictures=whole) for e in experiences}.values())
 
         def write(connection: Connection) -> None:
             ids = [row["msg_id"] for row in rows]

@@ -21,12 +21,10 @@ from trireme.data.rows import OnError, Rows
 from trireme.experience import EID, Experience
 from trireme.pictures import (
     PictureReader,
-    images_of,
     pictures_in,
-    tagged,
-    with_images,
     with_placeholders,
     with_read,
+    with_row,
 )
 from trireme.task import with_objects
 from trireme.text import has_half
@@ -186,10 +184,7 @@ class SftFormat:
         columns = columns or self._columns
         if self._has_template:
             messages = self._messages(row, columns)
-            key = self._format.get("image_key")
-            images = images_of(row, key)
-            if images or key is not None:
-                messages = with_images(tagged(messages, images), images)
+            messages = with_row(messages, row, self._format.get("image_key"))
             if self._reader is not None:
                 messages = [with_read(message, self._reader.read) for message in messages]
             elif pictures_in(messages):

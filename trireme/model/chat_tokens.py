@@ -26,13 +26,11 @@ from trireme.pictures import (
     Picture,
     PictureReader,
     Read,
-    images_of,
     pictures_in,
     placed,
-    source_in,
-    tagged,
-    with_images,
+    read_part,
     with_placeholders,
+    with_row,
 )
 from trireme.task import Task, with_objects
 from trireme.text import all_joined, joined
@@ -491,8 +489,7 @@ def _plain_part(part: Any, read: Read | None) -> dict[str, Any]:
         raise ValueError(f"a message holds {part!r:.60}: only text and pictures are supported")
     if read is None:
         raise ValueError(f"a message holds {part!r:.60}: only text is supported")
-    seen = read(source_in(part))
-    return dict(part) if seen is part else {"type": "image", "image": seen}  # a row's picture
+    return read_part(part, read)
 
 
 def as_given(source: Any) -> Any:
@@ -536,10 +533,7 @@ def conversation_of(
         )
     try:
         plain = plain_messages(messages, as_given)
-        images = images_of(task.raw_task, task.image_key)
-        if images or task.image_key is not None:
-            plain = tagged(plain, images)
-            plain = plain if with_tags else with_images(plain, images)
+        plain = with_row(plain, task.raw_task, task.image_key, tags=with_tags)
     except ValueError as error:
         raise ValueError(f"the task's {column}: {error}") from error
     if system and plain[0]["role"] != "system":

@@ -7,33 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ext.images.seeing import make_seeing
 from tests.ext.images.test_exact import samples
 from tests.trainer.ranks import run
-from tests.trainer.samples import apart, backend_of, gap
+from tests.trainer.samples import apart, backend_of, first_gradients, gap
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig
 from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
-from trireme.trainer.ranks import Ranks, RankSpec, whole
+from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
 
 
 def learned(backend: Backend, folder: Path) -> dict[str, Any]:
     recipe: Any = get_recipe(AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none"))
-    gradients: dict[str, Tensor] = {}
-    step = backend.step
-
-    def keep() -> dict[str, float]:
-        for name, p in backend.module.named_parameters():
-            if p.grad is not None and name not in gradients:
-                gradients[name] = whole(p.grad).clone()
-        return step()
-
-    backend.step = keep
+    gradients = first_gradients(backend)
     shown = samples(folder)
     for batch in (shown, shown[:1], shown[6:]):  # one sample for two ranks; and text alone
         train_step(backend, recipe, batch, version=0)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trireme.ext.images.cache import SizedCache
+from trireme.cache import SizedCache
 from trireme.pictures import Picture
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")

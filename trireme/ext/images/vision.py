@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trireme.ext.images.cache import SizedCache
+from trireme.cache import SizedCache
 from trireme.ext.images.reader import FAMILIES, ImageReader, reader_of
 from trireme.pictures import BEGIN, MOST_TOKENS, Picture, Pictures, first_of
 

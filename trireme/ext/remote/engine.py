@@ -25,7 +25,7 @@ from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sa
 from trireme.ext.remote.servers import RequestBatcher, Servers
 from trireme.ext.remote.shelf import UNKNOWN, body_of
 from trireme.ext.remote.weight_group import buckets
-from trireme.pictures import Picture
+from trireme.pictures import KnownPictures, Picture
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -59,8 +59,8 @@ class RemoteEngine:
         self.colocation: Wakes | None = None
         """The lock shared with a trainer that uses the same accelerator."""
         self.bucket_bytes = BUCKET_BYTES
-        self._sent: dict[tuple[str, Any], set[str]] = {}
-        """The digests of the pictures that each server has received since its start."""
+        self._sent: dict[str, tuple[str, KnownPictures]] = {}
+        """For each server its instance, and the pictures that this instance has received."""
         self._version = 0
         self._begun = False
         self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
@@ -156,20 +156,25 @@ class RemoteEngine:
         """Return the answer to a request that shows pictures; those that the server lacks are sent
         before it.
         """
-        known = self._sent.setdefault((url, self.servers.instances[url]), set())
-        await self._send(url, [each for each in pictures if each.digest not in known], known)
+        if not pictures:
+            return await ask()
+        instance = self.servers.instances[url]
+        if self._sent.get(url, ("", None))[0] != instance:
+            self._sent[url] = instance, KnownPictures()
+        known = self._sent[url][1]
+        await self._send(url, known.lacking(pictures), known)
         try:
             return await ask()
         except ValueError as error:
-            if not pictures or UNKNOWN not in str(error):
+            if UNKNOWN not in str(error):
                 raise
         await self._send(url, pictures, known)  # the server has dropped some since
         return await ask()
 
-    async def _send(self, url: str, pictures: Sequence[Picture], known: set[str]) -> None:
+    async def _send(self, url: str, pictures: Sequence[Picture], known: KnownPictures) -> None:
         for picture in pictures:
             await self._post(url, "/engine/pictures", body_of(picture))
-            known.add(picture.digest)
+            known.add([picture])
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Send weights to all servers. A folder must be readable by the servers."""

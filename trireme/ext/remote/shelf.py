@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from trireme.cache import SizedCache
 from trireme.pictures import Picture
 
 MOST_BYTES = 2 * 2**30
@@ -35,9 +35,7 @@ class Shelf:
 
     def __init__(self, limit: int = MOST_BYTES) -> None:
         """`limit`: bytes of all pictures."""
-        self._limit = limit
-        self._pictures: OrderedDict[str, Picture] = OrderedDict()
-        self._bytes = 0
+        self._pictures: SizedCache[Picture] = SizedCache(limit)
 
     def put(self, body: PictureBody) -> None:
         """Store a picture. Raises ValueError for data that is not base64."""
@@ -45,20 +43,17 @@ class Shelf:
             data = base64.b64decode(body.data, validate=True)
         except binascii.Error as error:
             raise ValueError(f"the request's data is not in base64: {error}") from error
-        if body.digest in self._pictures:
-            self._bytes -= len(self._pictures.pop(body.digest).data)
-        self._pictures[body.digest] = Picture(data, body.digest, body.tokens, tuple(body.grid))
-        self._bytes += len(data)
-        while self._bytes > self._limit:
-            self._bytes -= len(self._pictures.popitem(last=False)[1].data)
+        picture = Picture(data, body.digest, body.tokens, tuple(body.grid))
+        self._pictures.put(body.digest, picture, len(data))
 
     def get(self, digests: Sequence[str]) -> list[Picture]:
         """Return pictures by their digests. Raises ValueError for one that is not here."""
-        for digest in digests:
-            if digest not in self._pictures:
-                raise ValueError(f"{UNKNOWN}: {digest:.64}")
-            self._pictures.move_to_end(digest)
-        return [self._pictures[digest] for digest in digests]
+        return [self._get(digest) for digest in digests]
+
+    def _get(self, digest: str) -> Picture:
+        if (picture := self._pictures.get(digest)) is None:
+            raise ValueError(f"{UNKNOWN}: {digest:.64}")
+        return picture
 
 
 def body_of(picture: Picture) -> Mapping[str, Any]:

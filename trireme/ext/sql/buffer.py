@@ -40,6 +40,7 @@ from trireme.ext.sql.claims import Claims, Reuse
 from trireme.ext.sql.parties import Parties, PartyHeartbeat
 from trireme.ext.sql.pictures import PictureTable
 from trireme.log import get_logger
+from trireme.pictures import Picture
 from trireme.serialize import Damaged, Stored, decode
 
 logger = get_logger("queue_experience_buffer")
@@ -133,13 +134,14 @@ class SqlBuffer:
             )
 
         rows = await asyncio.to_thread(lambda: [row_of(e, pictures=False) for e in experiences])
-        pictures = self._pictures.new(picture for e in experiences for picture in e.pictures)
+        known = self._pictures.known
+        pictures = known.lacking(picture for e in experiences for picture in e.pictures)
 
         def attempt(connection: Connection) -> bool | None:
             return self._try_put(connection, rows, pictures)
 
         await self._poll(attempt, full, "train")
-        self._pictures.note(pictures)
+        known.add(pictures)  # now that its transaction has ended
         logger.info("%d experiences put", len(rows))
         self.demand.set(False)  # until a look that begins now has found too few
         self._changed.notify_all()
@@ -386,7 +388,7 @@ class SqlBuffer:
             pause = min(2 * pause, POLL_LONGEST)
 
     def _try_put(
-        self, connection: Connection, rows: list[dict[str, Any]], pictures: dict[str, bytes]
+        self, connection: Connection, rows: list[dict[str, Any]], pictures: Sequence[Picture]
     ) -> bool | None:
         """True when the rows are in; None while the buffer is full."""
         ended = self._parties.ended(connection, "train")

@@ -9,11 +9,9 @@ from sqlalchemy import Connection, MetaData, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from trireme.buffer.table import picture_table
-from trireme.pictures import Picture
+from trireme.pictures import KnownPictures, Picture
 
 _INSERTS: dict[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
-REMEMBERED = 4096
-"""Digests that are known to be in the table, so that they are not sent again."""
 
 
 class PictureTable:
@@ -21,24 +19,16 @@ class PictureTable:
 
     def __init__(self, name: str, metadata: MetaData) -> None:
         self._table = picture_table(name, metadata)
-        self._known: dict[str, None] = {}
+        self.known = KnownPictures()
+        """Those that are in the table, as far as this process knows."""
 
-    def new(self, pictures: Iterable[Picture]) -> dict[str, bytes]:
-        """Return the data of those that are not known to be in the table, by digest."""
-        return {p.digest: p.data for p in pictures if p.digest not in self._known}
-
-    def put(self, connection: Connection, new: dict[str, bytes]) -> None:
+    def put(self, connection: Connection, pictures: Iterable[Picture]) -> None:
         """Add pictures; those that another process has added stay as they are."""
-        if new:
-            rows = [{"digest": digest, "data": data} for digest, data in sorted(new.items())]
+        rows = [{"digest": each.digest, "data": each.data} for each in pictures]
+        if rows:
             insert = _INSERTS[connection.dialect.name]
+            rows.sort(key=lambda row: row["digest"])  # processes lock them in one order
             connection.execute(insert(self._table).on_conflict_do_nothing(), rows)
-
-    def note(self, new: Iterable[str]) -> None:
-        """Note that these are in the table: their transaction has ended."""
-        self._known.update(dict.fromkeys(new))
-        for digest in [*self._known][: max(0, len(self._known) - REMEMBERED)]:
-            del self._known[digest]
 
     def get(self, connection: Connection, digest: str) -> bytes | None:
         """Return a picture's data; None if it is not there."""

@@ -13,10 +13,12 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trireme.algorithms.recipes import row_of
+from trireme.buffer.picture_files import picture_bytes
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.load import config_of
@@ -85,7 +87,8 @@ class Run:
         with sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True) as connection:
             query = f"SELECT experience_bytes FROM experiences {where} ORDER BY id"
             rows = [row[0] for row in connection.execute(query, values)]
-        return [experience for data in rows for experience in decode(data)]
+        stored = partial(picture_bytes, self._last.buffer)
+        return [experience for data in rows for experience in decode(data, stored)]
 
     @property
     def _last(self) -> JobFolder:
