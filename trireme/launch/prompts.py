@@ -87,7 +87,8 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
     deadline = time.monotonic() + SECONDS
     drops_tools = shows_pictures = False
     for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
-        asked = first_messages(taskset.task(0, 0, row), text.chat.read)
+        read = partial(_read_of_row, text.chat.read, taskset.rows.where(row))
+        asked = first_messages(taskset.task(0, 0, row), read)
         if asked is None:
             return None
         messages, tools = asked
@@ -100,6 +101,14 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
     if not sizes:
         return None
     return Prompts(sizes, rendered[0], drops_tools, text.chat.hides_replies, shows_pictures)
+
+
+def _read_of_row(read: Callable[[Any], Any], where: str, source: Any) -> Any:
+    """Read a picture. Raises ValueError that names its row."""
+    try:
+        return read(source)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def first_messages(

@@ -208,4 +208,6 @@ def test_a_damaged_picture_is_named_with_its_row(tmp_path: Path) -> None:
     (folder / "pictures" / "0_0.png").write_bytes(b"no picture")
     done = run(folder, config)
     assert done.returncode
-    assert "a picture of 10 bytes cannot be decoded" in done.stdout + done.stderr
+    text = done.stdout + done.stderr
+    assert "a picture of 10 bytes cannot be decoded" in text
+    assert "seen.jsonl' (split 'train'), row 0 (" in text and "seen.jsonl, line 1)" in text
