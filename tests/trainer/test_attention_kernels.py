@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.trainer.samples import backend_of, experiences
 from tests.trainer.test_attention import random_batch
 from trireme.batch import Batch, flatten, of_tokens
+from trireme.engines.torch.vision import around
+from trireme.pictures import BEGIN, Picture
 from trireme.trainer import attention
 from trireme.trainer.attention import Blocks, choose_kernel
 from trireme.trainer.pack import pack
@@ -177,6 +180,81 @@ def test_values_and_gradients_are_those_of_a_loop(
             results.append([out.detach(), *(x.grad for x in given if x.grad is not None)])
         for one, other in zip(*results, strict=True):
             assert torch.allclose(one, other, atol=1e-12)
+
+
+class Seeing:
+    """The vision of a model whose pictures see themselves whole."""
+
+    unsampled, around = (), True
+
+    def positions(self, ids: Any, pictures: Any) -> Tensor:
+        return torch.arange(len(ids))[None]
+
+
+def with_pictures(rows: list[list[int]], shown: list[Picture]) -> list[list[int]]:
+    """The same rows with a picture in place of token 0 and of token 1."""
+    return [
+        [t for token in row for t in (shown[token].ids if token < 2 else [token])] + [2]
+        for row in rows
+    ]
+
+
+def whole_pictures(rows: list[list[int]], seen: Tensor) -> Tensor:
+    """[T, T] who sees whom in a picture: its own tokens, earlier and later."""
+    paths = sorted({tuple(row[:n]) for row in rows for n in range(1, len(row))})
+    begins = [around(np.array(path))[0, -1] for path in paths]
+    ends = [path[int(begin) :] for path, begin in zip(paths, begins, strict=True)]
+    found = torch.zeros_like(seen)
+    for i, path in enumerate(paths):
+        for j, other in enumerate(paths):
+            if path[-1] >= BEGIN and other[-1] >= BEGIN and begins[i] == begins[j]:
+                head = path[: int(begins[i])] == other[: int(begins[j])]
+                found[i, j] = head and ends[i][0] == ends[j][0]
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 3, -4])
+@pytest.mark.parametrize(("kernel", "align"), [("sdpa", False), ("sdpa", True), ("flex", False)])
+def test_a_picture_that_sees_itself_is_computed_as_a_loop_does(
+    kernel: Any, align: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_MULTIPLE", 4)
+    rng = random.Random(window)
+    torch.manual_seed(0)
+    shown = [Picture(b"", f"{n:064x}", tokens, (1, 1, 1)) for n, tokens in ((1 << 210, 3), (7, 6))]
+    assert len({picture.first for picture in shown}) == 2
+    for _ in range(12):
+        rows = with_pictures(rows_of(rng), shown)
+        batch = of_tokens(rows, pictures=shown)
+        layout = pack(batch, kernel=kernel, align=align, vision=Seeing()).attention  # pyright: ignore
+        seen = dense(rows)
+        depth, whole = seen.sum(1) - 1, whole_pictures(rows, seen)
+        if window > 0:
+            seen &= depth[:, None] - depth < window
+        elif window:
+            seen &= (depth // -window)[:, None] == depth // -window
+        seen |= whole
+        inputs = [torch.randn(1, n, len(seen), 8).double() for n in (4, 2, 2)]
+        out = layout.attend(*inputs, window=window, scale=None)
+        assert torch.allclose(out, by_tokens(seen, *inputs), atol=1e-12)
+        if kernel == "flex":  # no block that is seen is left out
+            assert isinstance(layout, Blocks)
+            index = torch.arange(len(seen))
+            mask, nothing = layout.mask(window), index.new_zeros(())
+            assert torch.equal(mask.mask_mod(nothing, nothing, index[:, None], index), seen)
+            whole = attention._blocks(layout.depth.numpy(), layout.ends.numpy(), window)[1]
+            listed = mask.to_dense()[0, 0].bool() | torch.from_numpy(whole)
+            assert not (blocks_of(seen, 4).any(-1).any(-1) & ~listed).any()
+
+
+def test_varlen_cannot_compute_a_picture_that_sees_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_varlen(monkeypatch, varlen_as_documented)
+    with pytest.raises(ValueError, match=r"varlen on cpu .* no tokens that see later ones; sdpa"):
+        choose_kernel("varlen", CPU, half=True, heads=4, key_heads=2, width=16, around=True)
+    gpu = torch.device("meta")
+    assert choose_kernel("auto", gpu, half=True, heads=4, key_heads=2, width=16, around=True)
 
 
 @pytest.mark.parametrize("double", [varlen_as_documented, older_varlen])

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -26,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias, causal_lower_right
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
+from trireme.config.lookup import has_sinks
 from trireme.engines.torch.rows import attend, refuse_plans, scaled_by_position, window_of
+from trireme.engines.torch.vision import vision_of
 from trireme.trainer import compiled
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,10 @@ class Trie(NamedTuple):
     """[T] tokens before each on its path."""
     ends: np.ndarray
     """[T] one past the last token that continues each: j is seen by the queries j to ends[j]."""
+    around: np.ndarray | None = None
+    """[2, T] the begin and the end, on its path, of a stretch that each token sees whole, later
+    tokens too: its picture in some models, nothing elsewhere. None: nothing anywhere. Such a
+    stretch is contiguous in the flat tokens."""
 
 
 class Layout(Protocol):
@@ -87,10 +94,28 @@ def lay_out(trie: Trie, kernel: Kernel = "sdpa", *, align: bool = False) -> Layo
     if kernel == "varlen":
         return Paths.of(trie)
     if kernel == "flex":
-        return Blocks(
-            torch.from_numpy(trie.depth), torch.from_numpy(trie.ends), torch.device("cpu")
-        )
+        around = np.zeros((2, 0), np.int64) if trie.around is None else trie.around
+        depth, ends = torch.from_numpy(trie.depth), torch.from_numpy(trie.ends)
+        return Blocks(depth, ends, torch.from_numpy(around), torch.device("cpu"))
     return Rows.of(trie, align)
+
+
+def kernel_for(
+    model: PreTrainedModel, path: str | Path, asked: str, device: torch.device, *, half: bool
+) -> Kernel:
+    """Choose the kernel of a run for a model from the folder `path`: see `choose_kernel`."""
+    text, vision = model.config.get_text_config(), vision_of(model)
+    heads = text.num_attention_heads
+    return choose_kernel(
+        asked,
+        device,
+        half=half,
+        heads=heads,
+        key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        width=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        sinks=has_sinks(path),
+        around=vision is not None and vision.around,
+    )
 
 
 @cache
@@ -103,18 +128,20 @@ def choose_kernel(
     key_heads: int,
     width: int,
     sinks: bool = False,
+    around: bool = False,
 ) -> Kernel:
     """Choose the kernel of a run and try it on its device. `heads` of `width` share the keys of
-    `key_heads`.
+    `key_heads`; `around`: tokens of the model see later ones, see `Trie`.
 
-    auto: varlen on a GPU in bfloat16 if it matches SDPA there and the model has no `sinks`, else
-    sdpa. Raises ValueError if the requested kernel does not match.
+    auto: varlen on a GPU in bfloat16 if it matches SDPA there and the model has no `sinks` and
+    nothing `around`, else sdpa. Raises ValueError if the requested kernel does not match.
     """
-    if asked == "sdpa" or (asked == "auto" and (device.type == "cpu" or not half or sinks)):
+    plain = device.type == "cpu" or not half or sinks or around
+    if asked == "sdpa" or (asked == "auto" and plain):
         return "sdpa"
     kernel: Kernel = "flex" if asked == "flex" else "varlen"
     try:
-        gap = _trial(kernel, device, (heads, key_heads, width), sinks)
+        gap = _trial(kernel, device, (heads, key_heads, width), sinks, around)
         failure = (
             "" if gap < _AGREEMENT else f"differs from SDPA by {gap:.2g} of the largest number"
         )
@@ -130,7 +157,13 @@ def choose_kernel(
     return "sdpa"
 
 
-def _trial(kernel: Kernel, device: torch.device, shape: tuple[int, int, int], sinks: bool) -> float:
+def _trial(
+    kernel: Kernel,
+    device: torch.device,
+    shape: tuple[int, int, int],
+    sinks: bool,
+    around: bool,
+) -> float:
     """Return the largest relative difference of a small trie's outputs and gradients from SDPA in
     float32.
     """
@@ -138,7 +171,8 @@ def _trial(kernel: Kernel, device: torch.device, shape: tuple[int, int, int], si
     trunk, branch = np.arange(200), np.concatenate([np.arange(70), np.arange(200, 330)])
     ends = np.where(np.arange(330) < 70, 330, np.where(np.arange(330) < 200, 200, 330))
     depth = np.concatenate([np.arange(200), np.arange(70, 200)])
-    trie = Trie([(0, trunk), (70, branch)], depth, ends)
+    seen = np.array([[90], [180]]) * ((depth >= 90) & (depth < 180)) if around else None
+    trie = Trie([(0, trunk), (70, branch)], depth, ends, seen)
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randn(1, h, 330, width, generator=draw) for h in (heads, key_heads, key_heads)]
     rows += [torch.randn(heads, generator=draw)] if sinks else []
@@ -172,13 +206,15 @@ class AttentionRows:
     named: CausalBias | None = None
     """The mask in the form that kernels know by name, without its numbers; only if all starts are K
     - Q."""
+    around: Tensor | None = None
+    """[2, R, Q] as in `Trie`; None if nothing."""
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def bias(self, window: int = 0) -> Tensor | None:
         """Return the mask, in its named form if there is one; None if attention is plain causal."""
-        if self.causal and not window:
-            return None
-        return self.mask(window) if window or self.named is None else self.named
+        if window or self.around is not None:
+            return self.mask(window)
+        return None if self.causal else self.mask() if self.named is None else self.named
 
     def mask(self, window: int = 0) -> Tensor:
         """Return [R, 1, Q, K], true where a query sees a key; `window`: see `window_of` of
@@ -198,6 +234,10 @@ class AttentionRows:
             if window:
                 # Padded queries of a short row may be past the window of every key: keep key 0.
                 seen[:, :, 0] |= ~seen.any(-1)
+            if self.around is not None:
+                keys = torch.arange(self.keys.shape[1], device=self.starts.device)
+                begin, end = self.around[..., None]
+                seen = seen | ((keys >= begin) & (keys < end))
             self._masks[window] = seen[:, None]
         return self._masks[window]
 
@@ -237,16 +277,26 @@ class Rows:
                 place[path[begin:]] = base + r * num_queries + np.arange(begin - start, len(tail))
             base += queries.size
             starts = torch.tensor([start for start, _, _ in members])
-            named = causal_lower_right(num_queries, num_keys) if align else None
+            around = None if trie.around is None else trie.around[:, queries]
+            if around is None or not around.any():
+                named = causal_lower_right(num_queries, num_keys) if align else None
+                around = None
+            else:
+                named, around = None, torch.from_numpy(around)
             indices = torch.from_numpy(queries), torch.from_numpy(keys)
-            out.append(AttentionRows(*indices, starts, not members[0][0], named))
+            out.append(AttentionRows(*indices, starts, not members[0][0], named, around))
         return cls(tuple(out), torch.from_numpy(place))
 
     def to(self, device: torch.device) -> Rows:
         """Move the indices of all buckets to `device`."""
         buckets = tuple(
             AttentionRows(
-                r.queries.to(device), r.keys.to(device), r.starts.to(device), r.causal, r.named
+                r.queries.to(device),
+                r.keys.to(device),
+                r.starts.to(device),
+                r.causal,
+                r.named,
+                None if r.around is None else r.around.to(device),
             )
             for r in self.buckets
         )
@@ -300,7 +350,11 @@ class Paths:
 
     @classmethod
     def of(cls, trie: Trie) -> Paths:
-        """Rows are in the order of the flat tokens."""
+        """Rows are in the order of the flat tokens. Raises NotImplementedError for tokens that see
+        later ones.
+        """
+        if trie.around is not None:
+            raise NotImplementedError("it has no tokens that see later ones")
         queries = [len(path) - start for start, path in trie.spans]
         keys = [len(path) for _, path in trie.spans]
         index = torch.from_numpy(np.concatenate([path for _, path in trie.spans]))
@@ -370,13 +424,15 @@ class Blocks:
     """[T] as in `Trie`."""
     ends: Tensor
     """[T] as in `Trie`."""
+    around: Tensor
+    """[2, T] as in `Trie`; [2, 0]: none."""
     device: torch.device
     """The device that uses the masks; they are made on the host."""
     _masks: dict[int, flex.BlockMask] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Blocks:
         """Take `device` for the masks."""
-        return Blocks(self.depth, self.ends, device)
+        return Blocks(self.depth, self.ends, self.around, device)
 
     def attend(
         self,
@@ -407,19 +463,41 @@ class Blocks:
         these.
         """
         depth, ends = self.depth.to(self.device), self.ends.to(self.device)
+        first, last = self._flat_around().to(self.device)
 
-        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def earlier(query: Tensor, key: Tensor) -> Tensor:
             seen = (key <= query) & (query < ends[key])
             if window < 0:
                 return seen & (depth[query] // -window == depth[key] // -window)
             return seen & (depth[query] - depth[key] < window) if window else seen
 
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = earlier(query, key)
+            return seen | ((key >= first[query]) & (key < last[query])) if len(first) else seen
+
         some, whole = _blocks(self.depth.numpy(), self.ends.numpy(), window)
+        some |= _between(self._flat_around().numpy(), len(some))
         tables = [_table(blocks, self.device) for blocks in (some & ~whole, whole)]
         length = len(self.ends)
         return flex.BlockMask.from_kv_blocks(
             *tables[0], *tables[1], _MULTIPLE, sees, seq_lengths=(length, length)
         )
+
+    def _flat_around(self) -> Tensor:
+        """Return `around` as places in the flat tokens."""
+        places = torch.arange(self.around.shape[1])
+        return self.around + torch.where(self.around[1] > 0, places - self.depth[: len(places)], 0)
+
+
+def _between(around: np.ndarray, count: int) -> np.ndarray:
+    """Return [B, B] for blocks of queries and keys: some key may be in a query's stretch, of which
+    `around` [2, T] has the begin and the end in the flat tokens.
+    """
+    near = np.zeros((count, count), bool)
+    for at in np.flatnonzero(around[1]):
+        first, last = around[:, at]
+        near[at // _MULTIPLE, first // _MULTIPLE : (last - 1) // _MULTIPLE + 1] = True
+    return near
 
 
 def _blocks(depth: np.ndarray, ends: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:

@@ -63,7 +63,6 @@ class Backend:
         """`reference` keeps the model as it is now for KL terms; with LoRA the adapter alone."""
         self.ranks = ranks
         self.device = ranks.device if ranks else torch.device(settings.device)
-        self._kernel = settings.kernel(model_path, self.device)
         self._settings = settings
         self._reference: Root | None = None
         self._has_reference = reference
@@ -72,6 +71,7 @@ class Backend:
             frozen = settings.load(model_path, ranks, frozen=True)
             self._reference = settings.spread(frozen, ranks, model_path).eval()
         self.module = settings.load(model_path, ranks)
+        self._kernel = settings.kernel(model_path, self.device, self.module)
         self.towers = settings.frozen_names(self.module)
         torch.manual_seed(settings.seed)  # an adapter's first weights, equal on all ranks; dropout
         lora = settings.lora

@@ -57,8 +57,8 @@ class Critic:
         flat.
         """
         self.device = ranks.device if ranks else torch.device(settings.device)
-        self._kernel: Kernel = settings.kernel(model_path, self.device)
         self.model = settings.load(model_path, ranks)
+        self._kernel: Kernel = settings.kernel(model_path, self.device, self.model)
         # The head that turns hidden states into words plays no part in a value.
         self.model.set_output_embeddings(None)
         width = self.model.config.get_text_config().hidden_size

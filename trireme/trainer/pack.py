@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from trireme.batch import Batch
 from trireme.engines.torch.recurrent import is_recurrent
-from trireme.engines.torch.vision import seeing
+from trireme.engines.torch.vision import Vision, around, axes, seeing
 from trireme.pictures import BEGIN, Pictures, shown
 from trireme.trainer.attention import Kernel, Layout, Trie, lay_out
 from trireme.trainer.compiled import handle_of
@@ -48,7 +48,7 @@ class PackedBatch:
     nodes: Nodes | None = None
     """The same tokens for layers with a state; None for a model that has none."""
     rotary: Tensor | None = None
-    """[3, T] the positions that rotary embeddings get where there are pictures; None: those above.
+    """[A, T] the positions that rotary embeddings get where there are pictures; None: those above.
     """
     pictures: Pictures = field(default_factory=dict)
     """The pictures that `tokens` have ids of."""
@@ -64,7 +64,7 @@ class PackedBatch:
         if self.rotary is None:
             return {"input_ids": self.tokens[None], "position_ids": self.positions[None]}
         seen = seeing(model).inputs(self.tokens[None], self.pictures)
-        return {**seen, "position_ids": self.rotary[:, None]}
+        return {**seen, "position_ids": axes(self.rotary[:, None])}
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same micro-batch on `device`."""
@@ -86,10 +86,10 @@ def pack(
     align: bool = False,
     kernel: Kernel = "sdpa",
     nodes: bool = False,
-    rotary: Callable[[Sequence[int], Pictures], Tensor] | None = None,
+    vision: Vision | None = None,
 ) -> PackedBatch:
     """Lay out a batch that has at least one entry; `nodes`: for a model whose layers have a state;
-    `rotary` returns the rotary positions [3, T] of a sample with pictures.
+    `vision`: of a model that sees the batch's pictures.
 
     `align`, for a GPU: rows of a bucket begin at the same token, so that none needs a mask, and
     have multiples of 128 queries. This leaves more rows alone; a CPU attends with a mask as fast.
@@ -118,24 +118,29 @@ def pack(
     depth = np.empty(total, np.int64)
     for _, n in spans:
         depth[paths[n]] = np.arange(len(paths[n]))
-    trie = Trie([(start, paths[n]) for start, n in spans], depth, ends[:total])
     offsets = np.concatenate([[0], np.cumsum([len(p) for p in paths])[:-1]])
     flat_paths = np.concatenate(paths)
     predecessors = flat_paths[offsets[batch.sample_ids.numpy()] + batch.positions.numpy() - 1]
     flat = np.concatenate(tokens)
     pictures = shown(flat[flat >= BEGIN].tolist(), batch.pictures)
-    spread = None
-    if pictures and rotary is not None:
-        spread = torch.empty(3, total, dtype=torch.long)
+    rotary = seen = None
+    if pictures and vision is not None:
         for path, sample in zip(paths, inputs, strict=True):
-            spread[:, torch.from_numpy(path)] = rotary(sample.tolist(), pictures)
+            places = vision.positions(sample.tolist(), pictures)
+            if rotary is None:
+                rotary = places.new_empty(len(places), total)
+            rotary[:, torch.from_numpy(path)] = places
+            if vision.around:
+                seen = np.zeros((2, total), np.int64) if seen is None else seen
+                seen[:, path] = around(sample)
+    trie = Trie([(start, paths[n]) for start, n in spans], depth, ends[:total], seen)
     return PackedBatch(
         tokens=torch.from_numpy(flat),
         positions=torch.from_numpy(depth),
         attention=lay_out(trie, kernel, align=align),
         predecessors=torch.from_numpy(predecessors),
         nodes=Nodes.of(trie) if nodes else None,
-        rotary=spread,
+        rotary=rotary,
         pictures=pictures,
     )
 
@@ -156,7 +161,7 @@ def pack_for(
         align=align,
         kernel=kernel,
         nodes=nodes,
-        rotary=seeing(model).positions if batch.pictures else None,
+        vision=seeing(model) if batch.pictures else None,
     ).to(device)
 
 

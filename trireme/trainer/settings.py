@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from trireme.config.lookup import has_sinks
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.torch.composite import towers
 from trireme.trainer import attention, ulysses
@@ -123,22 +122,13 @@ class TrainSettings:
         """Return the ranks that share the computation of a batch."""
         return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
 
-    def kernel(self, path: str | Path, device: torch.device) -> attention.Kernel:
-        """Choose the attention kernel for the model in a folder. Raises ValueError if the requested
+    def kernel(
+        self, path: str | Path, device: torch.device, model: PreTrainedModel
+    ) -> attention.Kernel:
+        """Choose the attention kernel for the model of a folder. Raises ValueError if the requested
         one cannot run.
         """
-        model = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
-        text = model.get_text_config()
-        heads = text.num_attention_heads
-        return attention.choose_kernel(
-            self.attn_implementation,
-            device,
-            half=self.half,
-            heads=heads,
-            key_heads=getattr(text, "num_key_value_heads", None) or heads,
-            width=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            sinks=has_sinks(path),
-        )
+        return attention.kernel_for(model, path, self.attn_implementation, device, half=self.half)
 
     def precision(self, ranks: Ranks | None) -> AbstractContextManager:
         """Return bfloat16 autocast if requested; shards have their own policy."""

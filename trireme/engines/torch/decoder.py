@@ -148,8 +148,10 @@ class Decoder:
             store.reserve(1, len(row))
             scored = [0.0]
             width = max(1, min(PREFILL_TOKENS, SCORE_NUMBERS // self.vocabulary))
-            for start in range(0, len(row) - 1, width):
-                part = list(row[start : start + width])
+            start = 0
+            while start < len(row) - 1:
+                end = start + width if sight is None else sight.end(start, start + width)
+                part = list(row[start:end])
                 logits = self._forward(store, [part], [0], [start], [sight], logits=True)
                 assert logits is not None
                 targets = torch.tensor(row[start + 1 : start + 1 + len(part)], device=self.device)
@@ -157,6 +159,7 @@ class Decoder:
                 seen = targets >= BEGIN
                 chosen = logprobs.gather(1, targets.masked_fill(seen, 0)[:, None])[:, 0]
                 scored += chosen.masked_fill(seen, 0.0).tolist()
+                start = end
             out.append(scored)
         return out
 
@@ -270,12 +273,18 @@ class Decoder:
             todo = list(batch)
             piece = max(1, PREFILL_TOKENS // len(batch))
             while todo:
-                parts = [list(x.ids[x.start : x.start + piece]) for x in todo]
+                ends = [
+                    x.start + piece if x.sight is None else x.sight.end(x.start, x.start + piece)
+                    for x in todo
+                ]
+                parts = [list(x.ids[x.start : end]) for x, end in zip(todo, ends, strict=True)]
                 rows, starts = [x.row for x in todo], [x.start for x in todo]
                 self._forward(store, parts, rows, starts, [x.sight for x in todo])
                 self.prefilled += sum(map(len, parts))
                 todo = [
-                    x._replace(start=x.start + piece) for x in todo if x.start + piece < len(x.ids)
+                    x._replace(start=end)
+                    for x, end in zip(todo, ends, strict=True)
+                    if end < len(x.ids)
                 ]
 
     def _forward(
@@ -299,7 +308,7 @@ class Decoder:
         one = Pass.of(store, parts, rows, starts, device=self.device)
         if any(sights):
             spans = [(start, start + len(part)) for start, part in zip(starts, parts, strict=True)]
-            inputs = inputs_of(self.model, sights, tokens, one.positions, spans)
+            inputs, one.around = inputs_of(self.model, sights, tokens, one.positions, spans)
             out = text_model(self.model)(**inputs, use_cache=False, rows=one).last_hidden_state
             head: Any = self.model.get_output_embeddings()
             return head(out[0]) if logits else None

@@ -186,6 +186,9 @@ class Pass:
     """S"""
     total: int
     """Keys to attend over: the longest row after this pass."""
+    around: Tensor | None = None
+    """[2, B, S] the begin and the end of what a new token sees whole, later tokens too; see
+    vision.py. Those are in the same pass."""
 
     @classmethod
     def of(
@@ -282,6 +285,9 @@ class Pass:
                 seen &= behind < window
             elif window:
                 seen &= keys // -window == (self.positions // -window)[:, :, None]
+            if self.around is not None:
+                begin, end = self.around[..., None]
+                seen |= (keys >= begin) & (keys < end)
             self._masks[window] = seen[:, None]
         return self._masks[window]
 

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trireme.pictures import Picture, Pictures, album, shown
+from trireme.pictures import BEGIN, Picture, Pictures, album, shown
 from trireme.registry import VISIONS
 
 
@@ -23,10 +25,12 @@ class Vision(Protocol):
 
     unsampled: Sequence[int]
     """Token ids that stand for pictures, and are never sampled."""
+    around: bool
+    """True if each token of a picture sees the whole picture, later tokens too."""
 
     def positions(self, ids: Sequence[int], pictures: Pictures) -> Tensor:
-        """Return the rotary positions [3, T] of a path of ids; text goes on after the largest one
-        before it.
+        """Return the rotary positions [A, T] of a path of ids, on three axes or on one; text goes
+        on after the largest one before it.
         """
         ...
 
@@ -65,12 +69,23 @@ class Sight(NamedTuple):
 
     pictures: Pictures
     rotary: Tensor
-    """[3, T] the rotary positions of its tokens."""
+    """[A, T] the rotary positions of its tokens."""
+    around: Tensor | None = None
+    """[2, T] see `around`; None: every token sees those before it, and no others."""
 
     @property
     def shift(self) -> int:
         """How much later the rotary positions of tokens after it are than their places."""
         return int(self.rotary.max()) + 1 - self.rotary.shape[1]
+
+    def end(self, start: int, end: int) -> int:
+        """Return where a part of the path from `start` ends, at `end` or close to it: never inside
+        of a picture that its tokens see whole.
+        """
+        if self.around is None or end >= self.around.shape[1]:
+            return end
+        first, last = self.around[:, end - 1].tolist()
+        return end if last <= end else first if first > start else last
 
 
 def sight_of(
@@ -80,7 +95,31 @@ def sight_of(
     sees nothing.
     """
     found = shown(ids, album(pictures)) if pictures else {}
-    return Sight(found, seeing(model).positions(ids, found)) if found else None
+    if not found:
+        return None
+    vision = seeing(model)
+    seen = torch.from_numpy(around(np.array(ids))) if vision.around else None
+    return Sight(found, vision.positions(ids, found), seen)
+
+
+def around(ids: np.ndarray) -> np.ndarray:
+    """Return the begin and the end [2, T] of the picture that each of `ids` belongs to; 0 and 0 for
+    text.
+    """
+    seen = ids >= BEGIN
+    starts = seen.copy()
+    starts[1:] &= np.diff(ids) != 1  # a picture's ids follow one another
+    begins = np.flatnonzero(starts)
+    ends = np.flatnonzero(seen & ~np.append(seen[1:] & ~starts[1:], False)) + 1
+    number = np.cumsum(starts)[seen] - 1
+    found = np.zeros((2, len(ids)), np.int64)
+    found[:, seen] = begins[number], ends[number]
+    return found
+
+
+def axes(rotary: Tensor) -> Tensor:
+    """Return rotary positions [A, ...] as a model takes them: without the axis if there is one."""
+    return rotary if len(rotary) > 1 else rotary[0]
 
 
 def inputs_of(
@@ -89,14 +128,19 @@ def inputs_of(
     ids: Tensor,
     places: Tensor,
     spans: Sequence[tuple[int, int]],
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Tensor | None]:
     """Return what the language model gets for rows of ids [B, S] at `places` [B, S] of their paths,
-    some of which show pictures. `spans`: the begin and the end of each row's ids on its path.
+    some of which show pictures, and `around` [2, B, S] of them, None where no token sees a later
+    one. `spans`: the begin and the end of each row's ids on its path.
     """
-    rotary = places.expand(3, -1, -1).clone()
+    axis = next(len(sight.rotary) for sight in sights if sight is not None)
+    rotary = places.expand(axis, -1, -1).clone()
+    seen = rotary.new_zeros(2, *ids.shape) if seeing(model).around else None
     pictures: dict[int, Picture] = {}
     for row, (sight, (start, end)) in enumerate(zip(sights, spans, strict=True)):
         if sight is not None:
             rotary[:, row, : end - start] = sight.rotary[:, start:end]
             pictures |= sight.pictures
-    return {**seeing(model).inputs(ids, pictures), "position_ids": rotary}
+            if seen is not None and sight.around is not None:
+                seen[:, row, : end - start] = sight.around[:, start:end]
+    return {**seeing(model).inputs(ids, pictures), "position_ids": axes(rotary)}, seen
