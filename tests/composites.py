@@ -47,7 +47,7 @@ def make_composite(folder: Path, family: str, **options: Any) -> Path:
     if family == "gemma3":
         text |= {"sliding_window": 16}
         config = Gemma3Config(
-            text_config=text, vision_config=_PIXTRAL, mm_tokens_per_image=4,
+            text_config=text, vision_config={**_PIXTRAL, "image_size": 56}, mm_tokens_per_image=4,
             image_token_index=image, boi_token_index=image + 1, eoi_token_index=image + 2,
         )  # fmt: skip
     elif family == "mistral3":
@@ -84,6 +84,8 @@ def make_composite(folder: Path, family: str, **options: Any) -> Path:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     calm(model)
+    if family == "gemma3":  # whose projection begins at 0: nothing would be seen
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -86,6 +86,12 @@ class PictureReader(Protocol):
         """
         ...
 
+    def template(self, text: str) -> str:
+        """Return a chat template that writes the placeholder, and what the model expects around it,
+        where the chat template `text` shows a picture; `text` itself if it does so already.
+        """
+        ...
+
 
 class KnownPictures:
     """The pictures that another side has, so that they are not sent again."""

@@ -1,7 +1,7 @@
 """Draws pictures with questions, and makes a tiny vision-language model that knows nothing yet.
 
     python examples/pictures/prepare.py                       # checkpoints/pictures_data
-    python examples/pictures/prepare.py --family qwen2_5_vl   # or qwen3_5
+    python examples/pictures/prepare.py --family qwen2_5_vl   # or qwen3_5, gemma3
 
 A picture has one to four circles of one colour in one half. Questions ask for the colour, the
 number or the half. Half of the solved examples are wrong, so that imitating them is not enough.
@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 from tokenizers.pre_tokenizers import ByteLevel
+from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
+    Gemma3Config,
     Qwen2_5_VLConfig,
     Qwen2Tokenizer,
     Qwen3_5Config,
     Qwen3VLConfig,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from trireme.files import write_jsonl
@@ -41,6 +44,7 @@ QUESTIONS = {
 }
 ANSWERS = {"colour": COLOURS, "number": NUMBERS, "half": HALVES}
 VISION = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|' + message['role'] + '|>' }}"
     "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}"
@@ -80,9 +84,10 @@ def rows(folder: Path, name: str, count: int, rng: random.Random, wrong: float =
     write_jsonl(folder / f"{name}.jsonl", out)
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
+def make_tokenizer(family: str) -> Qwen2Tokenizer:
     """Make a byte-level tokenizer of Qwen's class that knows the words of this task. transformers
-    loads Qwen3.5's by that class, whatever a folder says.
+    loads Qwen3.5's by that class, whatever a folder says. Gemma's chat template writes the token
+    that begins a picture, and no others.
     """
     alphabet = {byte: number for number, byte in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Qwen2Tokenizer(
@@ -91,13 +96,15 @@ def make_tokenizer() -> Qwen2Tokenizer:
     tokenizer.add_tokens(["<|user|>", "<|assistant|>", *VISION], special_tokens=True)
     texts = [*QUESTIONS.values(), *COLOURS, *NUMBERS, *HALVES]
     tokenizer.add_tokens(sorted({piece for text in texts for piece in re.findall(r" ?\w+", text)}))
-    tokenizer.chat_template = TEMPLATE
+    _, begin, end, _ = VISION
+    whole = f"{begin}{VISION[0]}{end}"
+    tokenizer.chat_template = TEMPLATE.replace(whole, begin) if family == "gemma3" else TEMPLATE
     return tokenizer
 
 
 def make_model(folder: Path, family: str, seed: int) -> None:
     """Write a random model of a family with its tokenizer and image processor."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(family)
     known = tokenizer.get_vocab()
     image, begin, end, video = (known[word] for word in VISION)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
@@ -141,14 +148,33 @@ def make_model(folder: Path, family: str, seed: int) -> None:
         text |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
         text |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
         config = Qwen3_5Config(text_config=text, vision_config=sight, **ids)
+    elif family == "gemma3":
+        del rope["mrope_section"], text["rope_parameters"]
+        text |= {"sliding_window": 32, "query_pre_attn_scalar": 32}
+        names = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
+        sight = {names.get(key, key): value for key, value in sight.items()}
+        sight |= {"image_size": SIDE}
+        marks: dict[str, Any] = {
+            "image_token_index": image,
+            "boi_token_index": begin,
+            "eoi_token_index": end,
+        }
+        config = Gemma3Config(
+            text_config=text, vision_config=sight, mm_tokens_per_image=16, **marks
+        )
     else:
         rope |= {"mrope_interleaved": True}
         sight |= {"deepstack_visual_indexes": [0]}
         config = Qwen3VLConfig(text_config=text, vision_config=sight, **ids)
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(config)
+    model: Any = AutoModelForImageTextToText.from_config(config)
+    if family == "gemma3":  # whose projection begins at 0, and is frozen
+        nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if family == "gemma3":
+        Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(folder)
+        return
     pixels = {"shortest_edge": SIDE * SIDE, "longest_edge": SIDE * SIDE}
     Qwen2VLImageProcessorPil(patch_size=PATCH, size=pixels).save_pretrained(folder)
 
@@ -156,9 +182,7 @@ def make_model(folder: Path, family: str, seed: int) -> None:
 def main() -> None:
     """Write model and data."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--family", default="qwen3_vl", choices=["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
-    )
+    parser.add_argument("--family", default="qwen3_vl", choices=FAMILIES)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))

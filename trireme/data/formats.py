@@ -126,6 +126,8 @@ class SftFormat:
         eos = tokenizer.eos_token_id
         self._end_ids = list(end_ids) or ([] if eos is None else [eos])
         self._template = self._format.get("chat_template") or chat_template
+        if reader is not None and (own := self._template or tokenizer.chat_template):
+            self._template = reader.template(own)
         thinking = self._format.get("enable_thinking")
         thinking = enable_thinking if thinking is None else thinking
         self._options = {} if thinking is None else {"enable_thinking": thinking}

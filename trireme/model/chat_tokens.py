@@ -104,6 +104,8 @@ class ChatTokens:
         """
         self.reader = reader
         self.tokenizer = tokenizer
+        if reader is not None and (own := chat_template or tokenizer.chat_template):
+            chat_template = reader.template(own)
         self.reasoning_parser: ReasoningParser | None = reasoning_parser
         self.tool_format = format_of(
             tool_call_parser, str(chat_template or tokenizer.chat_template or ""), tokenizer

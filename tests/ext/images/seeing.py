@@ -8,14 +8,16 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.composites import make_composite
 from tests.tiny import make_tokenizer
 from trireme.ext.images.reader import ImageReader, reader_of
 
-SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 _TOKENS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+_GEMMA_TOKENS = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
     "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}"
@@ -27,18 +29,24 @@ TEMPLATE = (
 )
 
 
-def seeing_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = make_tokenizer(TEMPLATE)
-    tokenizer.add_tokens(_TOKENS, special_tokens=True)
+def seeing_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
+    gemma = family == "gemma3"
+    shown = "<|vision_start|><|image_pad|><|vision_end|>"
+    template = TEMPLATE.replace(shown, "<start_of_image>") if gemma else TEMPLATE
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_tokens(_GEMMA_TOKENS if gemma else _TOKENS, special_tokens=True)
     return tokenizer
 
 
 def make_seeing(folder: Path, family: str) -> Path:
     """A tiny composite with a tokenizer for pictures and an image processor: a picture of
-    2 x 3 tokens is 56 x 84 pixels, or 64 x 96.
+    2 x 3 tokens is 56 x 84 pixels, or 64 x 96; Gemma's all have 2 x 2.
     """
     make_composite(folder, family)
-    seeing_tokenizer().save_pretrained(folder)
+    seeing_tokenizer(family).save_pretrained(folder)
+    if family == "gemma3":
+        Gemma3ImageProcessorPil(size={"height": 56, "width": 56}).save_pretrained(folder)
+        return folder
     patch = AutoConfig.from_pretrained(folder).vision_config.patch_size
     side = 2 * patch
     Qwen2VLImageProcessorPil(
@@ -48,7 +56,7 @@ def make_seeing(folder: Path, family: str) -> Path:
 
 
 def reader_for(folder: Path) -> ImageReader:
-    reader = reader_of(str(folder), AutoConfig.from_pretrained(folder).image_token_id)
+    reader = reader_of(str(folder))
     assert reader is not None
     return reader
 

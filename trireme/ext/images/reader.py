@@ -22,8 +22,9 @@ from torch import Tensor
 from trireme.cache import SizedCache
 from trireme.pictures import Picture
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Model types whose pictures are read here."""
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Model types of the Qwen kind."""
+GEMMA = "gemma3"
 MOST_BYTES = 32 * 2**20
 """Limit of a file."""
 MOST_PIXELS = 64 * 10**6
@@ -36,17 +37,32 @@ _NOT_SETTINGS = ("image_processor_type", "processor_class", "_processor_class", 
 class ImageReader:
     """Reads pictures for one model."""
 
-    def __init__(self, processor: Any, placeholder: int) -> None:
-        """`processor` is transformers' image processor."""
+    def __init__(
+        self,
+        processor: Any,
+        placeholder: int,
+        *,
+        merged: int,
+        patch: int | None = None,
+        written: str = "",
+        around: str = "",
+    ) -> None:
+        """`processor` is transformers' image processor; `merged` patches become a token, and have
+        `patch` pixels a side if the processor does not say which patches there are.
+
+        Where a chat template has the text `written` for a picture, the model expects the text
+        `around`, with the placeholder in it.
+        """
         self.placeholder = placeholder
         self._processor = processor
+        self._merged, self._patch = merged, patch
+        self._written, self._around = written, around
         settings = {
             name: value
             for name, value in processor.to_dict().items()
             if name not in _NOT_SETTINGS and value is not None
         }
         self._settings = json.dumps(settings, sort_keys=True, default=str).encode()
-        self._merged = int(processor.merge_size) ** 2
         self._cache: SizedCache[tuple[Picture, Tensor]] = SizedCache(_MOST_CACHED)
         """Pictures and their pixels [N, P], by digest."""
 
@@ -93,8 +109,22 @@ class ImageReader:
             raise ValueError(
                 f"a picture of {image.width} x {image.height} pixels: {error}"
             ) from error
-        time, height, width = found["image_grid_thw"][0].tolist()
-        return found["pixel_values"], (time, height, width)
+        pixels = found["pixel_values"]
+        if self._patch is None:
+            time, height, width = found["image_grid_thw"][0].tolist()
+            return pixels, (time, height, width)
+        height, width = pixels.shape[2:]
+        return pixels, (1, height // self._patch, width // self._patch)
+
+    def template(self, text: str) -> str:
+        """Return a chat template that writes the placeholder, and what the model expects around it,
+        where `text` shows a picture; `text` itself if it does so already, or shows none.
+        """
+        if self._written:
+            around = self._around.replace("\n", "\\n")  # as it stands in quotation marks
+            for mark in "'\"":
+                text = text.replace(mark + self._written + mark, mark + around + mark)
+        return text
 
 
 def bytes_of(source: Any) -> bytes:
@@ -199,18 +229,67 @@ def _decoded(data: bytes) -> Any:
 
 
 @cache
-def reader_of(model_path: str, placeholder: int) -> ImageReader | None:
-    """Return the reader of a model's folder, one for each; None if it has no image processor."""
-    from transformers import AutoImageProcessor
+def reader_of(model_path: str) -> ImageReader | None:
+    """Return the reader of a model's folder, one for each; None if it has no image processor, or
+    its pictures are not read here. Raises ValueError if its files do not fit each other.
+    """
+    from transformers import AutoConfig, AutoImageProcessor
 
     if not (Path(model_path) / "preprocessor_config.json").is_file():
         return None
-    processor = AutoImageProcessor.from_pretrained(model_path, backend="pil")
-    return ImageReader(processor, placeholder)
+    config: Any = AutoConfig.from_pretrained(model_path)
+    placeholder = getattr(config, "image_token_id", None)
+    if config.model_type not in (*QWEN, GEMMA) or placeholder is None:
+        return None
+    processor: Any = AutoImageProcessor.from_pretrained(model_path, backend="pil")
+    if config.model_type in QWEN:
+        return ImageReader(processor, int(placeholder), merged=int(processor.merge_size) ** 2)
+    return _gemma(model_path, config, processor)
+
+
+def _gemma(model_path: str, config: Any, processor: Any) -> ImageReader:
+    """Return the reader of a Gemma 3, whose pictures all have one size and one number of tokens,
+    between two lines of their own.
+    """
+    sight, size = config.vision_config, processor.size
+    sides = {int(size["height"]), int(size["width"])}
+    if sides != {int(sight.image_size)}:
+        raise ValueError(
+            f"{model_path}/preprocessor_config.json makes pictures of {size['width']} x "
+            f"{size['height']} pixels: expected {sight.image_size} x {sight.image_size}, the "
+            "vision_config.image_size of its config.json"
+        )
+    if processor.do_pan_and_scan:
+        raise ValueError(
+            f"{model_path}/preprocessor_config.json has do_pan_and_scan: parts of a picture beside "
+            "it are not trained; expected false"
+        )
+    patches = (int(sight.image_size) // int(sight.patch_size)) ** 2
+    begin, soft, end = _words(
+        model_path, config.boi_token_index, config.image_token_id, config.eoi_token_index
+    )
+    return ImageReader(
+        processor,
+        int(config.image_token_id),
+        merged=patches // int(config.mm_tokens_per_image),
+        patch=int(sight.patch_size),
+        written=begin,
+        around=f"\n\n{begin}{soft}{end}\n\n",
+    )
+
+
+def _words(model_path: str, *ids: int) -> list[str]:
+    """Return the texts of added tokens, as the folder's tokenizer.json has them."""
+    added = json.loads((Path(model_path) / "tokenizer.json").read_text("utf-8"))["added_tokens"]
+    texts = {token["id"]: token["content"] for token in added}
+    if lacking := [i for i in ids if i not in texts]:
+        raise ValueError(
+            f"{model_path}/tokenizer.json lacks the added token {lacking[0]}, which config.json "
+            "names for pictures"
+        )
+    return [texts[i] for i in ids]
 
 
 def make_reader(model_path: str, config: Mapping[str, Any]) -> ImageReader | None:
     """Make the reader of a model with this config.json; None if its pictures are not read here."""
-    if config.get("model_type") not in FAMILIES or config.get("image_token_id") is None:
-        return None
-    return reader_of(str(model_path), int(config["image_token_id"]))
+    return reader_of(str(model_path)) if config.get("model_type") in (*QWEN, GEMMA) else None

@@ -1,9 +1,10 @@
-"""Vision: how models of the Qwen kind see: positions in three axes, and features of their tower.
+"""Vision: how models of the Qwen kind and Gemma 3 see: positions, and features of their tower.
 
-Text stands at equal positions on the three axes of M-RoPE; a picture's tokens stand at one time and
-at their row and column, and text goes on after the largest of them (Qwen2-VL, arXiv:2409.12191).
-Features take the places of a picture's tokens; Qwen3-VL adds further ones after its first layers
-(DeepStack, arXiv:2406.04334).
+Features take the places of a picture's tokens. With Qwen, text stands at equal positions on the
+three axes of M-RoPE; a picture's tokens stand at one time and at their row and column, and text
+goes on after the largest of them (Qwen2-VL, arXiv:2409.12191); Qwen3-VL adds further features after
+its first layers (DeepStack, arXiv:2406.04334). With Gemma 3 (arXiv:2503.19786) positions are those
+of text, and a picture's tokens see one another.
 """
 
 from __future__ import annotations
@@ -17,24 +18,93 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.cache import SizedCache
-from trireme.ext.images.reader import FAMILIES, ImageReader, reader_of
+from trireme.ext.images.reader import GEMMA, QWEN, ImageReader, reader_of
 from trireme.pictures import BEGIN, MOST_TOKENS, Picture, Pictures, first_of
 
 
-class QwenVision:
-    """The vision of one model."""
+class TowerVision:
+    """The vision of one model, by features that replace the embeddings of a picture's tokens."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        config: Any = model.config
-        self._placeholder = int(config.image_token_id)
-        tokens = (self._placeholder, getattr(config, "video_token_id", None))
-        size = config.get_text_config().vocab_size
-        self.unsampled = tuple(t for t in tokens if t is not None and t < size)
+    around = False
+
+    def __init__(self, model: PreTrainedModel, unsampled: Sequence[int | None]) -> None:
+        size = model.config.get_text_config().vocab_size
+        self.unsampled = tuple(t for t in unsampled if t is not None and t < size)
         self._model: Any = proxy(model)  # which its vision does not keep alive
-        self._merge = int(config.vision_config.spatial_merge_size)
         self._features: SizedCache[list[Tensor]] = SizedCache(_MOST_CACHED)
         """Of a picture whose tower is frozen, by its digest: those in place of its tokens, and
         those of each layer of DeepStack."""
+
+    def inputs(self, ids: Tensor, pictures: Pictures) -> dict[str, Any]:
+        """Return embeddings [B, S, D], with a picture's features in place of its tokens."""
+        seen = ids >= BEGIN
+        embedded = self._model.get_input_embeddings()(ids.masked_fill(seen, 0))
+        tokens = ids[seen]
+        if not len(tokens):  # a piece of a prompt that shows pictures elsewhere
+            return {"inputs_embeds": embedded}
+        firsts = tokens - (tokens - BEGIN) % MOST_TOKENS
+        features, begins, total = [], {}, 0
+        for first in dict.fromkeys(firsts.tolist()):
+            features.append(self._look(pictures[first], embedded))
+            begins[first] = total
+            total += len(features[-1][0])
+        place = torch.tensor([begins[first] for first in firsts.tolist()], device=ids.device)
+        place = place + (tokens - firsts)
+        layers = [
+            torch.cat([each[layer] for each in features])[place]
+            for layer in range(len(features[0]))
+        ]
+        # out of place: embeddings may be trained
+        found: dict[str, Any] = {
+            "inputs_embeds": embedded.masked_scatter(seen[..., None], layers[0].to(embedded.dtype))
+        }
+        if len(layers) > 1:
+            found |= {"visual_pos_masks": seen, "deepstack_visual_embeds": layers[1:]}
+        return found
+
+    def _look(self, picture: Picture, like: Tensor) -> list[Tensor]:
+        """Return a picture's features [N, D], from the cache where the tower is frozen."""
+        if (cached := self._features.get(picture.digest)) is not None:
+            return cached
+        tower = self._tower()
+        if tower.config._attn_implementation != "sdpa":  # ours is for the language model
+            tower.set_attn_implementation("sdpa")
+        frozen = not any(p.requires_grad for p in tower.parameters())
+        pixels = self._reader().pixels(picture).to(like.device)
+        features = self._computed(pixels, picture)
+        if frozen:
+            self._features.put(picture.digest, features, sum(each.nbytes for each in features))
+        return features
+
+    def _tower(self) -> Any:
+        """Return the module that turns pixels into features."""
+        raise NotImplementedError
+
+    def _computed(self, pixels: Tensor, picture: Picture) -> list[Tensor]:
+        """Return the features [N, D] of a picture's pixels, first those in place of its tokens."""
+        raise NotImplementedError
+
+    def _reader(self) -> ImageReader:
+        folder = str(self._model.config._name_or_path)
+        reader = reader_of(folder)
+        if reader is None:
+            raise ValueError(
+                f"the model '{folder}' is shown a picture, and has no preprocessor_config.json"
+            )
+        return reader
+
+    def renew(self) -> None:
+        """Drop all features: the weights have changed."""
+        self._features.clear()
+
+
+class QwenVision(TowerVision):
+    """The vision of a model of the Qwen kind."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        super().__init__(model, (config.image_token_id, getattr(config, "video_token_id", None)))
+        self._merge = int(config.vision_config.spatial_merge_size)
 
     def positions(self, ids: Sequence[int], pictures: Pictures) -> Tensor:
         """Return the rotary positions [3, T] of a path of ids."""
@@ -65,70 +135,46 @@ class QwenVision:
         )
         return torch.stack(torch.meshgrid(*sides, indexing="ij")).reshape(3, -1)
 
-    def inputs(self, ids: Tensor, pictures: Pictures) -> dict[str, Any]:
-        """Return embeddings [B, S, D], with a picture's features in place of its tokens."""
-        seen = ids >= BEGIN
-        embedded = self._model.get_input_embeddings()(ids.masked_fill(seen, 0))
-        tokens = ids[seen]
-        order = {first: number for number, first in enumerate(pictures)}
-        features = [self._look(picture, embedded) for picture in pictures.values()]
-        begins, total = [], 0
-        for each in features:
-            begins.append(total)
-            total += len(each[0])
-        firsts = tokens - (tokens - BEGIN) % MOST_TOKENS
-        place = torch.tensor(
-            [begins[order[first]] for first in firsts.tolist()], device=ids.device
-        ) + (tokens - firsts)
-        layers = [
-            torch.cat([each[layer] for each in features])[place]
-            for layer in range(len(features[0]))
-        ]
-        # out of place: embeddings may be trained
-        found: dict[str, Any] = {
-            "inputs_embeds": embedded.masked_scatter(seen[..., None], layers[0].to(embedded.dtype))
-        }
-        if len(layers) > 1:
-            found |= {"visual_pos_masks": seen, "deepstack_visual_embeds": layers[1:]}
-        return found
+    def _tower(self) -> Any:
+        return self._model.model.visual
 
-    def _look(self, picture: Picture, like: Tensor) -> list[Tensor]:
-        """Return a picture's features [N, D], from the cache where the tower is frozen."""
-        if (cached := self._features.get(picture.digest)) is not None:
-            return cached
-        tower = self._model.model.visual
-        if tower.config._attn_implementation != "sdpa":  # ours is for the language model
-            tower.set_attn_implementation("sdpa")
-        frozen = not any(p.requires_grad for p in tower.parameters())
-        pixels = self._reader().pixels(picture).to(like.device)
-        grid = torch.tensor([picture.grid], device=like.device)
+    def _computed(self, pixels: Tensor, picture: Picture) -> list[Tensor]:
+        grid = torch.tensor([picture.grid], device=pixels.device)
         out = self._model.model.get_image_features(pixels, grid, return_dict=True)
         deep = getattr(out, "deepstack_features", None) or ()
-        features = [out.pooler_output[0], *(layer[0] for layer in deep)]
-        if frozen:
-            self._features.put(picture.digest, features, sum(each.nbytes for each in features))
-        return features
+        return [out.pooler_output[0], *(layer[0] for layer in deep)]
 
-    def _reader(self) -> ImageReader:
-        folder = str(self._model.config._name_or_path)
-        reader = reader_of(folder, self._placeholder)
-        if reader is None:
-            raise ValueError(
-                f"the model '{folder}' is shown a picture, and has no preprocessor_config.json"
-            )
-        return reader
 
-    def renew(self) -> None:
-        """Drop all features: the weights have changed."""
-        self._features.clear()
+class GemmaVision(TowerVision):
+    """The vision of a Gemma 3."""
+
+    around = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        super().__init__(model, (config.image_token_id, config.boi_token_index))
+
+    def positions(self, ids: Sequence[int], pictures: Pictures) -> Tensor:
+        """Return the rotary positions [1, T] of a path of ids: those of text."""
+        return torch.arange(len(ids))[None]
+
+    def _tower(self) -> Any:
+        return self._model.model.vision_tower
+
+    def _computed(self, pixels: Tensor, picture: Picture) -> list[Tensor]:
+        out = self._model.model.get_image_features(pixels, return_dict=True)
+        return [out.pooler_output[0]]
 
 
 _MOST_CACHED = 2**29
 """Bytes of the features that are cached."""
 
 
-def make_vision(model: PreTrainedModel) -> QwenVision | None:
+def make_vision(model: PreTrainedModel) -> TowerVision | None:
     """Make a model's vision; None if it is of another kind."""
     config: Any = model.config
-    known = config.model_type in FAMILIES and getattr(config, "image_token_id", None) is not None
-    return QwenVision(model) if known else None
+    if getattr(config, "image_token_id", None) is None:
+        return None
+    if config.model_type == GEMMA:
+        return GemmaVision(model)
+    return QwenVision(model) if config.model_type in QWEN else None
