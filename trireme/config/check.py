@@ -169,6 +169,7 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
         )
     findings.add(_check_critic(stage))
     findings.add(_check_adapter(stage))
+    findings.add(_check_towers(stage))
     if facts.folder is None and stage.model_from is None:
         findings.note(
             f"model.model_path ({model.model_path}): not on this machine, will be downloaded"
@@ -196,6 +197,25 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
     if template and not Path(template).is_file():
         findings.problem("model.chat_template_path", f"is {template!r}: expected a file")
     return facts, findings
+
+
+def _check_towers(stage: StageFacts) -> Findings:
+    """Check that towers which are to be trained are there, and trained whole."""
+    findings = Findings()
+    model = stage.config.model
+    for key in ("freeze_vision_tower", "freeze_projector"):
+        if getattr(model, key) or stage.config.mode not in ("both", "train"):
+            continue
+        config = model_config(model.model_path)
+        if config and "vision_config" not in config:
+            findings.problem(f"model.{key}", f"is false: {model.model_path} sees no pictures")
+        elif model.lora_configs:
+            findings.problem(
+                f"model.{key}",
+                "is false, and model.lora_configs trains an adapter of the language model alone: "
+                "expected true, or no adapter",
+            )
+    return findings
 
 
 def check_kernels(stage: StageFacts, device: str, dtype: str, ranks: int) -> Findings:

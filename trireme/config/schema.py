@@ -200,6 +200,11 @@ class ModelConfig(Section, place="model"):
     """Shard adapters over the engine's GPUs."""
     max_cpu_loras: Annotated[int | None, NoEffect()] = None
     """Adapters that the engine keeps in the CPU's memory."""
+    freeze_vision_tower: bool = True
+    """Leave the tower of a model that sees pictures as it is."""
+    freeze_projector: bool = True
+    """Leave what turns the tower's features into the language model's as it is: mergers,
+    projectors."""
     rope_scaling: Annotated[
         dict[str, Any] | None, Refused("is not supported yet: set it in the model's config.json")
     ] = None

@@ -142,6 +142,8 @@ def _settings(plan: Plan) -> TrainSettings:
         deterministic=plan.deterministic,
         export_dtype=_export_dtype(plan),
         peak_tflops=config.trainer.peak_tflops,
+        trains_tower=not config.model.freeze_vision_tower,
+        trains_projector=not config.model.freeze_projector,
     )
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from trireme.batch import Batch
 from trireme.engines.torch.recurrent import is_recurrent
-from trireme.engines.torch.vision import Vision, around, axes, seeing
+from trireme.engines.torch.vision import Vision, around, axes, seeing, vision_of
 from trireme.pictures import BEGIN, Pictures, shown
 from trireme.trainer.attention import Kernel, Layout, Trie, lay_out
 from trireme.trainer.compiled import handle_of
@@ -61,10 +61,11 @@ class PackedBatch:
 
     def inputs(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the tokens, and their positions, as the language model of `model` takes them."""
-        if self.rotary is None:
-            return {"input_ids": self.tokens[None], "position_ids": self.positions[None]}
-        seen = seeing(model).inputs(self.tokens[None], self.pictures)
-        return {**seen, "position_ids": axes(self.rotary[:, None])}
+        vision = seeing(model) if self.pictures else vision_of(model)
+        places = self.positions[None] if self.rotary is None else axes(self.rotary[:, None])
+        if vision is None or not (self.pictures or vision.learns):
+            return {"input_ids": self.tokens[None], "position_ids": places}
+        return {**vision.inputs(self.tokens[None], self.pictures), "position_ids": places}
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same micro-batch on `device`."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.torch.composite import towers
+from trireme.engines.torch.vision import seeing
 from trireme.trainer import attention, ulysses
 from trireme.trainer.compiled import compile_blocks
 from trireme.trainer.lora import Adapter, Lora
@@ -60,6 +61,10 @@ class TrainSettings:
     """The dtype of exported weights."""
     peak_tflops: float | None = None
     """The peak TFLOP/s of a rank's device; None: looked up by its name."""
+    trains_tower: bool = False
+    """Whether the tower of a model that sees is trained."""
+    trains_projector: bool = False
+    """Whether what turns the tower's features into the language model's is trained."""
 
     def load(
         self, path: str | Path, ranks: Ranks | None, *, frozen: bool = False
@@ -89,14 +94,28 @@ class TrainSettings:
         if ranks and ranks.sequence:
             ulysses.switch(model, ranks.sequence)
         model.requires_grad_(not frozen)
-        for _, parameter in towers(model):
-            parameter.requires_grad_(False)
+        for name, tensor in towers(model):
+            learns = not frozen and isinstance(tensor, nn.Parameter) and self._learns(model, name)
+            tensor.requires_grad_(learns)
         return model
+
+    def _learns(self, model: PreTrainedModel, name: str) -> bool:
+        """Return whether a weight of a composite's towers is trained. Raises ValueError if one
+        should be, and the model sees nothing.
+        """
+        if not (self.trains_tower or self.trains_projector):
+            return False
+        projects = name.startswith(tuple(f"{part}." for part in seeing(model).projectors))
+        return self.trains_projector if projects else self.trains_tower
 
     @staticmethod
     def frozen_names(model: PreTrainedModel) -> frozenset[str]:
-        """Return the names of tensors that training leaves alone: those of a composite's towers."""
-        return frozenset(name for name, _ in towers(model))
+        """Return the names of tensors that training leaves alone: those of a composite's towers,
+        none if a part of them is trained.
+        """
+        found = dict(towers(model))
+        trained = any(tensor.requires_grad for tensor in found.values())
+        return frozenset() if trained else frozenset(found)
 
     def spread(self, model: PreTrainedModel, ranks: Ranks | None, path: str | Path) -> Root:
         """Spread the model over ranks as shards, or leave it whole. If the model has no weights

@@ -81,9 +81,14 @@ def samples(folder: Path) -> list[Experience]:
     ]
 
 
-def own_scores(folder: Path, row: list[int], pictures: dict[int, Picture]) -> Tensor:
-    """log p of a row's tokens after the first, by transformers' whole model."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder)
+def own_scores(
+    folder: Path, row: list[int], pictures: dict[int, Picture], model: Any = None
+) -> Tensor:
+    """log p of a row's tokens after the first, by transformers' whole model; with gradients if it
+    is given.
+    """
+    learns = model is not None
+    model = model or AutoModelForImageTextToText.from_pretrained(folder)
     pad, reader = model.config.image_token_id, reader_for(folder)
     shown = [pictures[token] for token in row if token in pictures]
     plain = torch.tensor([[pad if token >= BEGIN else token for token in row]])
@@ -95,7 +100,7 @@ def own_scores(folder: Path, row: list[int], pictures: dict[int, Picture]) -> Te
         seen["pixel_values"] = torch.cat([reader.pixels(each) for each in shown])
         seen["image_grid_thw"] = torch.tensor([each.grid for each in shown])
         seen["mm_token_type_ids"] = (plain == pad).int()
-    with torch.no_grad():
+    with torch.set_grad_enabled(learns):
         logits = model(input_ids=plain, **seen).logits[0, :-1]
     return logits.double().log_softmax(-1).gather(1, plain[0, 1:, None])[:, 0]
 

@@ -25,8 +25,17 @@ class Vision(Protocol):
 
     unsampled: Sequence[int]
     """Token ids that stand for pictures, and are never sampled."""
+    projectors: Sequence[str]
+    """Names of the modules that turn features of the tower into those of the language model."""
     around: bool
     """True if each token of a picture sees the whole picture, later tokens too."""
+
+    @property
+    def learns(self) -> bool:
+        """Return whether weights of the tower or its projector are trained. Then every micro-batch
+        gets its `inputs` here, so that ranks which see no picture have a gradient of 0 for them.
+        """
+        ...
 
     def positions(self, ids: Sequence[int], pictures: Pictures) -> Tensor:
         """Return the rotary positions [A, T] of a path of ids, on three axes or on one; text goes

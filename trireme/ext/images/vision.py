@@ -9,12 +9,12 @@ of text, and a picture's tokens see one another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import proxy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trireme.cache import SizedCache
@@ -25,6 +25,7 @@ from trireme.pictures import BEGIN, MOST_TOKENS, Picture, Pictures, first_of
 class TowerVision:
     """The vision of one model, by features that replace the embeddings of a picture's tokens."""
 
+    projectors: Sequence[str] = ()
     around = False
 
     def __init__(self, model: PreTrainedModel, unsampled: Sequence[int | None]) -> None:
@@ -39,6 +40,10 @@ class TowerVision:
         """Return embeddings [B, S, D], with a picture's features in place of its tokens."""
         seen = ids >= BEGIN
         embedded = self._model.get_input_embeddings()(ids.masked_fill(seen, 0))
+        if torch.is_grad_enabled() and self.learns:
+            # each weight has a part in each loss: ranks add up the same gradients
+            firsts = [p.reshape(-1)[0] for p in self._weights() if p.requires_grad]
+            embedded = embedded + (torch.stack(firsts).sum() * 0).to(embedded.dtype)
         tokens = ids[seen]
         if not len(tokens):  # a piece of a prompt that shows pictures elsewhere
             return {"inputs_embeds": embedded}
@@ -69,12 +74,20 @@ class TowerVision:
         tower = self._tower()
         if tower.config._attn_implementation != "sdpa":  # ours is for the language model
             tower.set_attn_implementation("sdpa")
-        frozen = not any(p.requires_grad for p in tower.parameters())
         pixels = self._reader().pixels(picture).to(like.device)
         features = self._computed(pixels, picture)
-        if frozen:
+        if not self.learns:
             self._features.put(picture.digest, features, sum(each.nbytes for each in features))
         return features
+
+    @property
+    def learns(self) -> bool:
+        """Return whether weights of the tower or its projector are trained."""
+        return any(weight.requires_grad for weight in self._weights())
+
+    def _weights(self) -> Iterator[nn.Parameter]:
+        modules = [self._tower(), *(self._model.get_submodule(name) for name in self.projectors)]
+        yield from dict.fromkeys(w for module in modules for w in module.parameters())
 
     def _tower(self) -> Any:
         """Return the module that turns pixels into features."""
@@ -105,6 +118,8 @@ class QwenVision(TowerVision):
         config: Any = model.config
         super().__init__(model, (config.image_token_id, getattr(config, "video_token_id", None)))
         self._merge = int(config.vision_config.spatial_merge_size)
+        parts = {"merger", "deepstack_merger_list"} & {n for n, _ in self._tower().named_children()}
+        self.projectors = tuple(f"model.visual.{name}" for name in sorted(parts))
 
     def positions(self, ids: Sequence[int], pictures: Pictures) -> Tensor:
         """Return the rotary positions [3, T] of a path of ids."""
@@ -148,6 +163,7 @@ class QwenVision(TowerVision):
 class GemmaVision(TowerVision):
     """The vision of a Gemma 3."""
 
+    projectors = ("model.multi_modal_projector",)
     around = True
 
     def __init__(self, model: PreTrainedModel) -> None:

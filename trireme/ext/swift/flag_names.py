@@ -51,6 +51,8 @@ KEYS = {
     "top_p": "model.top_p",
     "top_k": "model.top_k",
     "repetition_penalty": "model.repetition_penalty",
+    "freeze_vit": "model.freeze_vision_tower",
+    "freeze_aligner": "model.freeze_projector",
     "torch_dtype": f"{ENGINE}.dtype",
     "vllm_tensor_parallel_size": f"{ENGINE}.tensor_parallel_size",
     "vllm_data_parallel_size": f"{ENGINE}.data_parallel_size",
@@ -114,9 +116,6 @@ IDLE = {
     "offload_teacher_model": "a teacher has an engine of its own: explorer.auxiliary_models",
     "check_model": "a model's files are read as they are",
     "fsdp": "several ranks shard weights with FSDP2: cluster.gpu_per_node",
-    "freeze_vit": "only the language model is trained",
-    "freeze_aligner": "only the language model is trained",
-    "freeze_llm": "only the language model is trained",
     "agent_template": "the tokenizer's chat template is used; explorer.rollout_model."
     "tool_call_parser reads calls",
     "use_hf": "HF_ENDPOINT sets the hub's address",
@@ -205,6 +204,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "false": {},
     },
     "truncation_strategy": {"left": {}, "delete": {}},
+    "freeze_llm": {"false": {}},
 }
 """Maps flags with few values to the settings of each in the `algorithm` section."""
 NUMBERS = ("beta", "epsilon", "epsilon_high", "lora_rank")
