@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainer.ranks import run
-from tests.trainer.samples import backend_of, critic_of, experiences, gradients_of
+from tests.trainer.samples import backend_of, buckets, critic_of, experiences, gradients_of
 from tests.trainer.test_close import large_head
+from tests.trainer.test_composites import grpo
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
-from trireme.trainer import head
+from trireme.trainer import head, pack
 from trireme.trainer.backend import Backend
+from trireme.trainer.lora import Lora
 from trireme.trainer.ranks import Ranks, RankSpec
 
 FULL = {
@@ -174,3 +177,52 @@ def test_bfloat16_is_float32_rounded_alone_and_over_ranks(tmp_path: Path) -> Non
         for name, gradient in expected.items():
             error = float((found["gradients"][name] - gradient).norm() / gradient.norm())
             assert error < 0.1, (name, error)  # 0.042
+
+
+def _aligned(place: RankSpec, folder: Path) -> dict[str, Any]:
+    """Scores and gradients with rows as a GPU's: some have a mask that kernels know by name."""
+    made = pack.pack
+    ranks = Ranks(place)
+    backend = backend_of(folder, ranks, dtype="bfloat16")
+    with patch.object(
+        pack, "pack", lambda *given, **options: made(*given, **{**options, "align": True})
+    ):
+        layout = pack.pack_for(backend.module, backend.device, flatten(experiences(1)))
+        found = {
+            "named": any(rows.named is not None for rows in buckets(layout)),
+            "scores": backend.logprobs(flatten(experiences(1))),
+            "gradients": gradients_of(backend, grpo(), experiences())[0],
+        }
+    ranks.close()
+    return found
+
+
+def test_a_rank_in_bfloat16_attends_with_named_masks(tmp_path: Path) -> None:
+    folder = large_head(tmp_path / "model")
+    backend = backend_of(folder)
+    expected = gradients_of(backend, grpo(), experiences())[0]
+    (found,) = run(_aligned, tmp_path / "ranks", folder, world=1)
+    assert found["named"]
+    assert torch.allclose(found["scores"], backend.logprobs(flatten(experiences(1))), atol=0.25)
+    for name, gradient in expected.items():
+        assert float((found["gradients"][name] - gradient).norm() / gradient.norm()) < 0.1
+
+
+def _at_temperature(place: RankSpec, folder: Path) -> Tensor:
+    ranks = Ranks(place)
+    found = _warm(folder, ranks)
+    ranks.close()
+    return found
+
+
+def _warm(folder: Path, ranks: Ranks | None = None) -> Tensor:
+    """Scores at temperature 0.7. A base in bfloat16 rounds alike in ranks and in one process."""
+    samples = [replace(e, temperature=0.7) for e in experiences(1)]
+    return backend_of(folder, ranks, dtype="bfloat16", lora=Lora(rank=4)).logprobs(flatten(samples))
+
+
+def test_a_rank_in_bfloat16_reads_temperatures_as_one_process_does(tmp_path: Path) -> None:
+    """0.7 in bfloat16 is 0.6992: every log-probability would be another distribution's."""
+    folder = large_head(tmp_path / "model")
+    (found,) = run(_at_temperature, tmp_path / "ranks", folder, world=1)
+    assert torch.allclose(found, _warm(folder), atol=1e-3)

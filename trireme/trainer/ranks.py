@@ -228,7 +228,11 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, half: bool, offload: bool
     root = Root(model)
     policy: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
     if half:
-        policy["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        # Inputs stay as they are: hidden states are in bfloat16 from the embedding on, while a cast
+        # would round the batch's temperatures and copy every layout, without a named mask's shape.
+        policy["mp_policy"] = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, cast_forward_inputs=False
+        )
     if offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for block in blocks(model):
