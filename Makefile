@@ -142,7 +142,7 @@ test-gpu:
 	        tests/ext/ray/test_colocate.py)
 
 # what nobody can know of a GPU without one, in a table and as gpu_report.json: some ten minutes.
-# REPORT="--device cpu" tries the script on a machine without a GPU
+# REPORT="--half 1", then "--half 2": in two calls of nine minutes; "--device cpu" tries the script without a GPU
 gpu-report:
 	$(GPU_PYTHON) scripts/gpu_report.py $(REPORT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def test_every_line_is_measured_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--json", str(file)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"\n{len(LINES)} measured, 0 not; 0 of " in done.stdout
     rows = json.loads(file.read_text())
     assert {row["line"] for row in rows} == {line.__name__ for line in LINES}
     for row in rows:
@@ -36,7 +38,7 @@ def test_every_line_is_measured_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_line_that_cannot_run_says_why_and_the_others_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacking(_: Machine) -> Iterator[Row]:
         yield Row("lacking", "first", "1 s")
@@ -52,17 +54,81 @@ def test_a_line_that_cannot_run_says_why_and_the_others_go_on(
         yield Row("good", "all", "2 s", "at most 3 s", passed=True)
 
     machine = Machine(torch.device("cpu"), CPU, tmp_path)
+    monkeypatch.setattr(Machine, "most_held", lambda _: 3 * gpu_report.GIB)
+    monkeypatch.setattr(Machine, "memory", lambda _: 24 * gpu_report.GIB)
     file = tmp_path / "report.json"
     rows = gpu_report.report(machine, [lacking, short, broken, good], file, isolated=False)
     assert [row["value"] for row in json.loads(file.read_text())] == [row.value for row in rows]
     assert [(row.value, row.passed) for row in rows] == [
         ("1 s", None),
         ("skipped: this interpreter has no pydantic", None),
-        ("skipped: it needs more memory than the GPU has free", None),
+        ("failed: out of memory, 3.00 GiB at most, of 24.00", False),
         ("failed: RuntimeError: CUDA error: an illegal instruction", False),
         ("2 s", True),
     ]
     assert "| good | all | 2 s | at most 3 s | pass |" in capsys.readouterr().out
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pydantic", "annotated_types"):
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_a_report_without_a_package_names_it_first_and_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED)
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--apart", "--lines"]
+    done = subprocess.run(
+        [*command, "versions,ranks"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    said = done.stdout.splitlines()
+    assert "lacks packages" in said[0] and "-m pip install pydantic==" in said[1]
+    assert " annotated-types==" in said[1] and "torch" not in said[1]
+    assert re.search(
+        r"\| ranks \|  \| skipped: this interpreter has no \w+ \|.*not measured", done.stdout
+    )
+    assert said[-1].startswith("1 measured, 1 not (ranks); 0 of 4 rows missed their mark")
+
+
+def test_a_step_that_runs_out_of_memory_fails_with_its_plan_and_one_too_large_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object, **__: object) -> float:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    machine = Machine(torch.device("cpu"), CPU, tmp_path)
+    monkeypatch.setattr(Machine, "seconds", short)
+    monkeypatch.setattr(Machine, "most", lambda _: (1e12, "of a double"))
+    (row,) = gpu_report.step(machine)
+    assert row.passed is False
+    said = r"failed: out of memory, \d\.\d\d GiB at most, planned 0\.5\d"
+    assert re.fullmatch(said, row.value), row.value
+    monkeypatch.setattr(Machine, "memory", lambda _: 2**28)
+    rows = list(gpu_report.step(machine))
+    assert len(rows) == 4 and all(row.skipped and row.passed is None for row in rows)
+    assert re.fullmatch(r"skipped: the plan has 0\.5\d GiB, the GPU 0\.25", rows[0].value)
+
+
+def test_no_line_of_a_half_begins_without_the_time_to_end(tmp_path: Path) -> None:
+    assert {*gpu_report.HALVES[0], *gpu_report.HALVES[1]} == {*LINES}
+    machine = Machine(torch.device("cpu"), CPU, tmp_path)
+    rows = gpu_report.report(
+        machine, [gpu_report.step], tmp_path / "report.json", isolated=True, limit=59
+    )
+    assert [(row.line, row.skipped) for row in rows] == [("step", True)]
+    assert rows[0].value.startswith("skipped: no time left")
 
 
 def test_a_line_has_a_process_of_its_own_on_a_gpu(
@@ -87,9 +153,8 @@ def hangs(machine):
 def crashes(machine):
     yield Row("crashes", "first", "1 s")
     ctypes.string_at(0)
-gpu_report.LIMIT_S = 1
 machine = gpu_report.Machine("cpu", gpu_report.CPU, pathlib.Path("."))
-gpu_report.say_rows(machine, [globals()[sys.argv[2]]])
+gpu_report.say_rows(machine, [globals()[sys.argv[2]]], 1)
 """
 
 
