@@ -127,7 +127,7 @@ def test_the_citation_names_this_version() -> None:
     assert (citation["version"], citation["license"]) == (trireme.__version__, "Apache-2.0")
 
 
-@pytest.mark.extension("trinity")  # whose import paths are a package of their own, copied by name
+@pytest.mark.extension("trinity", "vllm")  # packages and pins that are copied by name
 @pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
 def test_an_image_copies_what_the_build_context_holds(image: Path) -> None:
     text = image.read_text(encoding="utf-8")

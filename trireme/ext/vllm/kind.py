@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from trireme.config import Problem
@@ -39,8 +40,11 @@ if TYPE_CHECKING:
     from trireme.ext.vllm.engine import VllmEngine
 
 VARIABLE = "TRIREME_VLLM_PYTHON"
-OLDEST = (0, 32)
-"""The version of vLLM whose weight transfer Trireme has been run with."""
+OLDEST = NEWEST = (0, 32)
+"""The versions of vLLM whose weight transfer Trireme has been run with; newer ones are noted."""
+INSTALL = "pip install 'vllm==0.32.0'"
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+"""The packages with NCCL that torch's builds need."""
 PROBE_S = 60
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of a LoRA adapter that vLLM supports."""
@@ -49,7 +53,7 @@ _WITHOUT_LORA = {"gpt2"}
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU has kernels for."""
 _PROBE = """
-import ast, importlib.util, json, pathlib, re
+import ast, importlib.util, json, pathlib, sys
 from importlib import metadata
 spec = importlib.util.find_spec("vllm")
 if spec is None or spec.origin is None:
@@ -64,7 +68,16 @@ tables = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.val
 known = [n.value.keys for n in tables if "PREVIOUSLY" not in n.targets[0].id]
 models = [k.value for keys in known for k in keys if isinstance(k, ast.Constant)]
 dists = metadata.packages_distributions().get("vllm", ["vllm"])
-print(json.dumps({"version": metadata.version(dists[0]), "arguments": names, "models": models}))
+def version_of(*packages):
+    for package in packages:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+libraries = {"torch": version_of("torch"), "nccl": version_of(*sys.argv[1:])}
+found = {"version": metadata.version(dists[0]), "arguments": names, "models": models}
+print(json.dumps(found | libraries))
 """
 _OURS = {
     "model": "model.model_path sets it",
@@ -89,6 +102,9 @@ class Vllm:
     """The arguments of its engine."""
     models: tuple[str, ...] = ()
     """The classes of models that it has code of its own for; empty: not known."""
+    torch: str = ""
+    nccl: str = ""
+    """The versions of these in its environment; '': not known."""
 
 
 class VllmKind:
@@ -111,17 +127,17 @@ class VllmKind:
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Decide whether the run's engines are vLLM's, and list what prevents it."""
-        config, gpus, on_ray, colocated = request
+        config, gpus, _, colocated = request
         model = config.explorer.rollout_model
         try:
             vllm = find_vllm(model.engine_python)
         except ValueError as error:
             return _wrong("engine_python", f"is {model.engine_python!r}: {error}")
-        if vllm is None and gpus and not on_ray and self.asked == self.name:
+        if vllm is None and gpus and self.asked == self.name:
             return _wrong(
                 "engine_type",
                 f"is vllm, and no Python with vLLM was found: install it in an environment of its "
-                f"own (python -m venv vllm && vllm/bin/pip install vllm) and give "
+                f"own (python -m venv vllm && vllm/bin/{INSTALL}) and give "
                 f"{KEY}.engine_python or {VARIABLE}, or set engine_type torch",
             )
         if vllm is None:
@@ -133,6 +149,11 @@ class VllmKind:
         in_place = "" if self.asked == self.name else " generates in its place"
         notes = [f"{prefix}: vLLM {vllm.version} of {vllm.python}{in_place}"]
         notes += _foreign(config, vllm, prefix)
+        if _release(vllm.version) > NEWEST:
+            notes.append(
+                f"{prefix}: vLLM {vllm.version} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest "
+                "that Trireme has been run with"
+            )
         if colocated:
             rests = "it only pauses while the trainer works: on a CPU vLLM has no sleep mode"
             if gpus:
@@ -151,7 +172,11 @@ class VllmKind:
             sleeps=True,
             largest_adapter=largest_adapter(config),
             notes=notes,
-            problems=[*_check_arguments(config, vllm), *_check_heads(config, gpus)],
+            problems=[
+                *_check_arguments(config, vllm),
+                *_check_heads(config, gpus),
+                *(_check_libraries(request, vllm) if gpus else ()),
+            ],
         )
 
     def embedded(self, why: str) -> EngineChoice:
@@ -253,7 +278,7 @@ def _probe(python: str) -> Vllm:
     """Inspect a Python. Raises ValueError if it is not one, or has no vLLM."""
     try:
         done = subprocess.run(
-            [python, "-I", "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S
+            [python, "-I", "-c", _PROBE, *_NCCL], capture_output=True, text=True, timeout=PROBE_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"it cannot be run: {error}") from error
@@ -261,7 +286,22 @@ def _probe(python: str) -> Vllm:
         last = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
         raise ValueError(f"expected a Python that has vLLM: {last[0]}")
     facts = json.loads(done.stdout)
-    return Vllm(python, facts["version"], tuple(facts["arguments"]), tuple(facts["models"]))
+    lists = {name: tuple(facts.pop(name)) for name in ("arguments", "models")}
+    return Vllm(python, **facts, **lists)
+
+
+def version_of(*packages: str) -> str:
+    """Return the version of the first of these packages that this interpreter has; '': none."""
+    for package in packages:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def largest_adapter(config: Config) -> int:
@@ -286,7 +326,7 @@ def _foreign(config: Config, vllm: Vllm, prefix: str) -> Iterator[str]:
 
 
 def _check_arguments(config: Config, vllm: Vllm) -> Iterator[Problem]:
-    if tuple(map(int, re.findall(r"\d+", vllm.version)[:2])) < OLDEST:
+    if _release(vllm.version) < OLDEST:
         yield Problem(
             f"{KEY}.engine_type",
             f"is vllm, and vLLM {vllm.version} of {vllm.python} is too old: expected "
@@ -299,6 +339,34 @@ def _check_arguments(config: Config, vllm: Vllm) -> Iterator[Problem]:
         elif name not in vllm.arguments:
             hint = did_you_mean(name, vllm.arguments, ": did you mean {}?")
             yield Problem(key, f"is not an argument of vLLM {vllm.version}'s engine{hint}")
+
+
+def _check_libraries(request: EngineRequest, vllm: Vllm) -> Iterator[Problem]:
+    """Find a version that the engine's processes must share with the trainer's, and do not: NCCL
+    refuses members of another version, and a handle of CUDA memory is taken apart by torch's
+    private order of arguments.
+    """
+    config = request.config
+    grouped = config.mode == "both" and config.synchronizer.sync_method in ("nccl", "online")
+    if not (request.colocated or grouped):
+        return
+    names, theirs = ("NCCL", "torch"), (vllm.nccl, vllm.torch)
+    ours = (version_of(*_NCCL), version_of("torch"))
+    known = [
+        (name, *(version.partition("+")[0] for version in pair))
+        for name, *pair in zip(names, theirs, ours, strict=True)
+        if all(pair) and not (name == "NCCL" and request.colocated)
+    ]
+    if known and known[0][1] != known[0][2]:
+        name, other, mine = known[0]
+        why = "they share CUDA memory" if request.colocated else "they join one group"
+        instead = "engine_type torch" if request.colocated else "synchronizer.sync_method memory"
+        yield Problem(
+            f"{KEY}.engine_type",
+            f"is vllm, and {vllm.python} has {name} {other} where the trainer has {mine}: expected "
+            f"the same, since {why}. {INSTALL} there is the version that was tried; or set "
+            f"{instead}",
+        )
 
 
 def _check_heads(config: Config, gpus: int) -> Iterator[Problem]:
