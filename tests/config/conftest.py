@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trireme.config.gpus import Gpus
 from trireme.config.launcher import AUTO, LauncherChoice
 from trireme.registry import LAUNCHERS
 
@@ -19,7 +20,7 @@ class Spread:
         several = cluster.launcher == AUTO and min(gpus, asked) > 1
         return LauncherChoice(cluster.launcher == "ray" or several)
 
-    def gpus_of(self, cluster: Any) -> int | None:
+    def gpus_of(self, cluster: Any) -> Gpus | None:
         return None
 
 

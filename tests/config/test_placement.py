@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from tests.config.made import SEEDS, plan_of, values
 from trireme.config import ConfigError, Findings, load_config
 from trireme.config.memory import MemoryPlan
-from trireme.config.plan import gpu_bytes
 from trireme.launch.check import draft
 
 ENGINES = "explorer.rollout_model.engine_num"
@@ -123,19 +120,6 @@ def test_an_engine_takes_its_tensor_pipeline_and_data_parallel_places(tmp_path, 
         plan_of(tmp_path, "cluster.gpu_per_node=8", f"{ENGINES}=2", *sizes)
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 16: an engine has to fit"):
         plan_of(tmp_path, "cluster.gpu_per_node=8", f"{MODEL}.pipeline_parallel_size=16")
-
-
-def test_of_the_gpus_the_smallest_that_is_visible_counts(monkeypatch):
-    said = "0, GPU-aa11, 81559\n1, GPU-bb22, 24564\n2, GPU-cc33, 49140\n"
-    answer = subprocess.CompletedProcess([], 0, stdout=said)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_bytes() == 24564 * 2**20
-    for visible, size in (("0", 81559), ("0,2", 49140), ("GPU-bb", 24564), ("2,GPU-aa11", 49140)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert gpu_bytes() == size * 2**20
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-dd44")
-    assert gpu_bytes() is None
 
 
 URLS = (f"{MODEL}.base_urls=[http://127.0.0.1:1]",)

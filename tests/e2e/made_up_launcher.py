@@ -28,7 +28,7 @@ class Threads:
             cluster.launcher == "threads", [f"{KEY} (threads): on {gpus} GPUs"], problems
         )
 
-    def gpus_of(self, cluster: Any) -> int | None:
+    def gpus_of(self, cluster: Any) -> None:
         return None
 
     async def run(self, stage: Any, stop: Any, measure_end: bool) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trireme.config import Findings, Problem
-from trireme.config.lookup import num_gpus
+from trireme.config.gpus import Gpus
 from trireme.extensions import missing
 from trireme.registry import LAUNCHERS, did_you_mean, is_path
 
@@ -62,8 +62,9 @@ class Launcher(Protocol):
         """
         ...
 
-    def gpus_of(self, cluster: ClusterConfig) -> int | None:
-        """Return the most GPUs of any machine of the cluster; None if no cluster is named.
+    def gpus_of(self, cluster: ClusterConfig) -> Gpus | None:
+        """Return the most GPUs of any machine of the cluster, and the memory of the smallest; None
+        if no cluster is named.
 
         Raises TimeoutError, ValueError or RuntimeError if the cluster does not answer.
         """
@@ -132,10 +133,10 @@ def _asked(name: str, findings: Findings) -> Iterator[tuple[str, Launcher]]:
                 findings.note(f"{KEY} ({name}): '{each}' is left out: {error}")
 
 
-def gpus_elsewhere(stages: Sequence[StageFacts]) -> tuple[int | None, Findings]:
-    """Count the GPUs of a named cluster's machine if this one has none; None: count them here."""
+def gpus_elsewhere(stages: Sequence[StageFacts]) -> tuple[Gpus | None, Findings]:
+    """Ask a named cluster for the GPUs of its machines; None: those of this machine count."""
     findings = Findings()
-    if num_gpus() or all(stage.asks_api for stage in stages):
+    if all(stage.asks_api for stage in stages):
         return None, findings
     config = stages[0].config
     chosen, _ = choose_launcher(config, 0)  # its findings are those of the stages

@@ -1,4 +1,4 @@
-"""Lookup: finds the files and models that the YAML names, and counts this machine's GPUs.
+"""Lookup: finds the files and models that the YAML names.
 
 Nothing here loads torch.
 """
@@ -10,9 +10,7 @@ import os
 import re
 import socket
 import struct
-import subprocess
 from collections.abc import Callable, Container, Sequence
-from importlib import metadata
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -348,42 +346,3 @@ def plugin_files(plugins: Sequence[str]) -> list[Path]:
     for place in map(Path, places):
         out.extend(sorted(place.glob("*.py")) if place.is_dir() else [place])
     return out
-
-
-def num_gpus() -> int:
-    """Return the number of GPUs that the installed torch can use, without importing it."""
-    try:
-        cpu_build = metadata.version("torch").endswith("+cpu")
-    except metadata.PackageNotFoundError:
-        cpu_build = True
-    if cpu_build:
-        return 0
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    listed = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
-    return min(present, len(listed))
-
-
-def gpu_bytes() -> int | None:
-    """Return the memory of the smallest GPU that a run may use on this machine, by its driver; None
-    if the driver does not report it.
-    """
-    what = "--query-gpu=index,uuid,memory.total"
-    asked = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    listed = [part.strip() for part in (visible or "").split(",") if part.strip()]
-    sizes = [
-        int(row[2])
-        for row in rows
-        if len(row) == 3
-        and row[2].isdigit()  # the listed entries are indices, or prefixes of ids
-        and (visible is None or row[0] in listed or row[1].startswith(tuple(listed)))
-    ]
-    return min(sizes) * 2**20 if sizes else None

@@ -10,7 +10,7 @@ from trireme.config import Findings
 from trireme.config.check import check_kernels, note_idle
 from trireme.config.engine_kind import EnginePlan, choose_engine, kind_named
 from trireme.config.external import ExternalModel, external_of
-from trireme.config.lookup import gpu_bytes, num_gpus
+from trireme.config.gpus import Gpus, gpu_bytes, num_gpus, why_no_gpu
 from trireme.config.memory import MemoryPlan, plan_memory, request_of
 from trireme.config.placement import Places, note_places, places_of
 from trireme.config.schema import Config
@@ -81,13 +81,15 @@ class Plan:
         return external_of(self.config) if self.mode == "bench" else None
 
 
-def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan, Findings]:
+def derive(stage: StageFacts, root: Path, gpus: Gpus | None = None) -> tuple[Plan, Findings]:
     """Derive the Plan of one stage whose files are in `root`; its notes are among the findings.
 
     `gpus` are those of a machine of the cluster; None: of this one.
     """
     findings, config = Findings(), stage.config
-    present = num_gpus() if gpus is None else gpus
+    present = num_gpus() if gpus is None else gpus.num
+    if gpus is None and not present and not stage.asks_api and (why := why_no_gpu()):
+        findings.note(f"device: the CPU, although this machine has a GPU: {why}")
     asked = findings.take(places_of(stage, present))
     engine = findings.take(choose_engine(stage, asked))
     places = asked.taken(engine.hosts)
@@ -106,7 +108,9 @@ def derive(stage: StageFacts, root: Path, gpus: int | None = None) -> tuple[Plan
     findings.add(_note_engine(stage, places.spread or engine.hosts > 0))
     findings.add(note_idle(stage, steps))
     half = dtype == "bfloat16"
-    free = gpu_bytes() if present and gpus is None and not places.elsewhere else None
+    free = gpus.memory if gpus else None
+    if gpus is None and present and not places.elsewhere:
+        free = gpu_bytes()
     request = request_of(lengths, places, engine, sync, half=half, free=free)
     memory = findings.take(plan_memory(stage, places, request))
     listen_address = findings.take(_listen_address(stage))

@@ -165,13 +165,19 @@ def test_the_copy_that_saves_behind_is_asked_for_and_its_memory_is_noted(tmp_pat
     assert note.endswith("in which trainer.offload keeps weights and moments already")
 
 
-def test_where_the_gpu_is_not_known_nothing_is_computed_again_unasked(
-    tmp_path, machine, monkeypatch
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_where_the_gpu_is_not_known_activations_are_computed_again_unless_asked(
+    asked, tmp_path, machine, monkeypatch
 ):
+    """Else the first train step of a large model ends for lack of memory."""
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: None)
     machine(1)
-    (plan,), _, _ = draft(config_of(tmp_path, four(tmp_path)))
-    assert plan.memory.needs and not plan.memory.gradient_checkpointing
+    key = "trainer.enable_gradient_checkpointing"
+    given = () if asked is None else (f"{key}={str(asked).lower()}",)
+    (plan,), _, _ = draft(config_of(tmp_path, four(tmp_path), *given))
+    assert plan.memory.needs and plan.memory.gradient_checkpointing == (asked is not False)
+    (said,) = [note for note in plan.notes if "the memory of its GPUs is not known" in note]
+    assert ("and activations are recomputed" in said) == (asked is None) and key in said
 
 
 def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from tests.config.made import config_of, plan_of, values
 from tests.config.test_placement import ENGINES, machine
 from trireme.config import ConfigError
+from trireme.config.gpus import Gpus
 from trireme.launch.check import draft
 
 __all__ = ["machine"]  # a fixture
@@ -30,12 +31,40 @@ def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, ma
     assert plan_of(tmp_path, "cluster.gpu_per_node=4").places.launcher == "local"
 
 
+EIGHT = Gpus(8, 80 * 2**30)
+SHAPE = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
 def test_the_gpus_are_those_of_the_cluster_and_not_of_the_commands_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: 8)  # 0 here + 2 x 8
+    monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: EIGHT)  # 0 here + 2 x 8
     asked = ("cluster.ray_address=10.0.0.1:6379", "cluster.node_num=2", "cluster.gpu_per_node=8")
     plan = plan_of(tmp_path, *asked, f"{ENGINES}=8")
     assert (plan.device, plan.dtype, plan.places.trainer_ranks) == ("cuda", "bfloat16", 8)
     assert plan.places.gpus == {"explorer": 8, "trainer": 8}
+
+
+@pytest.mark.extension("memory")
+@pytest.mark.parametrize(("memory", "planned"), [(80 * 2**30, False), (None, True)])
+def test_a_named_cluster_has_a_memory_plan(tmp_path, monkeypatch, memory, planned):
+    """By the size that its machines say, wherever the command is given, GPUs there or none; where
+    they say none, activations are recomputed, and a note says so.
+    """
+    monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: Gpus(8, memory))
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: pytest.fail("it is elsewhere"))
+    asked = ("cluster.ray_address=10.0.0.1:6379", "cluster.gpu_per_node=8")
+    for here in (0, 2):
+        monkeypatch.setattr("trireme.config.plan.num_gpus", lambda here=here: here)
+        plan = plan_of(tmp_path, *asked, **SHAPE)
+        assert plan.memory.gradient_checkpointing == planned
+        assert any("GPUs is not known" in note for note in plan.notes) == planned
+        assert plan.places.trainer_ranks == 7
+    monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: Gpus(8, 2**30))
+    with pytest.raises(ConfigError, match=r"trainer needs .* and a GPU has 1\.0 GiB"):
+        plan_of(tmp_path, *asked, **SHAPE)
 
 
 def test_a_cluster_that_does_not_answer_is_noted(tmp_path):
@@ -45,7 +74,7 @@ def test_a_cluster_that_does_not_answer_is_noted(tmp_path):
 
 
 def test_a_named_clusters_gpus_are_those_of_all_stages(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: 8)
+    monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: EIGHT)
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: pytest.fail("it is elsewhere"))
     stages = "stages=[{stage_name: a}, {stage_name: b, mode: bench}]"
     address = "cluster.ray_address=10.0.0.1:6379"

@@ -20,8 +20,10 @@ pytest.importorskip("ray")
 import ray
 
 from trireme.buffer.buffer import OtherSideFailed
+from trireme.config.gpus import Gpus
 from trireme.config.schema import ClusterConfig
 from trireme.experience import EID, Experience
+from trireme.ext.ray import cluster as ray_cluster
 from trireme.ext.ray.actors import SideWorker
 from trireme.ext.ray.cluster import gpus_of
 from trireme.ext.ray.remote import (
@@ -231,13 +233,18 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
 
 def test_a_process_that_is_in_a_cluster_counts_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [
-        {"Alive": True, "Resources": {"GPU": 4.0}},
-        {"Alive": False, "Resources": {"GPU": 8.0}},
+        {"Alive": True, "Resources": {"GPU": 4.0}, "NodeID": "a"},
+        {"Alive": True, "Resources": {"CPU": 4.0}, "NodeID": "b"},
+        {"Alive": False, "Resources": {"GPU": 8.0}, "NodeID": "c"},
     ]
+    asked: list[list[str]] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("the cluster is not ours to leave"))
-    assert gpus_of(ClusterConfig.model_validate({"ray_address": "10.0.0.1:6379"})) == 4
+    monkeypatch.setattr(ray_cluster, "_memory_of", lambda nodes: asked.append(nodes) or 2**34)
+    named = ClusterConfig.model_validate({"ray_address": "10.0.0.1:6379"})
+    assert gpus_of(named) == Gpus(4, 2**34)
+    assert asked == [["a"]]
 
 
 @pytest.mark.parametrize(

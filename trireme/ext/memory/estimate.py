@@ -198,7 +198,7 @@ def plan_memory(
     stage: StageFacts, places: Places, request: MemoryRequest
 ) -> tuple[MemoryPlan, Findings]:
     """Decide whether activations are recomputed: as requested, else on a GPU whose memory is too
-    small for them.
+    small for them, or not known.
 
     Too little memory is a problem, or a note.
     """
@@ -247,9 +247,16 @@ def plan_memory(
     if trainer.save_behind and not takes_turns:
         findings.add(_note_copy(shape, use))
     needs = memory_of(shape, use)
-    if asked is None and free is not None and sum(needs.values()) > free:
+    unknown = free is None and device == "cuda"
+    if asked is None and (unknown or (free is not None and sum(needs.values()) > free)):
         use = replace(use, checkpointing=True)
         needs = memory_of(shape, use)
+    if unknown:
+        again = ", and activations are recomputed" * (asked is None)
+        findings.note(
+            f"trainer: the memory of its GPUs is not known, so that nothing checks whether "
+            f"{in_gib(needs)} fit{again} (trainer.enable_gradient_checkpointing)"
+        )
     if free is not None and sum(needs.values()) > free:
         findings.add(_say_what_is_short(stage, needs, use, free))
     return MemoryPlan(needs, use.checkpointing, share), findings

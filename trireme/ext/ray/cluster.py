@@ -11,18 +11,23 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from trireme.config import Plan
+from trireme.config.gpus import Gpus, gpu_bytes
 from trireme.config.schema import ClusterConfig
 from trireme.config.section import of
 from trireme.ext.ray.keys import RayCluster, RayJob
@@ -65,9 +70,9 @@ def address_of(plan: Plan) -> str | None:
     return path.read_text().strip() or None if path.exists() else None
 
 
-def gpus_of(config: ClusterConfig) -> int | None:
+def gpus_of(config: ClusterConfig) -> Gpus | None:
     """Return the most GPUs of any machine of a named cluster, or of the cluster that this process
-    is in; None if none is named.
+    is in, and the memory of the smallest, by the machines' drivers; None if none is named.
 
     Raises TimeoutError, ValueError or RuntimeError if its address does not answer.
     """
@@ -79,11 +84,44 @@ def gpus_of(config: ClusterConfig) -> int | None:
         _reach(address)
         _join(address, {"log_to_driver": False, "logging_level": logging.ERROR})
     try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+        return Gpus(
+            max((int(node["Resources"]["GPU"]) for node in nodes), default=0),
+            _memory_of([node["NodeID"] for node in nodes]),
+        )
     finally:
         if not joined:
             ray.shutdown()
-    return max((int(resources.get("GPU", 0)) for resources in nodes), default=0)
+
+
+def python_path() -> str:
+    """Return the folders in which a process of the cluster finds our modules and the user's."""
+    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(
+        dict.fromkeys([os.getcwd(), *named, *filter(os.path.isdir, sys.path[:1])])
+    )
+
+
+def memory_here() -> int | None:
+    """Return the memory of the smallest GPU of this machine, from a task that takes none of them:
+    older versions of Ray hide all from it.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    return gpu_bytes()
+
+
+def _memory_of(nodes: Sequence[str]) -> int | None:
+    """Return the memory of the smallest GPU of these machines; None if one does not say."""
+    task = ray.remote(num_cpus=0)(memory_here)
+    path = {"env_vars": {"PYTHONPATH": python_path()}}
+    try:
+        there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        asked = [task.options(scheduling_strategy=t, runtime_env=path).remote() for t in there]
+        sizes = ray.get(asked, timeout=ANSWER_S)
+    except ray.exceptions.RayError:  # the machines lack Trireme, or are too busy to answer
+        return None
+    return None if None in sizes else min(sizes, default=None)
 
 
 def namespace_of(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trireme.config import Plan, Problem
+from trireme.config.gpus import Gpus
 from trireme.config.launcher import AUTO, KEY, LauncherChoice
 from trireme.config.schema import ClusterConfig, Config
 from trireme.config.section import of
@@ -49,8 +50,8 @@ class RayLauncher:
         note = f"{KEY} ({cluster.launcher}): one process, since {lacks}"
         return LauncherChoice(False, [note], problems, named)
 
-    def gpus_of(self, cluster: ClusterConfig) -> int | None:
-        """Return the number of GPUs of the named cluster; None if none is named."""
+    def gpus_of(self, cluster: ClusterConfig) -> Gpus | None:
+        """Return the GPUs of the named cluster; None if none is named."""
         if not names_cluster(cluster):
             return None
         _quiet()

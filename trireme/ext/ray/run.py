@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import sys
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +30,7 @@ from trireme.ext.ray.actors import (
     SideWorker,
     TrainerWorker,
 )
-from trireme.ext.ray.cluster import PlacementGroups, cluster
+from trireme.ext.ray.cluster import PlacementGroups, cluster, python_path
 from trireme.ext.ray.engines import EngineActor, EngineWorker, ServersOfSides
 from trireme.ext.ray.remote import (
     RayActor,
@@ -324,7 +323,6 @@ def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[
     process is one of the trainer's. `explores`: it gets `explorer.env_vars` from the beginning,
     except secrets, which it sets itself.
     """
-    path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = 1
     variables = {
         name: value
@@ -343,7 +341,7 @@ def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[
             # micro-batches differ in size; the name that every torch knows
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*path, *filter(os.path.isdir, sys.path[:1])])),
+        "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         **variables,
         **own,

@@ -162,7 +162,7 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     """Return the engine and its tokenizer. Raises ValueError for an unknown scheduler or model."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from trireme.config.lookup import num_gpus
+    from trireme.config.gpus import num_gpus
     from trireme.ext.multi_turn.scheduled import make_scheduler
     from trireme.model.tool_calls import format_of
 
