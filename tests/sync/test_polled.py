@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.limits import HANG_S
 from trireme.checkpoint.layout import JobFolder
 from trireme.engines.device import Device
+from trireme.engines.engine import EngineTraits
 from trireme.engines.weights import fingerprint
 from trireme.sync.checkpoint import STATE_FILE, TRIES, CheckpointPush, PolledSync
 from trireme.sync.probe import Probe, WrongWeights
@@ -188,6 +189,8 @@ def test_an_engine_that_was_started_again_gets_weights_that_are_no_newer(
 
 class Serves:
     """An engine that scores by its one tensor; `changes`: not by what it was given."""
+
+    traits = EngineTraits()
 
     def __init__(self, *, changes: float = 0.0) -> None:
         self.changes, self.weight, self.version = changes, torch.zeros(1), -1

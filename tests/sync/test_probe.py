@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from trireme.engines.device import Device
+from trireme.engines.engine import EngineTraits
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
 from trireme.engines.weights import fingerprint
@@ -157,16 +158,33 @@ def test_in_float32_there_is_nothing_to_measure() -> None:
 
 
 class Serves:
-    """An engine that serves the trainer's tensors, or says nothing of them, and scores `last`."""
+    """An engine that serves the trainer's tensors, or says nothing of them, and scores `last`; of
+    several members each its own.
+    """
 
-    def __init__(self, last: float, *, says: bool = True) -> None:
+    def __init__(self, *last: float, says: bool = True) -> None:
         self.last, self.says = last, says
+        self.traits = EngineTraits(members=len(last))
 
     async def fingerprint(self) -> dict[str, float] | None:
         return {"head": 1.0} if self.says else None
 
     async def logprobs(self, ids: Any) -> list[list[float]]:
-        return [[0.0, -3.0, self.last]]
+        return [[0.0, -3.0, last] for _, last in zip(ids, self.last, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_of_several_engines_has_to_score_as_the_trainer_does(dtype: str) -> None:
+    """One that uses the right tensors wrongly has their fingerprints all the same."""
+    probe = Probe(9, dtype)
+
+    def prove(*engines: float) -> dict[str, float]:
+        served = cast(Any, Serves(*engines))
+        return asyncio.run(probe.prove(served, {"head": 1.0}, [0.0, -3.0, -4.0], version=2))
+
+    assert prove(-4.0, -4.0, -4.0005)["sync/probe_diff"] == pytest.approx(0.0005)
+    with pytest.raises(WrongWeights, match=r"version 2, engine 1 of 3: the engine's log-prob"):
+        prove(-4.0, -9.0, -4.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

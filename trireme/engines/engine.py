@@ -157,6 +157,8 @@ class EngineTraits:
     """
     sees: bool = False
     """Whether prompts may show pictures: it is a SeeingEngine then."""
+    members: int = 1
+    """Engines behind this one: the rows of a call of `logprobs` go to them in turn."""
 
 
 class Restartable(Protocol):

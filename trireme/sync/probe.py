@@ -163,28 +163,31 @@ class Probe:
         ids: list[int] | None = None,
     ) -> dict[str, float]:
         """Return metrics; raises WrongWeights unless the engine's tensors have the trainer's
-        fingerprints `marks`, and it scores the row (or `ids`) as expected.
+        fingerprints `marks`, and each of its members scores the row (or `ids`) as expected.
         """
-        served = await engine.fingerprint()
+        served, members = await engine.fingerprint(), engine.traits.members
         compare_weights(served, marks, version=version)
-        [scored] = await engine.logprobs([self.ids if ids is None else ids])
-        gap = Gap.of(scored, expected)
-        try:
-            return self.judge(gap, version=version)
-        except WrongWeights:
-            grown = self._agreed and gap.depth > LARGE and math.isfinite(gap.largest)
-            if served is None or not grown:
-                raise
-            self._warn(gap, version)
-            return gap.metrics()
+        gaps = []
+        for number, scored in enumerate(
+            await engine.logprobs([self.ids if ids is None else ids] * members)
+        ):
+            gaps.append(gap := Gap.of(scored, expected))
+            try:
+                self.judge(gap, version=version, member=f"{number} of {members}" * (members > 1))
+            except WrongWeights:
+                grown = self._agreed and gap.depth > LARGE and math.isfinite(gap.largest)
+                if served is None or not grown:
+                    raise
+                self._warn(gap, version)
+        return max(gaps, key=lambda gap: gap.largest).metrics()
 
-    def judge(self, gap: Gap, *, version: int) -> dict[str, float]:
+    def judge(self, gap: Gap, *, version: int, member: str = "") -> dict[str, float]:
         """Return the gap after a push as metrics; raises WrongWeights if it is too large for
-        rounding.
+        rounding. `member` names the engine among several.
 
         The first gap becomes the measure if nothing was measured before.
         """
-        when = f"after the push of version {version}"
+        when = f"after the push of version {version}" + f", engine {member}:" * bool(member)
         if self._dtype == "float32":
             limit = TOLERANCE * max(1.0, gap.depth / _ORDINARY)
             if not gap.largest <= limit:

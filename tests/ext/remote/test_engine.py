@@ -22,6 +22,7 @@ from trireme.ext.remote import servers
 from trireme.ext.remote.engine import RemoteEngine
 
 PROMPT = [5, 6, 7, 8]
+SHORTER = [5, 9, 7]
 SHORT = Sampling(max_tokens=4, ignore_eos=True)
 
 
@@ -294,6 +295,12 @@ def test_servers_with_different_weights_are_found_out(tiny_dir: Path) -> None:
         await made[1].engine.update_weights(weights_of(made[1], 0.1), 0)
         with pytest.raises(RuntimeError, match=f"{urls[1]} has other weights than {urls[0]}"):
             await engine.fingerprint()
+        # and the probe's row is scored by each
+        assert engine.traits.members == 2
+        rows = [PROMPT, PROMPT, PROMPT, SHORTER]
+        scored = [await one.engine.logprobs([PROMPT, SHORTER]) for one in made]
+        expected = [scored[0][0], scored[1][0], scored[0][0], scored[1][1]]
+        assert scored[0] != scored[1] and await engine.logprobs(rows) == expected
 
     with_servers(tiny_dir, 2, main)
 

@@ -18,6 +18,7 @@ from tests.limits import HANG_S
 from tests.sync.test_probe_half import realistic
 from tests.trainer.samples import settings
 from trireme.engines.device import Device
+from trireme.engines.engine import EngineTraits
 from trireme.engines.weights import fingerprint
 from trireme.ext.remote import push
 from trireme.ext.remote.engine import RemoteEngine
@@ -156,6 +157,8 @@ def test_a_push_through_memory_counts_the_bytes_that_it_copies(shared: bool, siz
             return [[0.0] + [-float(self.weight[0])] * (len(row) - 1) for row in ids]
 
     class Engine(Trainer):
+        traits = EngineTraits()
+
         async def update_weights(self, source: Mapping[str, Tensor] | None, version: int) -> None:
             assert (source is None) == shared
             self.weight = Trainer.weight if source is None else source["weight"]

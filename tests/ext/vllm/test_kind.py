@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from tests.config.made import plan_of, problems_of
 from tests.limits import HANG_S
 from trireme.config.engine_kind import adapter_rank_of
 from trireme.ext.vllm import kind as vllm_kind
+from trireme.ext.vllm.engine import VllmEngine
 from trireme.ext.vllm.kind import largest_adapter
 from trireme.launch.engines import engine_spec
+from trireme.sync.probe import WrongWeights, compare_weights
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +258,35 @@ def test_vllm_gets_merged_weights_of_a_model_that_it_has_no_adapters_for(
     stage: Any = SimpleNamespace(config=config, remote=False, reads_file=False)
     assert adapter_rank_of(stage, "memory", largest_adapter(config)) == rank
     assert adapter_rank_of(stage, "memory") == 8
+
+
+@pytest.mark.parametrize(
+    ("workers", "found"),
+    [
+        ([{"a": 1.0, "b": 2.0}], {"a": 1.0, "b": 2.0}),
+        ([{"a": 1.0, "b": 2.0}] * 3, {"a": 1.0, "b": 2.0}),
+        ([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 2.5}], {"a": 1.0}),
+        ([{"a": 1.0}, {}], {}),
+        ([None, None], None),
+        ([{"a": 1.0}, None], {}),
+    ],
+)
+def test_a_tensor_that_one_worker_of_an_engine_has_otherwise_is_proved_by_none(
+    workers: list[Any], found: dict[str, float] | None
+) -> None:
+    """The trainer asks for each of its tensors, and names those that it misses."""
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._closed, engine._failure = False, None
+
+    async def answers(method: str, **_: Any) -> list[Any]:
+        return workers
+
+    engine._llm = SimpleNamespace(errored=False, collective_rpc=answers)
+    served = asyncio.run(engine.fingerprint())
+    assert served == found
+    if served is not None and workers[0] != found:
+        with pytest.raises(WrongWeights, match="after the push of version 3 the engine does not"):
+            compare_weights(served, workers[0], version=3)
 
 
 def test_an_engine_process_needs_only_what_the_environment_of_vllm_has() -> None:

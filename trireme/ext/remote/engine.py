@@ -33,9 +33,6 @@ BUCKET_BYTES = 256 * 2**20
 class RemoteEngine:
     """An engine behind one or several servers."""
 
-    traits = EngineTraits({"memory": "http", "nccl": "group", "paired": "pairs"}, sees=True)
-    """A server whose engine sees nothing refuses pictures itself."""
-
     def __init__(
         self,
         urls: Sequence[str],
@@ -56,6 +53,9 @@ class RemoteEngine:
             timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, limits=limits
         )
         self.servers = Servers(urls, self._client, seed)
+        # a server whose engine sees nothing refuses pictures itself
+        pushes = {"memory": "http", "nccl": "group", "paired": "pairs"}
+        self.traits = EngineTraits(pushes, sees=True, members=len(self.urls))
         self.colocation: Wakes | None = None
         """The lock shared with a trainer that uses the same accelerator."""
         self.bucket_bytes = BUCKET_BYTES
@@ -141,14 +141,26 @@ class RemoteEngine:
         temperature: float = 1.0,
         pictures: Sequence[Picture] = (),
     ) -> list[list[float]]:
-        """Return log-probabilities from the first server; fingerprints come from all servers."""
+        """Return log-probabilities of rows: the first row from the first server, the next one from
+        the next.
+        """
         self._check()
         await self.connect()
-        rows: dict[str, Any] = {"ids": [list(row) for row in ids], "temperature": temperature}
+        common: dict[str, Any] = {"temperature": temperature}
         if pictures:
-            rows["pictures"] = [picture.digest for picture in pictures]
-        url = self.urls[0]
-        return await self._showing(url, pictures, lambda: self._post(url, "/engine/logprobs", rows))
+            common["pictures"] = [picture.digest for picture in pictures]
+
+        async def ask(url: str, rows: list[list[int]]) -> list[list[float]]:
+            body = common | {"ids": rows}
+            return await self._showing(
+                url, pictures, lambda: self._post(url, "/engine/logprobs", body)
+            )
+
+        rows = [list(row) for row in ids]
+        num = min(len(self.urls), len(rows))
+        dealt = [(url, rows[first::num]) for first, url in enumerate(self.urls[:num])]
+        parts = await self._all(ask(url, mine) for url, mine in dealt)
+        return [parts[at % num][at // num] for at in range(len(rows))]
 
     async def _showing(
         self, url: str, pictures: Sequence[Picture], ask: Callable[[], Awaitable[Any]]

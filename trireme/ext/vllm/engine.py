@@ -250,10 +250,14 @@ class VllmEngine:
 
     async def fingerprint(self) -> dict[str, float] | None:
         """Return the fingerprints of the last received weights, as the layers use them; None at
-        first.
+        first. A tensor of which the workers have different ones is missing.
         """
         self._check()
-        return (await self._rpc("trireme_fingerprint"))[0]
+        first, *others = await self._rpc("trireme_fingerprint")
+        if any(other is None for other in (first, *others)):
+            return None if first is None and not any(others) else {}
+        agreed = set(first.items()).intersection(*(other.items() for other in others))
+        return {name: mark for name, mark in first.items() if (name, mark) in agreed}
 
     async def pause(self) -> None:
         """Stop generating and keep all requests; with sleep mode, free the GPU's memory."""
