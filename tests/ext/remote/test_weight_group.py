@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -291,11 +293,11 @@ class NeverDone:
 class LikeNccl:
     """A process group whose collectives end as NCCL's do where a member is lost: never."""
 
-    def __init__(self) -> None:
-        self.aborted = False
+    def __init__(self, work: Callable[[], Any] = NeverDone) -> None:
+        self.aborted, self.work = False, work
 
-    def broadcast(self, tensor: Tensor, root: int) -> NeverDone:
-        return NeverDone()
+    def broadcast(self, tensor: Tensor, root: int) -> Any:
+        return self.work()
 
     def abort(self) -> None:
         self.aborted = True
@@ -316,6 +318,60 @@ def test_a_broadcast_that_never_ends_names_who_did_not_come_and_is_aborted() -> 
             with pytest.raises(RuntimeError, match=f"the weight group has broken: {late}"):
                 side.result(timeout=HANG_S)
     assert all(double.aborted for double in doubles)
+
+
+class Failed:
+    """A broadcast over NCCL that the network has broken: complete, and `wait` says nothing."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> Exception:
+        return RuntimeError("NCCL communicator encountered error: remote process exited\nframe #0")
+
+
+def test_a_broadcast_that_ends_in_an_error_of_nccl_brings_no_tensor() -> None:
+    trainer, engine = pair()
+    trainer.connect({1: "worker 0 of http://a"})
+    doubles: list[Any] = [LikeNccl(Failed), LikeNccl(Failed)]
+    trainer._group, engine._group = doubles
+    for member in (trainer, engine):
+        member._meeting = replace(member._meeting, backend="nccl")
+    said = "the weight group has broken: NCCL communicator encountered error: remote process exited"
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(trainer.send, [("a", torch.zeros(8))])
+        taking = pool.submit(lambda: list(engine.receive()))
+        for side in (sending, taking):
+            with pytest.raises(RuntimeError, match=f"{said}$"):
+                side.result(timeout=HANG_S)
+    assert all(double.aborted for double in doubles)
+
+
+def test_nccls_watchdog_ends_no_process_whose_weight_group_has_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+
+    class Nccl:
+        class Options:
+            _timeout = None
+
+        def __new__(cls, *_: Any) -> Any:
+            seen.append(os.environ.get(name))
+            return LikeNccl()
+
+    monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Nccl, raising=False)
+    for asked, got in ((None, "2"), ("1", "1")):
+        if asked is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, asked)
+        trainer = WeightGroup(Meeting("127.0.0.1", 0, 1, 0, "nccl"), torch.device("cpu"))
+        trainer.connect()
+        assert seen.pop() == got and os.environ.get(name) == asked
 
 
 MEMBER = """

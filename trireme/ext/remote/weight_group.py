@@ -9,7 +9,8 @@ bucket's format is that of ms-swift's and TRL's trainers: a list of parts, then 
   the store.
 - No member waits inside a collective. NCCL's would return at once, and its watchdog would later end
   the process: so we poll whether a broadcast is complete, and at the deadline abort the
-  communicator and name the members that did not join.
+  communicator and name the members that did not join. After an error NCCL's is complete, too, and
+  its watchdog would end the process: the error is read, and ends the group alone.
 - If trainer and engine share a device (`ipc`), nothing is broadcast: the group has two members, and
   the header has a handle of the bucket, which the engine copies and acknowledges. The trainer then
   overwrites it with the next bucket. At the end it waits until the engine has unmapped the bucket.
@@ -20,10 +21,11 @@ bucket's format is that of ms-swift's and TRL's trainers: a list of parts, then 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -105,6 +107,24 @@ def gloo_group(
     )
     options._devices = [device]
     return ProcessGroupGloo(store, rank, size, options)
+
+
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@contextmanager
+def outliving_errors() -> Iterator[None]:
+    """A group over NCCL that is made inside leaves its errors to us. By default its watchdog ends
+    the process after one, and with it the engine or the whole trainer.
+    """
+    if _ON_ERROR in os.environ:
+        yield
+        return
+    os.environ[_ON_ERROR] = "2"  # clean up only; it is read when the group is made
+    try:
+        yield
+    finally:
+        del os.environ[_ON_ERROR]
 
 
 BUCKET_BYTES = 64 * 2**20
@@ -201,7 +221,8 @@ class WeightGroup:
             options = c10d.ProcessGroupNCCL.Options()
             # its watchdog ends the process: `_finish` comes before it
             options._timeout = 3 * self._timeout + timedelta(seconds=60)
-            self._group = c10d.ProcessGroupNCCL(store, m.rank, m.world_size, options)
+            with outliving_errors():
+                self._group = c10d.ProcessGroupNCCL(store, m.rank, m.world_size, options)
         elif m.backend == "ipc":
             self._group = Lender(self.device)
         else:
@@ -290,10 +311,16 @@ class WeightGroup:
             raise NotTaken(self._who_is_late())
 
     def _finish(self, work: Any) -> None:
-        """Wait until it is complete. Raises RuntimeError that names the members that were late."""
+        """Wait until it is complete. Raises RuntimeError with its error, or with the names of the
+        members that were late.
+        """
         if not self._in_time(work.is_completed):
             raise RuntimeError(self._who_is_late())
-        work.wait()  # returns at once: raises the work's error, and orders the device's streams
+        # NCCL's work is complete after an error too, of which `wait` says nothing: the tensor holds
+        # what it held before. Not asked of gloo's, which raises it: torch warns of each first call
+        if self._meeting.backend == "nccl" and (error := work.exception()) is not None:
+            raise RuntimeError(str(error))
+        work.wait()  # returns at once: raises gloo's error, and orders the device's streams
 
     def _in_time(self, done: Callable[[], bool]) -> bool:
         """Return whether `done()` is true before the deadline, polling at ever longer intervals."""
