@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -10,9 +11,13 @@ from typing import Any, Self
 import yaml
 from yaml.representer import SafeRepresenter
 
+from trireme.pictures import IMAGES
 from trireme.registry import did_you_mean
+from trireme.text import as_json
 from trireme.usercode import Refused
 
+SHOWN_TEXT, SHOWN_ROW = 2_000, 8_000
+"""Characters of one value, and of all values of a row, that records of rollouts contain."""
 NO_JSON = (ValueError, RecursionError)
 """The errors of `json.loads` for a text that is not JSON, or is nested too deeply."""
 
@@ -176,6 +181,46 @@ def as_text(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return str(value) if isinstance(value, int | float) else value
+
+
+def for_people(task: Task) -> dict[str, Any]:
+    """Return a task's `truth`, and the other columns of its row as `row`, as plain JSON for the
+    records of its rollouts: without prompt and pictures, which have their own place there, and with
+    long texts cut.
+    """
+    asked = {task.prompt_key, task.truth_key, task._format("system_prompt_key")}
+    asked |= {task.image_key} if task.image_key else set(IMAGES)
+    left, row = SHOWN_ROW, dict[str, Any]()
+    for column, value in task.raw_task.items():
+        if column in asked or (plain := _shown(value, min(SHOWN_TEXT, left))) is None:
+            continue
+        row[str(column)] = plain
+        left = max(left - len(plain if isinstance(plain, str) else json.dumps(plain)), 0)
+    truth = _shown(task.truth, SHOWN_TEXT)
+    return ({} if truth is None else {"truth": truth}) | ({"row": row} if row else {})
+
+
+def _shown(value: Any, most: int) -> Any:
+    """Return a value as plain JSON of at most `most` characters; what is longer, as a text that
+    says how much it lacks. None if there is nothing to show.
+    """
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if value is None or value == "" or isinstance(value, float):
+        return None
+    if not isinstance(value, str | dict | list):
+        value = _name(value)
+    whole = value
+    if not isinstance(value, str):
+        whole = as_json(value, default=_name, skipkeys=True)
+    if len(whole) > most:
+        return f"{whole[:most]} … ({len(whole) - most:,} more characters)"
+    return value if isinstance(value, str) else json.loads(whole, parse_constant=lambda name: None)
+
+
+def _name(value: Any) -> str:
+    """Return a value that JSON does not have, as text: `12 bytes`, or the form that `str` gives."""
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 
 def object_or_text(text: str) -> Any:

@@ -28,7 +28,7 @@ from trireme.engines.engine import Engine
 from trireme.experience import EID, Experience
 from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
-from trireme.task import Task
+from trireme.task import Task, for_people
 from trireme.usercode import Fault, UserCode, awaiting, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec
 
@@ -376,6 +376,7 @@ def stamp(
     those.
     """
     by_run: dict[tuple[int | str, int], list[Experience]] = {}
+    shown = for_people(task)
     for e in experiences:
         separate = spec.can_repeat and is_apart(e, task)
         run = e.eid.run if spec.can_repeat else runs[0]
@@ -390,6 +391,7 @@ def stamp(
             e.info.setdefault("model_version", e.version)
             if group == task.task_id:
                 e.info["task_index"] = dict(task.index)
+                e.info = shown | e.info
     return experiences
 
 
