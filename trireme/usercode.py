@@ -36,6 +36,10 @@ _LASTING = (
 """Errors of the code itself: a retry would raise them again."""
 
 
+EXPECTED = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
+"""The errors that a run may end with: their text is a sentence. Any other is a bug of ours."""
+
+
 class Refused(ValueError):
     """A value that user code returned cannot be used; the text names the expected one."""
 
@@ -113,6 +117,19 @@ def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | 
     text = str(error) if isinstance(error, Escaped) else _described(error)
     text, whole = text.removeprefix(f"{what} "), text
     return Fault(what, text, _raised_at(raised) or defined, lasting, refused=text != whole)
+
+
+def ending(error: BaseException) -> str:
+    """Return what a run says that ends with this error: the sentence, and below it the place in
+    user code, or else the innermost line that the error passed through.
+    """
+    if (fault := fault_of(error)) is not None:
+        return str(fault)
+    text = str(error).strip() if isinstance(error, EXPECTED) else _described(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or "\n" in text:  # which names a place itself
+        return text or type(error).__name__
+    return with_place(text or type(error).__name__, f"{frames[-1].filename}:{frames[-1].lineno}")
 
 
 def refuse_signature(what: str, code: Any, call: Any, expected: str, **named: Any) -> None:

@@ -54,8 +54,8 @@ def test_each_listener_hears_every_event_in_order_before_emit_returns() -> None:
     stream.subscribe(second)
     stream.emit(STEPS[1])
     assert first.heard == STEPS[:2] and second.heard == STEPS[1:2]
-    stream.close(failed=True)
-    assert second.heard[1:] == [Ended(failed=True)]
+    stream.close(failed=True, error="no route")
+    assert second.heard[1:] == [Ended(failed=True, error="no route")]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no route"), SystemExit("no route")])

@@ -18,7 +18,7 @@ from trireme.launch.stop import Stop
 from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
 from trireme.text import say
-from trireme.usercode import fault_of
+from trireme.usercode import EXPECTED, fault_of
 
 if TYPE_CHECKING:
     from trireme.launch.check import Draft
@@ -29,8 +29,6 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-# The errors that a run may end with. Anything else is our bug, and Python prints its traceback.
-_EXPECTED = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
 
 
 def run(
@@ -87,7 +85,7 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
         return 1
     except Exception as error:
         fault = fault_of(error)
-        if fault is None and not isinstance(error, _EXPECTED):
+        if fault is None and not isinstance(error, EXPECTED):  # Python prints its traceback
             raise
         console.close()
         complain(str(fault or error) or type(error).__name__)

@@ -63,6 +63,17 @@ class Plan:
         return self.job_dir if self.stage_name is None else self.job_dir.parent
 
     @property
+    def counted(self) -> tuple[str, int | None]:
+        """Return the part whose steps count as the run's, and their number; None: it ends with the
+        data.
+        """
+        # only the workflow knows how many train steps an explore step makes: count the known ones
+        trains = self.mode in ("both", "train")
+        if trains and (self.steps.train or not self.steps.explore):
+            return "trainer", self.steps.train
+        return "explorer", self.steps.explore
+
+    @property
     def has_adapter(self) -> bool:
         """True if the trained weights may start out different from those that engines load."""
         return bool(self.config.model.lora_configs)

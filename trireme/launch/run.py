@@ -59,10 +59,7 @@ def run_stages(
     finished = finished_stages(job) if len(plans) > 1 else []
     results = list(finished)
     for plan in plans[len(finished) :]:
-        trains = plan.mode in ("both", "train")
-        # only the workflow knows how many train steps an explore step makes: count the known ones
-        by = "trainer" if trains and (plan.steps.train or not plan.steps.explore) else "explorer"
-        total = plan.steps.train if by == "trainer" else plan.steps.explore
+        by, total = plan.counted
         console.stage(plan.stage_name, total, by=by)
         model, last = model_of(plan, results), plan is plans[-1]
         with rare_collections():

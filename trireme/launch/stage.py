@@ -32,11 +32,12 @@ from trireme.launch.operators import make_operators
 from trireme.launch.results import StageResult
 from trireme.launch.resume import made_with
 from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
-from trireme.log import get_logger, setup_logging
+from trireme.log import get_logger, hide_passwords, setup_logging
 from trireme.monitor.events import Emit, Listener, Noted, Stream
 from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline, Resampling
 from trireme.processes import ending_leftovers, environment
+from trireme.usercode import ending
 
 if TYPE_CHECKING:
     from trireme.trainer.backend import Backend
@@ -236,6 +237,15 @@ class Stage:
         return StageResult(self.plan.stage_name, self.plan.mode, self.recipe.schema)
 
 
+def _close(stream: Stream, error: BaseException | None) -> None:
+    """End a stream with the error that ended the stage; a run that was stopped has none."""
+    from trireme.trainer.trainer import Stopped
+
+    stopped = isinstance(error, Stopped) or not isinstance(error, Exception)
+    text = "" if error is None or stopped else hide_passwords(ending(error))
+    stream.close(failed=error is not None, error=text)
+
+
 @contextmanager
 def open_stage(
     plan: Plan, model_path: str, device: Device, listener: Listener, *, alone: bool = False
@@ -251,7 +261,7 @@ def open_stage(
         if alone and stage.trains:
             stage.closing.enter_context(stage.folder.one_trainer())
         stage.closing.callback(setup_logging(stage.folder.log, plan.config.log.level))
-        stage.closing.push(lambda kind, *_: stage.stream.close(failed=kind is not None))
+        stage.closing.push(lambda kind, error, _: _close(stage.stream, error))
         stage.stream.subscribe(listener)
         own = [stage.folder.explorer_meta] if plan.mode == "both" else []
         stage.folder.make_way(*own)  # for an explorer alone, the meta is its state

@@ -98,6 +98,8 @@ class Ended:
     """The last event. `failed`: the run was stopped, or ended with an error."""
 
     failed: bool = False
+    error: str = ""
+    """The sentence of the error, and its place in a line below; empty if there was none."""
 
 
 Event = Noted | StepDone | Evaluated | RolloutDone | Failures | Trained | Saved | Ended
@@ -176,11 +178,14 @@ class Stream:
         for each, done in heard:
             each.wait(done, event)
 
-    def close(self, *, failed: bool = False) -> None:
-        """Tell the listeners that the run has ended, and wait until all is written and sent."""
+    def close(self, *, failed: bool = False, error: str = "") -> None:
+        """Tell the listeners that the run has ended, and wait until all is written and sent.
+
+        `error` is the sentence of the error with which it did.
+        """
         listening, self._listening = self._listening, []
         for each in listening:
-            each.put(Ended(failed))
+            each.put(Ended(failed, error))
             each.end()
         for each in listening:
             each.join()

@@ -22,9 +22,10 @@ from trireme.config import load_config
 from trireme.config.schema import Config
 from trireme.data.rows import DataSet, Rows
 from trireme.ext.provenance.changes import changes
-from trireme.ext.provenance.starts import add_start, data_facts, read_starts
+from trireme.ext.provenance.starts import add_end, add_start, data_facts, read_starts
 from trireme.launch.check import make_plans
 from trireme.launch.resume import ADAPTER_BASE
+from trireme.monitor.events import Ended
 from trireme.registry import COMMANDS, SOURCES
 
 
@@ -149,7 +150,9 @@ def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
     assert starts[0]["data"][DATA]["rows"] == 16
     assert starts[0]["versions"].keys() >= {"python", "trireme", "torch", "transformers"}
     assert starts[0]["seed"] == 42
-    assert starts[0]["command"]
+    assert starts[0]["command"] and starts[0]["process"] == os.getpid()
+    assert [start["end"]["how"] for start in starts] == ["finished"] * 3
+    assert starts[2]["steps"] == {"by": "trainer", "total": 4}
     assert not [
         path for path in job.rglob("*") if path.is_file() and b"secret7" in path.read_bytes()
     ]
@@ -159,6 +162,24 @@ def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
     if shows := next((name for name in ("view", "convert") if name in COMMANDS), None):
         assert None not in summary.values()
         assert summary["next_command"].startswith(f"trireme {shows} ")
+
+
+def test_a_start_records_the_sentence_and_the_place_of_the_error_that_ended_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prices.py").write_text(
+        "from trireme import reward\n\n@reward('price')\ndef price(task, answer):\n"
+        "    return {'eggs': 1.0}['milk']\n"
+    )
+    own = (f"plugins=[{tmp_path}/prices.py]", "buffer.explorer_input.default_reward_fn_type=price")
+    _, err = started(tmp_path, capsys, *own, expected=1)
+    job = JobFolder(tmp_path / "checkpoints/tests/job")
+    (start,) = json.loads(job.starts.read_text())["starts"]
+    sentence, place = start["end"]["error"].split("\n")
+    assert start["end"]["how"] == "failed" and sentence in err
+    assert "KeyError: 'milk'" in sentence and f"{tmp_path}/prices.py:5" in place
+    add_end(job, start, Ended(failed=True))
+    assert json.loads(job.starts.read_text())["starts"][0]["end"]["how"] == "stopped"
 
 
 def test_a_checkpoint_of_an_earlier_release_is_resumed_only_with_what_its_start_records(

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
+from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import Loaded
 from trireme.config.schema import Config
 from trireme.config.section import Section
-from trireme.ext.provenance.starts import add_start, read_starts, same_part, this_start
+from trireme.ext.provenance.starts import add_end, add_start, read_starts, same_part, this_start
 from trireme.launch.listeners import RunListener
 from trireme.launch.resume import ADAPTER_BASE, refuse_meaningless
 from trireme.log import get_logger
-from trireme.monitor.events import Noted
+from trireme.monitor.events import Ended, Event, Noted
 
 if TYPE_CHECKING:
     from trireme.launch.stage import Stage
@@ -38,11 +39,26 @@ class Provenance(RunListener):
         self._lines = since_last_start(stage, self._start)
 
     def listen(self, stage: Stage) -> None:
-        """Record the attempt. Later events of a run are not recorded."""
+        """Record the attempt. Of the later events of a run, its end alone is recorded."""
         add_start(stage.folder, self._start)
+        stage.stream.subscribe(Ending(stage.folder, self._start))
         for line in self._lines:
             logger.info(line)
             stage.emit(Noted(line))
+
+
+class Ending:
+    """Records how an attempt ended."""
+
+    name = "the record of this start's end"
+
+    def __init__(self, folder: JobFolder, start: Mapping[str, Any]) -> None:
+        self._folder, self._start = folder, start
+
+    def hear(self, event: Event) -> None:
+        """Record the end."""
+        if isinstance(event, Ended):
+            add_end(self._folder, self._start, event)
 
 
 def since_last_start(stage: Stage, start: dict[str, Any]) -> list[str]:

@@ -3,6 +3,8 @@
 Invariants:
 - One entry a start, in order; a file is written whole. Several processes of a job add theirs in
   turn.
+- An entry gets its `end` when its run finishes, fails or is stopped; one without an end runs, or
+  its process was killed.
 - `start_N.yaml` is the whole configuration as it was understood (what the user wrote, defaults,
   paths of plug-ins) and `trireme run` takes it. An entry whose configuration is that of an earlier
   one names that one's file.
@@ -45,6 +47,7 @@ from trireme.files import (
 )
 from trireme.launch.tasksets import data_set
 from trireme.log import get_logger, hide_passwords
+from trireme.monitor.events import Ended
 
 logger = get_logger("launcher")
 
@@ -59,13 +62,15 @@ GIT_SECONDS = 5.0
 def this_start(plan: Plan, model_path: str, resumed: Loaded | None) -> dict[str, Any]:
     """The entry of the start that is being made; `config` is the configuration itself."""
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": _now(),
         "mode": plan.mode,
         "name": plan.explorer_name,
         "resumed_from": resumed.step if resumed else None,
         "command": hidden_words(sys.argv),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
+        "process": os.getpid(),
+        "steps": dict(zip(("by", "total"), plan.counted, strict=True)),
         "seed": plan.seed,
         "versions": versions(),
         "code": {"trireme": commit(Path(__file__).parent), "folder": commit(Path.cwd())},
@@ -138,6 +143,22 @@ def add_start(folder: JobFolder, entry: Mapping[str, Any]) -> Path:
         plain = [{key: row[key] for key in row if key != "config"} for row in rows]
         write_json(folder.starts, {"format": FORMAT, "starts": plain})
     return run_folder / name
+
+
+def add_end(folder: JobFolder, start: Mapping[str, Any], event: Ended) -> None:
+    """Note in the newest entry of a start how it ended."""
+    how = "failed" if event.error else "stopped" if event.failed else "finished"
+    end = {"time": _now(), "how": how, "error": event.error}
+    with in_turn(folder.starts.parent / ".lock"):
+        held = json_or(folder.starts, dict[str, Any]())
+        own = [e for e in held.get("starts", []) if _is_entry(e) and same_part(e, start)]
+        if own:
+            own[-1]["end"] = end
+            write_json(folder.starts, held)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _as_yaml(entry: Mapping[str, Any], number: int) -> str:
