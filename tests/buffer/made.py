@@ -21,7 +21,8 @@ def experience(step: int, task: int, run: int, reward: float | None, **more: Any
         prompt_text=f"<|user|>What is {task} + {step}?<|end|>",
         response_text=f"It is {task + step}.\nReply {run} of step {step}",
         stop_reason="length" if run == 1 else "stop",
-        info={"task_index": {"index": 100 + task, "taskset_id": 0}},
+        info={"task_index": {"index": 100 + task, "taskset_id": 0}, "truth": str(task + step)}
+        | {"row": {"level": 2}},
         messages=[
             {"role": "user", "content": f"What is {task} + {step}?"},
             {"role": "assistant", "content": "", "tool_calls": [

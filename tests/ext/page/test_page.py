@@ -147,6 +147,7 @@ def test_what_it_says(tab: Any, url: str) -> None:
     assert tab.evaluate("document.activeElement.name") == "text"
     assert tab.locator(".reader .turn.tool .said").inner_text() == "the sum"
     assert 'add({"a": 1})' in tab.locator(".reader .call").inner_text()
+    assert tab.inner_text(".reader .truth").split("\n")[::2] == ["Right answer", "level"]
     first = tab.locator(".reader h2").inner_text()
     tab.keyboard.press("Escape")
     tab.keyboard.press("j")
@@ -156,11 +157,14 @@ def test_what_it_says(tab: Any, url: str) -> None:
     tab.keyboard.press("g")
     tab.wait_for_selector(".answers .answer >> nth=3")
     assert "4 answers to the same task in step 2. Mean reward 0.500" in tab.inner_text(".reader")
+    assert "Right answer" in tab.inner_text(".reader .truth")
+    assert "rollout 3" in tab.locator(".answers .answer >> nth=3").inner_text()
     tab.fill("input[name=text]", "")
     tab.get_by_role("button", name="Held out 6").click()
     tab.wait_for_function("() => document.querySelector('.count').textContent.startsWith('6')")
     tab.get_by_role("button", name="Through the steps").click()
     tab.wait_for_selector(".answers .answer >> nth=2")
+    assert "Right answer" in tab.inner_text(".reader .truth")
     tab.get_by_role("button", name="Failed 1").click()
     tab.wait_for_selector(".reader .error")
     assert "ValueError: no" in tab.inner_text(".reader")

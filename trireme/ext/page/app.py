@@ -138,6 +138,7 @@ class Page:
         experience = self.tokens_of(run).experience(eid) if kind == "train" else None
         if experience is not None:
             row |= {"messages": experience.messages, "tools": experience.tools}
+            row.setdefault("info", experience.info)
         return row
 
     def picture(self, query: Mapping[str, str]) -> Response:

@@ -53,10 +53,25 @@ export function turnsOf(row) {
 
 const textOf = (content) => (typeof content === "string" ? content : (content ?? []).map((part) => part.text ?? `[${part.type}]`).join("\n"));
 
+// The right answer and the other columns of the task's row; null for a run that recorded neither.
+function truthOf({ info }) {
+  const columns = [["Right answer", info?.truth], ...Object.entries(info?.row ?? {})].filter(([, value]) => value !== null && value !== undefined);
+  if (!columns.length) return null;
+  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
+  return h("aside.truth", { "aria-label": "The task's row" }, columns.map(([name, value], place) =>
+    h("div", {}, h(place || info.truth === undefined ? "div.who.mono" : "div.who", {}, name), h("div.said", { tabindex: text(value).length > 300 ? 0 : null }, text(value)))));
+}
+
+// A view with the task's row at its side.
+const withTruth = (row, ...shown) => { const truth = truthOf(row); return truth ? h("div.with-truth", {}, h("div", {}, shown), truth) : h("div", {}, shown); };
+
+const asked = (row, run) => withTruth(row, h("div.turn.user", {}, pictures(run, row.pictures), h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n"))));
+
 function conversation(body, row, { text, run }) {
   const turns = turnsOf(row);
+  const { truth, row: columns, ...more } = row.info ?? {};
   const digestsOf = (content) => (Array.isArray(content) ? content.filter((part) => part.type === "image").map((part) => String(part.image).replace("sha256:", "")) : []);
-  fill(body,
+  fill(body, withTruth(row,
     row.failure && h("div.error.card", { style: { "margin-bottom": "16px" } }, h("h3", {}, `${row.failure.what} failed`), h("p", {}, row.failure.message), row.failure.place && h("p.quiet.mono", {}, row.failure.place), row.failure.trace && h("details", {}, h("summary", {}, "Traceback"), h("pre", { style: { overflow: "auto" } }, row.failure.trace))),
     row.tools?.length && h("details", { style: { "margin-bottom": "14px" } }, h("summary", {}, `${row.tools.length} tools`), h("pre.config", {}, JSON.stringify(row.tools, null, 2))),
     turns.map((turn) => {
@@ -70,7 +85,7 @@ function conversation(body, row, { text, run }) {
         (turn.tool_calls ?? []).map((call) => h("div.call", {}, `${call.function?.name ?? "call"}(${typeof call.function?.arguments === "string" ? call.function.arguments : JSON.stringify(call.function?.arguments ?? {})})`)));
     }),
     !turns.length && !row.failure && h("p.quiet", {}, "Nothing was said."),
-    row.info && h("details", {}, h("summary.quiet", {}, "What else was recorded"), h("pre.config", {}, JSON.stringify(row.info, null, 2))));
+    Object.keys(more).length > 0 && h("details", {}, h("summary.quiet", {}, "What else was recorded"), h("pre.config", {}, JSON.stringify(more, null, 2)))));
 }
 
 const replyOf = (row) => row.response ?? "";
@@ -83,15 +98,14 @@ function answers(rows, row, jump, label) {
 
 async function group(body, row, { run, jump }) {
   const { rows, total } = await ask("rollouts", { run, kind: row.kind, group: row.group, order: "oldest", whole: 1, limit: 200 });
-  const asked = h("div.turn.user", {}, pictures(run, row.pictures), h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n")));
-  if (row.kind === "data") return fill(body, h("div.spaced", {}, asked, answers(rows, row, jump, () => "")));
+  if (row.kind === "data") return fill(body, h("div.spaced", {}, asked(row, run), answers(rows, row, jump, () => "")));
   const rewards = rows.map((one) => one.reward).filter((value) => value !== null && value !== undefined);
   const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(rewards.length, 1);
   const std = Math.sqrt(rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / Math.max(rewards.length, 1));
   fill(body, h("div.spaced", {},
     h("p.quiet", {}, `${total} answers to the same task in step ${row.step}. Mean reward ${number(mean)}, standard deviation ${number(std)}${rewards.length > 1 && std === 0 ? ": no gradient comes from this group" : ""}.`),
-    asked,
-    answers(rows, row, jump, (one) => `run ${one.eid.split("/").at(-2)}`)));
+    asked(row, run),
+    answers(rows, row, jump, (one) => `rollout ${one.eid.slice(one.group.length + 1).split("/")[0]}`)));
 }
 
 async function steps(body, row, { run, jump, whole }) {
@@ -104,6 +118,6 @@ async function steps(body, row, { run, jump, whole }) {
   }
   fill(body, h("div.spaced", {},
     h("div.row", {}, h("p.quiet.grow", {}, row.kind === "data" ? `Row ${row.task} was trained in ${seen.size} steps.` : `Task ${row.task}: ${total} answers in ${seen.size} steps.`), h("button.button", { type: "button", onclick: () => whole(row.task) }, "As a list")),
-    h("div.turn.user", {}, pictures(run, row.pictures), h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n"))),
+    asked(row, run),
     answers(rows, row, jump, (one) => `step ${one.step}`)));
 }

@@ -66,6 +66,7 @@ function build(main) {
   view.count = h("span.quiet.count", { "aria-live": "polite" });
   view.news = h("span");
   fill(main, h("div.spaced", {}, bar(found.facts, state), view.split));
+  fill(view.reader, h("p.quiet.pad", {}, "Reading the rollout …"));
   listed();
 }
 
