@@ -24,6 +24,7 @@ from rich.text import Text
 
 from trireme.monitor.events import Evaluated, Event, Noted, RolloutDone, StepDone
 from trireme.monitor.figures import (
+    STEPS_TIMED,
     Summary,
     chart,
     clock_time,
@@ -31,6 +32,7 @@ from trireme.monitor.figures import (
     figures,
     in_one_line,
     in_words,
+    pace,
     sparkline,
     spoken,
 )
@@ -40,7 +42,6 @@ if TYPE_CHECKING:  # importing it would load torch before the thread settings ar
     from trireme.experience import Experience
 
 CHART_WIDTH, CHART_HEIGHT = 60, 6
-STEPS_TIMED = 20
 MAX_TEXT = 600
 MAX_TURNS = 8
 
@@ -215,14 +216,9 @@ class Console:
         """Return the seconds per recent step, and the time left at that pace if the total
         is known.
         """
-        if len(self._times) < 2:
-            return []
-        (then, first), (now, last) = self._times[0], self._times[-1]
-        seconds = (now - then) / max(last - first, 1)
-        pace = [f"{duration(seconds)}/step"]
-        if self._total and last < self._total and not ended:
-            pace.append(f"left {clock_time(seconds * (self._total - last))}")
-        return pace
+        each, left = pace(self._times, self._total)
+        shown = [] if each is None else [f"{duration(each)}/step"]
+        return shown if left is None or ended else [*shown, f"left {clock_time(left)}"]
 
     def _render(self) -> RenderableType:
         elapsed = clock_time(self.clock() - self._started)

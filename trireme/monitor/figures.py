@@ -34,6 +34,8 @@ _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("failed", ("rollout/failed",), ".0f"),
 )
 _EVALUATION = (("accuracy", ".1%"), ("reward", ".3f"))
+STEPS_TIMED = 20
+"""The most recent steps, whose mean is the pace of a run."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -80,6 +82,19 @@ def clock_time(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def pace(
+    times: Sequence[tuple[float, int]], total: int | None
+) -> tuple[float | None, float | None]:
+    """Return the seconds per step of recent steps (time, step), and the seconds that are left at
+    that pace; None for what is not known, or past.
+    """
+    if len(times) < 2:
+        return None, None
+    (then, first), (now, last) = times[0], times[-1]
+    each = (now - then) / max(last - first, 1)
+    return each, each * (total - last) if total and last < total else None
 
 
 def duration(seconds: float) -> str:

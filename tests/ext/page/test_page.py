@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from PIL import Image
 
 from tests.buffer.made import experience
 from tests.ext.page.made import make_pairs_run, make_run
+from tests.ext.page.test_table import ERROR, ended, start
 from trireme.buffer.record import Record
 from trireme.ext.page.report import write_report
 from trireme.monitor.monitor import JsonLinesMonitor
@@ -231,12 +233,45 @@ def test_where_the_time_goes_and_what_it_was(tab: Any, url: str) -> None:
     assert "algorithm.optimizer.lr" in told and "0.001" in told and "went on from step 2" in told
 
 
+def test_how_each_run_goes_is_seen_at_a_glance(tab: Any, url: str, root: Path) -> None:
+    start(root / "job/broken", **ended("failed", ERROR), time="2026-01-03T00:00:00+00:00")
+    opened(tab, url, "overview", run="job/broken")
+    said = tab.inner_text("main .ended")
+    assert said.startswith("Failed at step 0 of 400")
+    assert all(line in said for line in ERROR.split("\n  "))
+    assert "failed" in tab.locator("#side .run.main").inner_text()
+    start(root / "job/broken", time=datetime.now(UTC).isoformat())
+    tab.wait_for_selector("#side .run.main .state.running")
+    assert "step 0 of 400" in tab.locator("#side .run.main").inner_text()
+    shutil.rmtree(root / "job/broken")
+
+
+def test_runs_are_a_table_and_any_two_are_compared(tab: Any, url: str, root: Path) -> None:
+    starts = root / "job/first/run"
+    for path in starts.glob("*.yaml"):
+        path.write_text(path.read_text().replace("seed: 7", "seed: 8"))
+    opened(tab, url, "runs")
+    names = "all => all.map((row) => row.querySelector('a').textContent)"
+    tab.get_by_role("button", name="Last reward").click()
+    tab.wait_for_selector("th[aria-sort=descending]:has-text('Last reward')")
+    found = tab.locator(".runs tbody tr").evaluate_all(names)
+    assert found.index("job/second") < found.index("pairs") and len(found) >= 3
+    tab.get_by_label("Compare job/first").check()
+    tab.get_by_label("Compare job/second").check()
+    tab.wait_for_selector(".difference")
+    rows = [row.split() for row in tab.locator(".difference tbody tr").all_inner_texts()]
+    assert ["seed", "8", "7"] in rows
+    tab.get_by_label("Compare job/first").uncheck()
+    tab.wait_for_selector(".difference", state="detached")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_narrow_screens_scroll_down_and_never_sideways(browser: Any, url: str, scheme: str) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme=scheme)
     tab = context.new_page()
     tab.set_default_timeout(MOST_MS)
-    for view in ("overview", "rollouts", "rollouts?tab=tokens&eid=2/1/1/0", "timeline", "run"):
+    views = ("overview", "runs", "rollouts", "rollouts?tab=tokens&eid=2/1/1/0", "timeline", "run")
+    for view in views:
         opened(tab, url, view)
         sideways = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert tab.evaluate(sideways) <= 0, view

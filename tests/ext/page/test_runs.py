@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.ext.page.made import make_run
-from trireme.ext.page.runs import MOST_POINTS, Curves, about, columns, find_runs, overview
+from trireme.ext.page.runs import MOST_POINTS, Curves, about, columns, find_runs
+from trireme.ext.page.table import Entries
 
 
 def test_every_run_below_a_folder_is_found_and_nothing_else(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_a_run_says_what_it_was_and_what_changed_at_its_resume(tmp_path: Path) -
     first, second = about(run)["starts"]
     assert first["changes"] == [] and "lr: 0.001" in first["config_text"]
     assert second["changes"] == [{"key": "algorithm.optimizer.lr", "old": 1e-3, "new": 1e-4}]
-    told = overview(run)
+    told = Entries().entry(run)
     assert told["seed"] == 7 and not told["finished"]
     assert [one["cause"] for one in told["warnings"]] == ["all_equal"]
 
@@ -73,10 +74,11 @@ def test_a_run_says_what_it_was_and_what_changed_at_its_resume(tmp_path: Path) -
 def test_a_run_of_one_stage_has_finished_until_a_resume_logs_on(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (found,) = find_runs(run)
-    assert not overview(found)["finished"]
-    summary, newest = run / "summary.json", max(f.stat().st_mtime for f in found.metric_files)
+    entries = Entries()
+    assert not entries.entry(found)["finished"]
+    summary, newest = run / "summary.json", max(f.stat().st_mtime for f in found.files)
     summary.write_text("{}")
     os.utime(summary, (newest + 1, newest + 1))
-    assert overview(found)["finished"]
+    assert entries.entry(found)["finished"]
     os.utime(found.metric_files[0], (newest + 2, newest + 2))
-    assert not overview(found)["finished"]
+    assert not entries.entry(found)["finished"]

@@ -30,7 +30,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trireme.buffer.picture_files import picture_file
 from trireme.ext.http.limits import WrongKeys
 from trireme.ext.page.rollouts import Filter, RolloutIndex, as_item, export
-from trireme.ext.page.runs import Curves, RunFolder, about, find_runs, meanings, overview
+from trireme.ext.page.runs import Curves, RunFolder, about, compared, find_runs, meanings
+from trireme.ext.page.table import Entries
 from trireme.ext.page.tokens import Tokens
 from trireme.text import as_json
 
@@ -64,6 +65,7 @@ class Page:
         """Raises ValueError where `root` has no run."""
         self.root = root
         self.curves = Curves()
+        self._entries = Entries()
         self._lock = threading.Lock()
         self._rollouts: dict[str, RolloutIndex] = {}
         self._tokens: dict[str, Tokens] = {}
@@ -81,17 +83,16 @@ class Page:
     def list(self) -> list[dict[str, Any]]:
         """Return all runs, including those that have begun since."""
         self.runs = {run.name: run for run in find_runs(self.root)}
-        out = []
-        for run in self.runs.values():
-            try:
-                out.append(overview(run))
-            except OSError:  # deleted since it was found, or not ours to read
-                continue
-        return out
+        with self._lock:
+            return self._entries.of(list(self.runs.values()))
 
-    def run_of(self, query: Mapping[str, str]) -> RunFolder:
+    def compare(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the settings in which two runs differ."""
+        return compared(self.run_of(query), self.run_of(query, "other"))
+
+    def run_of(self, query: Mapping[str, str], key: str = "run") -> RunFolder:
         """Return the run that a query names. Raises ValueError for one that does not exist."""
-        name = query.get("run", "")
+        name = query.get(key, "")
         if name not in self.runs:
             known = ", ".join(self.runs)
             raise ValueError(f"there is no run '{name}' below {self.root}: expected one of {known}")
@@ -220,6 +221,7 @@ def create_app(page: Page, token: str) -> ASGIApp:
         Route("/api/curves", answer(lambda query: page.curves.of(page.run_of(query)))),
         Route("/api/meanings", answer(page.meanings)),
         Route("/api/about", answer(lambda query: about(page.run_of(query)))),
+        Route("/api/compare", answer(page.compare)),
         Route("/api/rollouts", answer(page.search)),
         Route("/api/rollout", answer(page.rollout)),
         Route("/api/tokens", answer(page.tokens)),

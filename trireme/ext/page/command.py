@@ -1,4 +1,4 @@
-"""The command `trireme view`."""
+"""The commands `trireme view`, `list` and `compare`."""
 
 from __future__ import annotations
 
@@ -118,3 +118,27 @@ def view(
             color=not no_color,
         )
     )
+
+
+def list_runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="The folder of one run or several.")
+    ] = Path("checkpoints"),
+) -> None:
+    """List runs: their state, figures, and the settings in which they differ."""
+    from trireme.ext.page.listing import list_runs as command
+
+    raise typer.Exit(command(folder))
+
+
+def compare(
+    one: Annotated[str, typer.Argument(help="A run's folder, or its name in `trireme list`.")],
+    other: Annotated[str, typer.Argument(help="The other run.")],
+    folder: Annotated[
+        Path, typer.Option("--folder", help="The folder below which runs have these names.")
+    ] = Path("checkpoints"),
+) -> None:
+    """Compare two runs: their figures, and the settings in which they differ."""
+    from trireme.ext.page.listing import compare as command
+
+    raise typer.Exit(command(one, other, folder))

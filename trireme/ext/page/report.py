@@ -11,12 +11,13 @@ from __future__ import annotations
 import base64
 import json
 import re
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 from trireme.ext.page.app import STATIC, UPLOT, Page
 from trireme.ext.page.rollouts import KINDS, Filter, RolloutIndex
-from trireme.ext.page.runs import RunFolder, about
+from trireme.ext.page.runs import RunFolder, about, compared
 from trireme.files import write_text
 from trireme.text import as_json
 
@@ -25,6 +26,8 @@ GROUPS = 8
 TASKS = 20
 """Held-out tasks that are followed through the steps."""
 FAILURES, DATA_ROWS = 20, 200
+MOST_COMPARED = 12
+"""Runs of which any two are compared."""
 MOST_TOKENS = 40
 """Rollouts of each kind with their tokens."""
 
@@ -34,8 +37,11 @@ def write_report(root: Path, path: Path) -> Path:
     if path.is_dir():
         raise ValueError(f"--html {path} is a folder: expected a file, as in report.html")
     page = Page(root)
+    runs = list(page.runs.values())
+    pairs = permutations(runs, 2) if len(runs) <= MOST_COMPARED else ()
     held = {
         "runs": page.list(),
+        "compared": {f"{one.name} {two.name}": compared(one, two) for one, two in pairs},
         "of": {run.name: _held(page, run) for run in page.runs.values()},
     }
     write_text(path, _document(held))

@@ -1,8 +1,9 @@
 """Runs: finds runs below a folder and reads their metrics and configuration.
 
 Invariants:
-- A run is a folder with `monitor/metrics.jsonl`, or with one in `monitor/<explorer>/`. A run of
-  several stages has a folder, and so an entry here, for each stage.
+- A run is a folder with `monitor/metrics.jsonl`, or with one in `monitor/<explorer>/`, or with a
+  record of its starts, `run/starts.json`. A run of several stages has a folder, and so an entry
+  here, for each stage.
 - Reading never writes, takes no lock, and imports no torch: it may happen during a run.
 - Curves are columns. A part with more than `MOST_POINTS` steps is thinned evenly; its last step
   always remains.
@@ -16,6 +17,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,31 @@ class RunFolder:
         return sorted([*monitor.glob(FILE_NAME), *monitor.glob(f"*/{FILE_NAME}")])
 
     @property
+    def starts(self) -> Path:
+        """Return the record of its starts, which may not exist."""
+        return self.folder / "run" / "starts.json"
+
+    @property
+    def has_starts(self) -> bool:
+        """Return whether there is a record of its starts."""
+        return self.starts.is_file()
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files that say that this is a run."""
+        return [*self.metric_files, *([self.starts] if self.has_starts else [])]
+
+    @property
     def generation(self) -> str:
-        """Return a text that changes whenever the run logs something."""
-        stats = (path.stat() for path in self.metric_files)
+        """Return a text that changes whenever the run logs something, starts or ends."""
+        stats = (path.stat() for path in self.files)
         return ",".join(f"{stat.st_ino}-{stat.st_size}" for stat in stats)
+
+    @property
+    def updated(self) -> float:
+        """Return the time of its last line."""
+        files = self.metric_files or self.files
+        return max((path.stat().st_mtime for path in files), default=0.0)
 
 
 def find_runs(root: Path) -> list[RunFolder]:
@@ -73,7 +96,7 @@ def find_runs(root: Path) -> list[RunFolder]:
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
     try:
-        if RunFolder("", folder).metric_files:
+        if RunFolder("", folder).files:
             yield folder
         below = _below(folder) if depth else []
     except OSError:  # unreadable, or deleted meanwhile: the other runs are shown
@@ -94,7 +117,9 @@ def _below(folder: Path) -> list[str]:
 
 
 def _began(run: RunFolder) -> tuple[float, str]:
-    """Return the time of the run's first step, from the first line of its metrics."""
+    """Return the time of the run's first step, from the first line of its metrics; else of its
+    record of starts.
+    """
     times = []
     for path in run.metric_files:
         try:
@@ -104,7 +129,7 @@ def _began(run: RunFolder) -> tuple[float, str]:
             continue
         if line.endswith("\n"):
             times.append(float(json.loads(line)["time"]))
-    return min(times, default=math.inf), run.name
+    return min(times, default=run.updated or math.inf), run.name
 
 
 class Curves:
@@ -182,24 +207,23 @@ def stage_of(run: RunFolder) -> dict[str, Any] | None:
     return next((s for s in meta.get("finished", []) if s["name"] in (run.folder.name, None)), None)
 
 
-def _has_summary(run: RunFolder) -> bool:
+def has_summary(run: RunFolder) -> bool:
     """Return whether a run of one stage has ended: its summary is written last, and a resume logs
     on.
     """
     path = run.folder / "summary.json"
     if not path.exists():
         return False
-    return path.stat().st_mtime_ns >= max(file.stat().st_mtime_ns for file in run.metric_files)
+    return path.stat().st_mtime_ns >= max(file.stat().st_mtime_ns for file in run.files)
 
 
 def starts_of(run: RunFolder) -> list[dict[str, Any]]:
     """Return each attempt with its configuration, and its differences from the one before."""
-    starts = _starts(run)
+    starts = read_starts(run)
     before: dict[str, dict[str, Any]] = {}
     for start in starts:
         text = (run.folder / "run" / start["config_file"]).read_text(encoding="utf-8")
-        start["config_text"] = text
-        start["config"] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        start["config_text"], start["config"] = text, configuration(run, start)
         who = f"{start['mode']} {start['name']}"
         start["changes"] = differences(before[who], start) if who in before else []
         before[who] = start
@@ -212,7 +236,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str
     """
     out: list[dict[str, Any]] = []
     for section in ("config", "versions", "code", "plugins", "model", "data"):
-        left, right = _flat(old.get(section), section), _flat(new.get(section), section)
+        left, right = flat(old.get(section), section), flat(new.get(section), section)
         for key in sorted({*left, *right}):
             if left.get(key) != right.get(key):
                 name = key.removeprefix("config.")
@@ -220,28 +244,24 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str
     return out
 
 
-def _flat(value: Any, key: str) -> dict[str, Any]:
+def flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Return the leaves of nested sections by their full names; lists of plain values are
+    leaves.
+    """
     if isinstance(value, Mapping) and value:
-        return {
-            k: v for name, inner in value.items() for k, v in _flat(inner, f"{key}.{name}").items()
-        }
-    return {key: value}
+        dot = f"{key}." if key else ""
+        parts = (flat(inner, f"{dot}{name}") for name, inner in value.items())
+        return {k: v for part in parts for k, v in part.items()}
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        parts = (flat(item, f"{key}[{index}]") for index, item in enumerate(value))
+        return {k: v for part in parts for k, v in part.items()}
+    return {key: value} if key else {}
 
 
-def overview(run: RunFolder) -> dict[str, Any]:
-    """Return the entry of one run in the list of runs."""
-    newest = (_starts(run) or [{}])[-1]
-    return {
-        "name": run.name,
-        "folder": str(run.folder),
-        "updated": max((path.stat().st_mtime for path in run.metric_files), default=0.0),
-        "mode": newest.get("mode"),
-        "seed": newest.get("seed"),
-        "started": newest.get("time"),
-        "finished": stage_of(run) is not None or _has_summary(run),
-        "warnings": warnings_of(run),
-        "generation": run.generation,
-    }
+def compared(one: RunFolder, other: RunFolder) -> list[dict[str, Any]]:
+    """Return the differences between the newest starts of two runs; see `differences`."""
+    newest = [(starts_of(run) or [{}])[-1] for run in (one, other)]
+    return differences(*newest)
 
 
 def about(run: RunFolder) -> dict[str, Any]:
@@ -254,8 +274,21 @@ def _read(path: Path, otherwise: Any = None) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else otherwise
 
 
-def _starts(run: RunFolder) -> list[dict[str, Any]]:
-    return _read(run.folder / "run" / "starts.json", {"starts": []})["starts"]
+def read_starts(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the record of each attempt, without its configuration."""
+    return _read(run.starts, {"starts": []})["starts"]
+
+
+def configuration(run: RunFolder, start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an attempt; empty if it has no record."""
+    path = run.folder / "run" / str(start.get("config_file", ""))
+    return _parsed(path, path.stat().st_mtime_ns) if path.is_file() else {}
+
+
+@lru_cache(maxsize=512)
+def _parsed(path: Path, written: int) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
 
 
 def _of_job(run: RunFolder, name: str) -> dict[str, Any] | None:

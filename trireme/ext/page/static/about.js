@@ -1,6 +1,9 @@
 // What was it? Command, seed, versions, configuration, and what changed at a resume.
 import { ask } from "./api.js";
 import { empty, fill, h, percent, seconds } from "./dom.js";
+import { badge, ending, progress } from "./states.js";
+
+const MODES = { both: "explores and trains", train: "trains on data that are there", explore: "explores; another command trains", bench: "measures checkpoints", serve: "serves rollouts" };
 
 export async function about(main, state) {
   const { turn } = state;
@@ -15,17 +18,19 @@ export async function about(main, state) {
   const show = () => { config.textContent = now.config_text.split("\n").filter((line) => line.toLowerCase().includes(lines.value.toLowerCase())).join("\n"); };
   show();
   fill(main, h("div.spaced", {},
+    ending(info),
     h("div.card.box", {}, h("h2", {}, "The run"), pairs([
+      ["State", h("span", {}, badge(info), progress(info))],
       ["Folder", h("span.mono", {}, info.folder)],
       ["Command", h("code", {}, now.command.map((word, at) => (at ? word : word.split("/").at(-1))).join(" "))],
       ["Working folder", h("span.mono", {}, `${now.folder} on ${now.host}`)],
       ["Began", `${starts[0].time}${starts.length > 1 ? `, started ${starts.length} times` : ""}`],
-      ["Mode", now.mode], ["Seed", String(now.seed)],
+      ["Mode", MODES[now.mode] ? `${now.mode}: ${MODES[now.mode]}` : now.mode], ["Seed", String(now.seed)],
       ["Model", h("span.mono", {}, now.model?.path ?? "")],
       ["Code", h("span.mono", {}, now.code?.trireme ?? "")],
       stage && ["Took", seconds(stage.seconds)],
       stage?.model_dir && ["Trained model", h("span.mono", {}, stage.model_dir)],
-      summary?.accuracy_rl !== undefined && ["Accuracy of the job", [["before", summary.accuracy_before], ["after SFT", summary.accuracy_sft], ["after RL", summary.accuracy_rl]].filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${percent(value)}`).join(", ")],
+      summary?.accuracy_rl !== undefined && ["Held-out accuracy, all stages", [["before", summary.accuracy_before], ["after SFT", summary.accuracy_sft], ["after RL", summary.accuracy_rl]].filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${percent(value)}`).join(", ")],
     ].filter(Boolean))),
     starts.length > 1 && h("div.card.box", {}, h("h2", {}, "What changed at a resume"), starts.slice(1).map((start, at) => h("div", { style: { "margin-bottom": "12px" } },
       h("p.quiet", {}, `Start ${at + 2}, ${start.time}${start.resumed_from === null || start.resumed_from === undefined ? "" : `, went on from step ${start.resumed_from}`}`),

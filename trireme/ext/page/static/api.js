@@ -21,6 +21,11 @@ export function exportUrl(query, format) {
 
 function fromReport(path, query) {
   if (path === "runs") return held.runs;
+  if (path === "compare") {
+    const found = held.compared[`${query.run} ${query.other}`];
+    if (!found) throw new Error("This report holds too many runs to compare any two.");
+    return found;
+  }
   const run = held.of[query.run];
   if (!run) throw new Error(`This report has no run '${query.run}'.`);
   if (path === "rollouts") return searched(run, query);

@@ -5,11 +5,12 @@ import { colour } from "./charts.js";
 import { ago, fill, h, svg } from "./dom.js";
 import { overview } from "./overview.js";
 import { key as rolloutKey, rollouts } from "./rollouts.js";
+import { badge, progress } from "./states.js";
+import { table } from "./table.js";
 import { timeline } from "./timeline.js";
 
-const VIEWS = [["overview", "Overview", overview], ["rollouts", "Rollouts", rollouts], ["timeline", "Timeline", timeline], ["run", "Configuration", about]];
+const VIEWS = [["overview", "Overview", overview], ["runs", "Runs", table], ["rollouts", "Rollouts", rollouts], ["timeline", "Timeline", timeline], ["run", "Configuration", about]];
 const EVERY = 2000; // milliseconds between two looks at a run that goes on
-const FRESH = 120; // seconds after its last step in which a run counts as going on
 const main = document.getElementById("main");
 // `turn` counts the views begun: one that was waiting when the next began draws nothing
 const state = { runs: [], run: "", also: [], view: "overview", query: {}, shown: [], turn: 0 };
@@ -27,10 +28,10 @@ function readHash() {
   state.shown = state.runs.filter((run) => run.name === state.run || state.also.includes(run.name));
 }
 
-// Of several runs the one that goes on, else the last one that explored, else the last one.
+// Of several runs the one that goes on, else the last one that explored a step, else the last one.
 function best() {
-  const going = state.runs.filter((run) => !run.finished && Date.now() / 1000 - run.updated < FRESH);
-  return (going.at(-1) ?? state.runs.filter((run) => run.mode !== "train").at(-1) ?? state.runs.at(-1))?.name ?? "";
+  const last = (wanted) => state.runs.filter(wanted).at(-1);
+  return (last((run) => run.state === "running") ?? last((run) => run.mode !== "train" && run.step) ?? last((run) => run.step) ?? state.runs.at(-1))?.name ?? "";
 }
 
 state.href = (view, query = {}, run = state.run, also = state.also) => {
@@ -68,12 +69,11 @@ function side() {
       else if (also.length) location.hash = state.href(state.view, {}, also[0], also.slice(1)).slice(1);
       else side();
     };
-    const going = !run.finished && Date.now() / 1000 - run.updated < FRESH && !isReport;
-    const said = [run.mode, run.warnings.length && `${run.warnings.length} warning${run.warnings.length > 1 ? "s" : ""}`, isReport ? null : ago(run.updated)].filter(Boolean).join(" · ");
+    const said = [run.kind, run.state !== "finished" && progress(run), run.warnings.length && `${run.warnings.length} warning${run.warnings.length > 1 ? "s" : ""}`, isReport ? null : ago(run.updated)].filter(Boolean).join(" · ");
     rows.push(h(`div.run${run.name === state.run ? ".main" : ""}`, { style: { "--colour": colour(place) } },
       h("input", { type: "checkbox", checked: on, title: "Show beside the others", "aria-label": `Show ${run.name}`, onchange: toggle }),
       h("button.name", { type: "button", "aria-current": run.name === state.run ? "true" : null, onclick: () => { location.hash = state.href(state.view, {}, run.name, state.also.filter((name) => name !== run.name)).slice(1); document.body.classList.remove("menu-open"); } }, parts.at(-1)),
-      h("div.under", {}, going && h("span.dot", { title: "Goes on" }), said)));
+      h("div.under", {}, badge(run), said)));
   });
   fill(document.getElementById("side"), h("h2", {}, state.runs.length === 1 ? "Run" : "Runs"), rows);
 }
@@ -100,9 +100,11 @@ async function look() {
   if (looking) return;
   looking = true;
   try {
-    const before = new Map(state.runs.map((run) => [run.name, run.generation]));
+    const seen = (run) => run && `${run.generation} ${run.state}`;
+    const before = state.runs;
     state.runs = await ask("runs");
-    const changed = state.shown.some((run) => state.runs.find((now) => now.name === run.name)?.generation !== before.get(run.name));
+    const same = (run) => seen(run) === seen(state.runs.find((now) => now.name === run.name));
+    const changed = state.view === "runs" ? before.length !== state.runs.length || !before.every(same) : !state.shown.every(same);
     readHash();
     side();
     const listed = state.view === "rollouts" && main.querySelector(".list"); // what one reads stays
@@ -123,7 +125,7 @@ function switchTheme() {
 }
 
 function help() {
-  const keys = [["1 – 4", "the views"], ["j, k", "next, previous rollout"], ["c, t, g, s", "conversation, tokens, group, through the steps"], ["/", "search"], ["r", "a random rollout"], ["d", "light or dark"], ["Esc", "close, back to the list"]];
+  const keys = [["1 – 5", "the views"], ["j, k", "next, previous rollout"], ["c, t, g, s", "conversation, tokens, group, through the steps"], ["/", "search"], ["r", "a random rollout"], ["d", "light or dark"], ["Esc", "close, back to the list"]];
   const dialog = document.getElementById("help");
   fill(dialog, h("h2", {}, "Keys"), h("table", {}, keys.map(([name, what]) => h("tr", {}, h("td", {}, h("kbd", {}, name)), h("td", {}, what)))), h("form", { method: "dialog" }, h("button.button", {}, "Close")));
   dialog.showModal();

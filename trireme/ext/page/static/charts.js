@@ -81,7 +81,7 @@ export function draw(element, lines, { log = false, time = false, weight = 0, sh
     ...size(element), padding: [6, 14, 0, 0], legend: { show: false }, series, bands,
     cursor: { y: false, hover: { prox: NEAR, skip: [null] } },
     scales: {
-      x: { time, range: (_, least, most) => (least === most ? [least - 0.5, most + 0.5] : [least, most]) },
+      x: { time, range: (chart, least, most) => (chart.data[0].length === 1 ? [chart.data[0][0] - 0.5, chart.data[0][0] + 0.5] : [least, most]) },
       y: logarithmic ? { distr: 3 } : { range: (_, least, most) => (flat || least === null ? [0, 1] : uPlot.rangeNum(zero ? Math.min(least, 0) : least, most, 0.1, true)) },
     },
     axes: [

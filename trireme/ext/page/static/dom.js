@@ -41,10 +41,14 @@ export const percent = (value) => (value === null || value === undefined ? "–"
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 120) return `${value.toFixed(1)} s`;
+  return value < 120 ? `${value.toFixed(1)} s` : clock(value);
+}
+
+// As the terminal has it: `3:22`, `1:02:07`.
+export function clock(value) {
   const whole = Math.round(value);
-  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
   const two = (n) => String(n).padStart(2, "0");
+  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
   return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
 }
 

@@ -2,6 +2,7 @@
 import { ask } from "./api.js";
 import { colour, draw } from "./charts.js";
 import { empty, fill, first, h, last, number, percent, seconds, segments } from "./dom.js";
+import { ending, progress } from "./states.js";
 
 // Panels in their order; a panel is there where a chosen run has one of its metrics.
 const PANELS = [
@@ -71,8 +72,7 @@ function tiles(run) {
   const evaluation = run.curves.eval ?? run.curves.bench;
   const out = [];
   const add = (label, value, more = "") => out.push(h("div.card.tile", {}, h("div.label", {}, label), h("div.value", {}, value), h("div.more", {}, more)));
-  const step = Math.max(last(trainer?.steps ?? []) ?? 0, last(explorer?.steps ?? []) ?? 0);
-  add("Step", number(step), run.info.finished ? "finished" : "");
+  add("Step", number(run.info.step), run.info.state === "finished" ? "finished" : progress(run.info).replace(/^step \d+ ?/, ""));
   const rewards = explorer?.metrics["rollout/reward/mean"];
   if (rewards) add("Reward, sampled", number(last(rewards)), change(first(rewards), last(rewards), number));
   if (evaluation) {
@@ -121,7 +121,8 @@ export async function overview(main, state) {
   const principal = chosen.find((run) => run.name === state.run) ?? chosen[0];
   const panels = PANELS.map((panel) => ({ ...panel, lines: linesOf(panel, chosen) })).filter((panel) => panel.lines.length);
   if (!panels.length) {
-    fill(main, empty("Nothing has been measured yet", "The first step of this run has not ended. This page shows it when it has."));
+    const ended = ending(principal.info);
+    fill(main, ended ?? empty("Nothing has been measured yet", "The first step of this run has not ended. This page shows it when it has."));
     return;
   }
   watcher?.disconnect();
@@ -135,6 +136,7 @@ export async function overview(main, state) {
     h("summary", {}, h("b", {}, "All metrics")),
     h("div.spaced", { style: { "margin-top": "12px" } }, h("input", { type: "search", placeholder: "Filter metrics by name", value: settings.all, oninput: (event) => { settings.all = event.target.value; showAll(everything, chosen); } }), everything));
   const page = h("div.spaced", {},
+    ending(principal.info),
     tiles(principal),
     warnings(principal.info),
     h("div.bar", {}, h("h2.grow", {}, chosen.length > 1 ? `${chosen.length} runs` : short(principal.name)),

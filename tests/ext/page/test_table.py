@@ -1,0 +1,132 @@
+"""The entries of runs: how each goes or ended, its figures, and what differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ext.page.made import make_run
+from trireme.ext.page.listing import compare, list_runs, run_named
+from trireme.ext.page.runs import find_runs
+from trireme.ext.page.table import Entries, differing
+from trireme.monitor.monitor import JsonLinesMonitor
+
+ERROR = "reward 'price' failed: KeyError: 'milk'\n  prices.py:8: return PRICES[item]"
+
+
+def start(folder: Path, *, config: dict[str, Any] | None = None, **more: Any) -> Path:
+    """The record of a run that this process has started."""
+    (folder / "run").mkdir(parents=True, exist_ok=True)
+    (folder / "run/start_1.yaml").write_text(yaml.safe_dump(config or {}))
+    entry = {"mode": "both", "name": "", "time": datetime.now(UTC).isoformat(), "host":
+             socket.gethostname(), "process": os.getpid(), "config_file": "start_1.yaml",
+             "steps": {"by": "trainer", "total": 400}} | more  # fmt: skip
+    (folder / "run/starts.json").write_text(json.dumps({"starts": [entry]}))
+    return folder
+
+
+def entry_of(folder: Path) -> dict[str, Any]:
+    (run,) = find_runs(folder)
+    return Entries().entry(run)
+
+
+def ended(how: str, error: str = "") -> dict[str, Any]:
+    return {"end": {"how": how, "error": error, "time": datetime.now(UTC).isoformat()}}
+
+
+@pytest.mark.parametrize("how", ["finished", "stopped", "failed"])
+def test_a_run_that_ended_before_its_first_step_is_listed_with_its_state(
+    tmp_path: Path, how: str
+) -> None:
+    run = start(tmp_path / "run", **ended(how, ERROR if how == "failed" else ""))
+    entry = entry_of(run)
+    assert (entry["state"], entry["step"], entry["total"]) == (how, 0, 400)
+    assert entry["error"] == (ERROR if how == "failed" else "") and entry["seconds"] < 60
+
+
+def test_a_run_without_an_end_goes_on_or_was_killed(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    states = {
+        "running": start(tmp_path / "a"),
+        "killed": start(tmp_path / "b", process=gone.pid),
+        "unknown": start(tmp_path / "c", host="elsewhere"),
+    }
+    hour_ago = time.time() - 3600
+    os.utime(tmp_path / "c/run/starts.json", (hour_ago, hour_ago))
+    assert {entry_of(run)["state"]: run for run in states.values()} == states
+
+
+def test_a_live_run_says_its_step_and_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(tmp_path / "run", time=datetime.fromtimestamp(0, UTC).isoformat())
+    monitor = JsonLinesMonitor(run / "monitor")
+    for step in range(1, 39):
+        monkeypatch.setattr(time, "time", lambda step=step: step * 0.5)
+        monitor.log({"actor/loss": 1.0}, step, "trainer")
+    entry = entry_of(run)
+    assert (entry["step"], entry["total"], entry["left"]) == (38, 400, pytest.approx(181.0))
+    assert entry_of(start(run, **ended("stopped")))["left"] is None
+
+
+def test_the_figures_are_read_on_and_read_anew_where_a_file_was_replaced(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (found,) = find_runs(run)
+    entries = Entries()
+    entry = entries.entry(found)
+    assert entry["reward"] == 0.3 and entry["step"] == 3
+    assert entry["best"] == {"measure": "accuracy", "value": 0.3, "step": 3}
+    monitor = JsonLinesMonitor(run / "monitor")
+    monitor.log({"rollout/reward/mean": 0.9}, 4, "explorer")
+    monitor.log({"eval/held_out/accuracy/mean@1": 0.2}, 4, "eval")
+    entry = entries.entry(found)
+    assert entry["reward"] == 0.9 and entry["best"]["step"] == 3
+    monitor.keep_until({"explorer": 2, "eval": 2, "trainer": 2})
+    entry = entries.entry(found)
+    assert (entry["reward"], entry["step"], entry["best"]["step"]) == (0.2, 2, 2)
+
+
+def test_settings_that_differ_have_short_names_and_the_rarest_come_first(tmp_path: Path) -> None:
+    for name, rate, steps in (("a", 0.1, 10), ("b", 0.1, 20), ("c", 0.2, 20), ("d", 0.1, 20)):
+        config = {"name": name, "algorithm": {"algorithm_type": "grpo", "optimizer": {"lr": rate},
+                  "critic": {"lr": 1}}, "buffer": {"total_steps": steps}}  # fmt: skip
+        start(tmp_path / name, config=config)
+    start(tmp_path / "e", config={"algorithm": {"algorithm_type": "sft"}}, mode="train")
+    found = dict(zip("abcde", differing(sorted(find_runs(tmp_path), key=lambda run: run.name)),
+                     strict=True))  # fmt: skip
+    assert list(found["a"].items()) == [("total_steps", 10), ("lr", 0.1)]
+    assert list(found["c"].items()) == [("lr", 0.2), ("total_steps", 20)]
+    assert found["e"] == {}
+
+
+def test_list_and_compare_print_what_the_page_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "job/first")
+    start(tmp_path / "job/second", config={"seed": 8}, **ended("failed", ERROR))
+    assert list_runs(tmp_path) == 0
+    head, first, second, _, *rest = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["run", "state", "steps", "reward"]
+    assert (
+        first.split()[:4] == ["job/first", "running", "3", "0.300"] and "30.0% at step 3" in first
+    )
+    assert second.split()[:5] == ["job/second", "failed", "0", "of", "400"] and "seed=8" in second
+    assert "\n".join(rest).startswith(f"job/second: {ERROR}")
+    assert compare("first", str(tmp_path / "job/second"), tmp_path) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["seed", "7", "8"] in rows
+    with pytest.raises(ValueError, match=r"no run 'secnd' below .*did you mean 'second'"):
+        run_named("secnd", tmp_path)
+    assert compare("first", "secnd", tmp_path) == 1
+    assert list_runs(tmp_path / "nowhere") == 1

@@ -1,0 +1,69 @@
+"""`trireme list` and `trireme compare`: print the entries of runs that the page shows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trireme.cli.listing import print_table
+from trireme.ext.page.runs import RunFolder, compared, find_runs
+from trireme.ext.page.table import HEADINGS, Entries, lines, text_of
+from trireme.registry import did_you_mean
+from trireme.text import say
+
+
+def list_runs(folder: Path) -> int:
+    """Print a table of the runs below a folder; the exit code is 1 for an error."""
+    try:
+        _print(find_runs(folder))
+    except (ValueError, OSError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def compare(one: str, other: str, folder: Path) -> int:
+    """Print a table of two runs and the settings in which they differ; the exit code is 1 for an
+    error.
+    """
+    try:
+        runs = [run_named(name, folder) for name in (one, other)]
+        changes = compared(*runs)
+        _print(runs)
+    except (ValueError, OSError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 1
+    rows = [(row["key"], text_of(row["old"]), text_of(row["new"])) for row in changes]
+    if rows:
+        print_table(("setting", *(run.name for run in runs)), rows)
+    else:
+        say("no setting differs")
+    return 0
+
+
+def run_named(name: str, folder: Path) -> RunFolder:
+    """Return the run in a folder, or by its name below another; of a job's stages the last one.
+
+    Raises ValueError if there is none.
+    """
+    if Path(name).is_dir():
+        return find_runs(Path(name))[-1]
+    runs = find_runs(folder)
+    found = [run for run in runs if run.name == name or f"{run.name}/".startswith(f"{name}/")]
+    found = found or [run for run in runs if f"/{name}/" in f"/{run.name}/"]
+    if not found:
+        names = dict.fromkeys(part for run in runs for part in (run.name, *run.name.split("/")))
+        hint = did_you_mean(name, names, " (did you mean '{}'?)")
+        raise ValueError(
+            f"there is no run '{name}' below {folder}{hint}: `trireme list {folder}` lists them"
+        )
+    return found[-1]
+
+
+def _print(runs: Sequence[RunFolder]) -> None:
+    entries = Entries().of(runs)
+    print_table(HEADINGS, list(lines(entries)))
+    for entry in entries:
+        if entry["error"]:
+            say(f"{entry['name']}: {entry['error']}", "", sep="\n")

@@ -1,0 +1,65 @@
+// Which run was best, and what was different about it? All runs as rows, and any two side by side.
+import { ask } from "./api.js";
+import { ago, clock, empty, fill, h, number, percent } from "./dom.js";
+import { badge } from "./states.js";
+
+const best = ({ best: found }) => found && (found.measure === "accuracy" ? percent(found.value) : number(found.value));
+const began = (run) => (run.started ? Date.parse(run.started) / 1000 : run.updated);
+// Title, what is shown, what is sorted by; `num`: a column of numbers.
+const COLUMNS = {
+  run: ["Run", (run, state, above) => [h("a", { href: state.href("overview", {}, run.name, []) }, run.name.slice(above)), h("div.faint", {}, badge(run), run.kind), run.error && h("div.sentence", { title: run.error }, run.error.split("\n")[0])], (run) => run.name],
+  began: ["Began", (run) => ago(began(run)), began],
+  steps: ["Steps", (run) => `${number(run.step)}${run.total && run.state !== "finished" ? ` of ${number(run.total)}` : ""}`, (run) => run.step, "num"],
+  reward: ["Last reward", (run) => (run.reward === null && run.loss !== null ? `loss ${number(run.loss)}` : number(run.reward)), (run) => run.reward, "num"],
+  best: ["Best held-out", (run) => (run.best ? [best(run), h("div.faint", {}, `step ${run.best.step}`)] : "–"), (run) => run.best?.value, "num"],
+  time: ["Time", (run) => (run.seconds === null ? "–" : clock(run.seconds)), (run) => run.seconds, "num"],
+  code: ["Code", (run) => h("span.mono", { title: run.commit }, run.commit ? `${run.commit.slice(0, 8)}${run.commit.endsWith("+") ? "+" : ""}` : "–"), (run) => run.commit],
+};
+// The length of the folders that all names begin with.
+function shared(names) {
+  const parts = names.map((name) => name.split("/").slice(0, -1));
+  let count = 0;
+  while (parts.every((one) => one.length > count && one[count] === parts[0][count])) count += 1;
+  return names.length > 1 ? parts[0].slice(0, count).reduce((sum, part) => sum + part.length + 1, 0) : 0;
+}
+
+const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+const MOST = 3; // settings of a run in its row
+
+export async function table(main, state) {
+  const { turn, query } = state;
+  const chosen = [query.a, query.b].filter((name) => state.runs.some((run) => run.name === name));
+  const changes = chosen.length === 2 ? await ask("compare", { run: chosen[0], other: chosen[1] }) : null;
+  if (turn !== state.turn) return;
+  const set = (more) => state.go("runs", { ...query, ...more }, true);
+  const sort = COLUMNS[query.sort] ? query.sort : "began";
+  const down = (query.down ?? (sort === "began" ? "1" : "")) === "1";
+  const known = (run) => { const value = COLUMNS[sort][2](run); return value ?? null; };
+  const rows = [...state.runs].sort((a, b) => {
+    const [x, y] = [known(a), known(b)];
+    if (x === null || y === null) return Number(x === null) - Number(y === null);
+    return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
+  });
+  const above = shared(state.runs.map((run) => run.name));
+  const pick = (name) => { const left = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name].slice(-2); set({ a: left[0] ?? "", b: left[1] ?? "" }); };
+  const head = ([key, [title, , , kind]]) => h(kind ? `th.${kind}` : "th", { "aria-sort": key === sort ? (down ? "descending" : "ascending") : null },
+    h("button.sort", { type: "button", onclick: () => set({ sort: key, down: key === sort ? (down ? "0" : "1") : kind ? "1" : "0" }) }, title, key === sort ? (down ? " ▾" : " ▴") : ""));
+  const settings = (run) => {
+    const all = Object.entries(run.settings ?? {}).map(([key, value]) => `${key} ${text(value)}`);
+    return h("td.settings", { title: all.join("\n") || null }, all.slice(0, MOST).map((one) => h("div", {}, one)), all.length > MOST && h("div.faint", {}, `and ${all.length - MOST} more`));
+  };
+  fill(main, h("div.spaced", {},
+    h("div.card.box", {}, h("div.row", { style: { "margin-bottom": "8px" } }, h("h2.grow", { style: { "white-space": "nowrap" } }, `${state.runs.length} run${state.runs.length > 1 ? "s" : ""}`), h("span.quiet", {}, "Tick two to compare their configurations.")),
+      h("div.scroll", {}, h("table.runs", {}, h("thead", {}, h("tr", {}, h("th", {}), Object.entries(COLUMNS).map(head), h("th", { title: "Of runs of one kind; the ones that the fewest share come first" }, "Settings that differ"))),
+        h("tbody", {}, rows.map((run) => h("tr", { "aria-selected": chosen.includes(run.name) ? "true" : null },
+          h("td", {}, h("input", { type: "checkbox", checked: chosen.includes(run.name), "aria-label": `Compare ${run.name}`, onchange: () => pick(run.name) })),
+          Object.values(COLUMNS).map(([, show, , kind]) => h(kind ? `td.${kind}` : "td", {}, show(run, state, above))), settings(run))))))),
+    changes && difference(chosen, changes)));
+}
+
+function difference([one, other], changes) {
+  if (!changes.length) return empty("No setting differs", `${one} and ${other} have the same configuration, versions and code.`);
+  return h("div.card.box", {}, h("h2", {}, "What differs"), h("div.scroll", {}, h("table.difference", {},
+    h("thead", {}, h("tr", {}, h("th", {}, "Setting"), h("th", {}, one), h("th", {}, other))),
+    h("tbody", {}, changes.map((change) => h("tr", {}, h("td.mono", {}, change.key), h("td.mono", {}, h("del", {}, text(change.old) ?? "–")), h("td.mono", {}, h("ins", {}, text(change.new) ?? "–"))))))));
+}

@@ -1,0 +1,288 @@
+"""Table: the state and the figures of runs, and the settings in which they differ.
+
+The page, `trireme list` and `trireme compare` show the same entries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trireme.ext.page.runs import (
+    RunFolder,
+    configuration,
+    flat,
+    has_summary,
+    read_starts,
+    stage_of,
+    warnings_of,
+)
+from trireme.monitor.figures import STEPS_TIMED, clock_time, pace
+
+SILENT_S = 120.0
+"""Seconds without a step after which a run of another machine counts as ended."""
+STATES = ("failed", "killed", "running", "stopped", "unknown", "finished")
+"""Of a run's parts the first of these is the run's."""
+KINDS = {"explore": "explores", "bench": "measures", "serve": "serves"}
+"""Words for runs that do not train; others are called by their algorithm."""
+LOSSES = ("actor/sft_loss", "actor/dpo_loss", "actor/kto_loss", "actor/cpt_loss")
+HELD_OUT = re.compile(r"(?:eval|bench)/.+/(accuracy|reward)/mean@\d+")
+NAMES = ("name", "project", "group", "checkpoint_root_dir")
+"""Keys that say which run it is, and in which all differ."""
+SHOWN = 4
+"""Settings of a run that a line of a terminal shows."""
+
+
+@dataclass
+class Course:
+    """The figures of one run so far, from the lines of its metrics that were read."""
+
+    step: dict[str, int] = field(default_factory=dict)
+    """The last step of each part."""
+    times: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
+    began: float | None = None
+    reward: float | None = None
+    loss: float | None = None
+    best: dict[str, Any] | None = None
+    """The best held-out result: its `measure`, `value` and `step`."""
+    _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    def read(self, run: RunFolder) -> None:
+        """Read what the run has logged since; all of it, if a file was replaced."""
+        for path in run.metric_files:
+            with path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                inode, at = self._read.get(path, (stat.st_ino, 0))
+                if inode != stat.st_ino or stat.st_size < at:
+                    self.__init__()
+                    return self.read(run)
+                file.seek(at)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # still being written
+                    at += len(line)
+                    self._add(json.loads(line))
+                self._read[path] = stat.st_ino, at
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        part, step, when, metrics = row["part"], row["step"], row["time"], row["metrics"]
+        self.began = when if self.began is None else min(self.began, when)
+        self.step[part] = max(step, self.step.get(part, 0))
+        self.times.setdefault(part, deque(maxlen=STEPS_TIMED)).append((when, step))
+        if metrics.get("rollout/reward/mean") is not None:
+            self.reward = metrics["rollout/reward/mean"]
+        for name in LOSSES:
+            self.loss = self.loss if metrics.get(name) is None else metrics[name]
+        if part in ("eval", "bench"):
+            self._add_evaluation(step, metrics)
+
+    def _add_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        found = [(m[1], metrics[name]) for name in metrics if (m := HELD_OUT.fullmatch(name))]
+        measured = next((one for one in sorted(found, key=lambda one: one[0])), None)
+        if measured is None or measured[1] is None:
+            return
+        measure, value = measured
+        if self.best is None or value > self.best["value"]:
+            self.best = {"measure": measure, "value": value, "step": step}
+
+
+class Entries:
+    """The entries of runs, each read on from where the last call ended."""
+
+    def __init__(self) -> None:
+        self._courses: dict[Path, Course] = {}
+        self._settings: tuple[Any, list[dict[str, Any]]] = (None, [])
+
+    def of(self, runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+        """Return an entry for each run that can be read, with the settings in which they differ."""
+        out = []
+        for run in runs:
+            try:
+                out.append((run, self.entry(run)))
+            except OSError:  # deleted since it was found, or not ours to read
+                continue
+        there = [run for run, _ in out]
+        starts = [(run.folder, run.starts.stat().st_mtime_ns) for run in there if run.has_starts]
+        if self._settings[0] != starts:  # it takes a hundredth of a second a run
+            self._settings = starts, differing(there)
+        for (_, entry), settings in zip(out, self._settings[1], strict=True):
+            entry["settings"] = settings
+        return [entry for _, entry in out]
+
+    def entry(self, run: RunFolder) -> dict[str, Any]:
+        """Return what is known of one run. Raises OSError if a file of it cannot be read."""
+        course = self._courses.setdefault(run.folder, Course())
+        course.read(run)
+        starts = read_starts(run)
+        newest = starts[-1] if starts else {}
+        state, error = state_of(run, starts)
+        code = newest.get("code") or {}
+        progress = _progress(course, newest, running=state == "running")
+        return {
+            "name": run.name,
+            "folder": str(run.folder),
+            "generation": run.generation,
+            "updated": run.updated,
+            "mode": newest.get("mode"),
+            "kind": _kind(run, newest),
+            "seed": newest.get("seed"),
+            "started": newest.get("time"),
+            "state": state,
+            "error": error,
+            "finished": state == "finished",
+            "warnings": warnings_of(run),
+            **progress,
+            "reward": course.reward,
+            "loss": course.loss,
+            "best": course.best,
+            "seconds": _seconds(run, course, starts, state),
+            "commit": code.get("folder") or code.get("trireme"),
+        }
+
+
+def state_of(run: RunFolder, starts: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return a run's state, and the sentence of its error with the place below it."""
+    newest = {(start.get("mode"), start.get("name")): start for start in starts}
+    states = [_state(run, start) for start in newest.values()] or [_state(run, {})]
+    return min(states, key=lambda state: STATES.index(state[0]))
+
+
+def _state(run: RunFolder, start: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the state of the part that a start began."""
+    if end := start.get("end"):
+        return end["how"], end["error"]
+    if "process" in start and start.get("host") == socket.gethostname():
+        return ("running" if _lives(start["process"]) else "killed"), ""
+    if stage_of(run) is not None or has_summary(run):
+        return "finished", ""
+    return ("running" if time.time() - run.updated < SILENT_S else "unknown"), ""
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _kind(run: RunFolder, start: Mapping[str, Any]) -> str | None:
+    if start.get("mode") in KINDS:
+        return KINDS[start["mode"]]
+    return (configuration(run, start).get("algorithm") or {}).get("algorithm_type")
+
+
+def _progress(course: Course, start: Mapping[str, Any], *, running: bool) -> dict[str, Any]:
+    """Return the step, the number of steps, and the seconds that are left; None if unknown."""
+    counted = start.get("steps") or {}
+    part, total = counted.get("by"), counted.get("total")
+    if start.get("mode") in ("bench", "serve"):
+        return {"step": max(course.step.values(), default=0), "total": None, "left": None}
+    began = _seconds_of(start["time"]) if "time" in start else 0.0
+    times = [one for one in course.times.get(part, ()) if one[0] >= began]
+    known = [course.step.get(name, 0) for name in ([part] if part else ("explorer", "trainer"))]
+    return {"step": max(known), "total": total, "left": pace(times, total)[1] if running else None}
+
+
+def _seconds(
+    run: RunFolder, course: Course, starts: Sequence[Mapping[str, Any]], state: str
+) -> float | None:
+    """Return the seconds of all attempts; of several parts the longest."""
+    parts: dict[Any, float] = {}
+    for nth, start in enumerate(starts):
+        began, end = _seconds_of(start["time"]), start.get("end")
+        until = _seconds_of(end["time"]) if end else run.updated
+        if not end and state == "running" and nth == len(starts) - 1:
+            until = time.time()
+        part = start.get("mode"), start.get("name")
+        parts[part] = parts.get(part, 0.0) + max(until - began, 0.0)
+    if parts:
+        return max(parts.values())
+    return None if course.began is None else run.updated - course.began
+
+
+def _seconds_of(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def differing(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Return, for each run, the values of the settings in which runs of its kind differ, those
+    first that the fewest share, by the shortest ends of the keys that name one alone.
+    """
+    flats, kinds = [], []
+    for run in runs:
+        start = (read_starts(run) or [{}])[-1]
+        config, job = configuration(run, start), str(run.folder.parent)
+        values = {
+            key: value.replace(job, "…") if isinstance(value, str) else value
+            for key, value in flat(config).items()
+            if key not in NAMES
+        }
+        flats.append(values)
+        kinds.append((start.get("mode"), values.get("algorithm.algorithm_type")))
+    out = []
+    for values, kind in zip(flats, kinds, strict=True):
+        alike = [other for other, k in zip(flats, kinds, strict=True) if k == kind and other]
+        shared = {key: sum(one.get(key) == values[key] for one in alike) for key in values}
+        keys = [key for key in values if shared[key] < len(alike)]
+        out.append({_end(key, keys): values[key] for key in sorted(keys, key=shared.__getitem__)})
+    return out
+
+
+def _end(key: str, keys: Sequence[str]) -> str:
+    parts = key.split(".")
+    for first in range(len(parts) - 1, 0, -1):
+        end = ".".join(parts[first:])
+        if sum(one == end or one.endswith(f".{end}") for one in keys) == 1:
+            return end
+    return key
+
+
+def text_of(value: Any) -> str:
+    """Return the value of a setting in a table."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+HEADINGS = ("run", "state", "steps", "reward", "best held-out", "time", "code", "settings")
+
+
+def lines(entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each entry, for a terminal."""
+    for entry in entries:
+        total, best = entry["total"], entry["best"]
+        reward = "" if entry["reward"] is None else f"{entry['reward']:.3f}"
+        if not reward and entry["loss"] is not None:
+            reward = f"loss {entry['loss']:.3g}"
+        left = "" if entry["left"] is None else f", left {clock_time(entry['left'])}"
+        settings = [f"{key}={text_of(value)}" for key, value in entry["settings"].items()]
+        more = f" and {len(settings) - SHOWN} more" if len(settings) > SHOWN else ""
+        yield (
+            entry["name"],
+            entry["state"],
+            f"{entry['step']}" + (f" of {total}" if total else "") + left,
+            reward,
+            "" if best is None else f"{_measured(best)} at step {best['step']}",
+            "" if entry["seconds"] is None else clock_time(entry["seconds"]),
+            short_commit(entry["commit"]),
+            "  ".join(settings[:SHOWN]) + more,
+        )
+
+
+def short_commit(commit: str | None) -> str:
+    """Return the beginning of a commit, with a + if files differed from it."""
+    return "" if not commit else commit[:8] + "+" * commit.endswith("+")
+
+
+def _measured(best: Mapping[str, Any]) -> str:
+    return f"{best['value']:.1%}" if best["measure"] == "accuracy" else f"{best['value']:.3f}"
