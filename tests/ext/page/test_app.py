@@ -126,8 +126,9 @@ def test_what_a_page_asks_for(client: TestClient) -> None:
     assert len(client.get("/api/about", params=RUN).json()["starts"]) == 2
     found = client.get("/api/rollouts", params={**RUN, "kind": "train", "limit": "5"}).json()
     assert found["total"] == 24 and len(found["rows"]) == 5
-    assert found["facts"]["eval"] == {"count": 6, "steps": [1, 2, 3]}
-    assert found["rows"][0]["prompt"] == "What is 1 + 3?"
+    steps = {"count": 6, "groups": 6, "steps": [1, 2, 3], "rewards": [1.0, 1.0]}
+    assert found["facts"]["eval"] == steps
+    assert found["rows"][0]["question"] == "What is 1 + 3?"
     one = client.get("/api/rollout", params={**RUN, "eid": "2/1/0/0"}).json()
     assert one["messages"][2]["role"] == "tool" and one["tools"] == TOOLS
     failed = client.get("/api/rollout", params={**RUN, "eid": "2/1/3/0", "kind": "failed"}).json()

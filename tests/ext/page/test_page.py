@@ -138,10 +138,10 @@ def test_a_step_that_ends_appears_without_a_click(tab: Any, url: str, root: Path
 
 
 def test_what_it_says(tab: Any, url: str) -> None:
-    opened(tab, url, "rollouts")
+    opened(tab, url, "rollouts?by=rollout")
     assert tab.locator(".count").inner_text() == "25 rollouts"
     tab.select_option("select[name=order]", "best")
-    tab.wait_for_selector(".reader h2:text-is('3/9/0/0')")
+    tab.wait_for_selector(".reader .facts:has-text('id 3/9/0/0')")
     assert tab.locator(".reader .turn.assistant .said").inner_text() == EVIL  # as text
     assert tab.title() != "1"
     tab.fill("input[name=text]", "reply 2 of step 2")
@@ -150,11 +150,11 @@ def test_what_it_says(tab: Any, url: str) -> None:
     assert tab.locator(".reader .turn.tool .said").inner_text() == "the sum"
     assert 'add({"a": 1})' in tab.locator(".reader .call").inner_text()
     assert tab.inner_text(".reader .truth").split("\n")[::2] == ["Right answer", "level"]
-    first = tab.locator(".reader h2").inner_text()
+    first = tab.locator(".reader .facts b").first.inner_text()
     tab.keyboard.press("Escape")
     tab.keyboard.press("j")
     tab.wait_for_function(
-        "id => document.querySelector('.reader h2').textContent !== id", arg=first
+        "id => document.querySelector('.reader .facts b').textContent !== id", arg=first
     )
     tab.keyboard.press("g")
     tab.wait_for_selector(".answers .answer >> nth=3")
@@ -170,6 +170,26 @@ def test_what_it_says(tab: Any, url: str) -> None:
     tab.get_by_role("button", name="Failed 1").click()
     tab.wait_for_selector(".reader .error")
     assert "ValueError: no" in tab.inner_text(".reader")
+
+
+def test_groups_come_first_with_their_question_and_a_dot_for_each_reward(
+    tab: Any, url: str
+) -> None:
+    opened(tab, url, "rollouts")
+    assert tab.locator(".count").inner_text() == "7 groups"
+    group = tab.locator(".item.group", has_text="What is 1 + 3?")
+    assert group.locator(".dot").count() == 4 and group.locator(".dot.low").count() == 2
+    assert "mean 0.50" in group.inner_text() and "row 101" in group.inner_text()
+    group.locator(".title").click()
+    tab.wait_for_selector(".answers .answer >> nth=3")
+    group.locator(".dot >> nth=2").click()
+    tab.wait_for_selector(".reader h2:text-is('Step 3, rollout 2')")
+    tab.keyboard.press("j")
+    tab.wait_for_selector(".item.group[aria-current]:has-text('What is 0 + 3?')")
+    tab.get_by_label("Groups that disagree").check()
+    tab.wait_for_function("() => document.querySelector('.count').textContent === '6 groups'")
+    tab.get_by_role("button", name="Rollouts", exact=True).click()
+    tab.wait_for_function("() => document.querySelector('.count').textContent === '24 rollouts'")
 
 
 def test_each_token_says_its_numbers(tab: Any, url: str) -> None:
@@ -214,7 +234,7 @@ def test_rows_of_a_data_set_are_shown_as_pairs_and_token_by_token(tab: Any, url:
 
 
 def test_a_selection_is_saved(tab: Any, url: str) -> None:
-    opened(tab, url, "rollouts?least=1&step=2")
+    opened(tab, url, "rollouts?least=1&step=2&by=rollout")
     tab.wait_for_function("() => document.querySelector('.count').textContent === '4 rollouts'")
     with tab.expect_download() as given:
         tab.get_by_role("link", name="JSONL").click()

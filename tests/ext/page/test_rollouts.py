@@ -19,7 +19,7 @@ from tests.ext.page.made import make_run
 from trireme.buffer.record import Record
 from trireme.experience import EID
 from trireme.ext.page import search
-from trireme.ext.page.rollouts import Filter, RolloutIndex, Selection, export
+from trireme.ext.page.rollouts import Filter, RolloutIndex, Selection, export, question_of
 
 
 @pytest.fixture
@@ -259,3 +259,48 @@ def test_evaluations_and_failures_are_exported_as_parquet(tmp_path: Path) -> Non
 
 def as_table(rollouts: RolloutIndex, places: Selection) -> pyarrow.Table:
     return pyarrow.parquet.read_table(io.BytesIO(b"".join(export(rollouts, places, "parquet"))))
+
+
+def test_groups_have_their_question_and_the_rewards_of_all_their_rollouts(
+    rollouts: RolloutIndex,
+) -> None:
+    total, groups = rollouts.groups(Filter(kind="train", text="reply 2"), 0, 4)
+    assert total == 6 and [group["group"] for group in groups] == ["3/1", "3/0", "2/1", "2/0"]
+    first = groups[0]
+    assert (first["question"], first["step"], first["mean"]) == ("What is 1 + 3?", 3, 0.5)
+    assert [one["reward"] for one in first["rollouts"]] == [0.0, 1.0, 0.0, 1.0]
+    assert [one["eid"] for one in first["rollouts"]] == [f"3/1/{run}/0" for run in range(4)]
+    assert rollouts.groups(Filter(kind="train"), 4, 4)[1][1]["group"] == "1/0"
+    total, (failed,) = rollouts.groups(Filter(kind="failed"), 0, 4)
+    assert total == 1 and failed["mean"] is None  # its group is that of rollouts of kind train
+
+
+def test_groups_that_disagree_and_the_best_by_mean_reward(tmp_path: Path) -> None:
+    record = Record(lines=tmp_path / "buffer/experience_buffer.jsonl")
+    for task, rewards in enumerate([(1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (None, 1.0), (0.2, 0.9)]):
+        record._write([experience(1, task, run, reward) for run, reward in enumerate(rewards)])
+    record.close()
+    index = RolloutIndex(tmp_path)
+    index.refresh()
+    found = index.rows(index.select(Filter(disagree=True, order="oldest")))
+    assert [row["group"] for row in found] == ["1/2", "1/2", "1/4", "1/4"]
+    best = [group["group"] for group in index.groups(Filter(kind="train", order="best"), 0, 9)[1]]
+    assert best[:2] == ["1/3", "1/0"] or best[:2] == ["1/0", "1/3"]
+    assert best[2:] == ["1/4", "1/2", "1/1"]
+    assert index.facts()["train"]["groups"] == 5 and index.facts()["train"]["rewards"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"prompt": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1?<|im_end|>\n"
+                    "<|im_start|>assistant\n"}, "1 + 1?"),
+        ({"prompt": "<|user|>1 + 1?<|end|><|assistant|>"}, "1 + 1?"),
+        ({"prompt": "[INST] 1 + 1? [/INST]"}, "1 + 1?"),
+        ({"prompt": "plain text"}, "plain text"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "1 + 1?"}]}, "1 + 1?"),
+        ({"prompt": None}, ""),
+    ],
+)  # fmt: skip
+def test_the_title_of_a_rollout_is_its_question(row: dict[str, Any], question: str) -> None:
+    assert question_of(row) == question

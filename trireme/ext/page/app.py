@@ -130,6 +130,14 @@ class Page:
             "facts": rollouts.facts(),
         }
 
+    def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return a page of the groups with a rollout that matches a filter, and their number."""
+        rollouts = self.rollouts(self.run_of(query))
+        rollouts.refresh()
+        count = min(_number(query, "limit", 100), MOST_ROWS)
+        total, rows = rollouts.groups(filter_of(query), _number(query, "offset", 0), count)
+        return {"total": total, "rows": rows, "facts": rollouts.facts()}
+
     def rollout(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return one whole rollout, with its messages if a database of the run has them."""
         run, kind, eid = self.run_of(query), query.get("kind", "train"), query.get("eid", "")
@@ -183,6 +191,7 @@ def filter_of(query: Mapping[str, str]) -> Filter:
         least=real("least"),
         most=real("most"),
         cut={"1": True, "0": False}.get(query.get("cut", "")),
+        disagree=query.get("disagree") == "1",
         text=query.get("text", ""),
         order=query.get("order") or "newest",
         seed=_number(query, "seed", 0),
@@ -223,6 +232,7 @@ def create_app(page: Page, token: str) -> ASGIApp:
         Route("/api/about", answer(lambda query: about(page.run_of(query)))),
         Route("/api/compare", answer(page.compare)),
         Route("/api/rollouts", answer(page.search)),
+        Route("/api/groups", answer(page.groups)),
         Route("/api/rollout", answer(page.rollout)),
         Route("/api/tokens", answer(page.tokens)),
         Route("/api/picture", answer(page.picture)),

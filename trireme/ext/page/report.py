@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.ext.page.app import STATIC, UPLOT, Page
-from trireme.ext.page.rollouts import KINDS, Filter, RolloutIndex
+from trireme.ext.page.rollouts import KINDS, SNIPPET, Filter, RolloutIndex, question_of
 from trireme.ext.page.runs import RunFolder, about, compared
 from trireme.files import write_text
 from trireme.text import as_json
@@ -54,6 +54,7 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
     rows = _selected(rollouts)
     tokens = page.tokens_of(run)
     for row in rows:
+        row["question"] = question_of(row)[:SNIPPET]
         if row["kind"] == "train" and (experience := tokens.experience(row["eid"])) is not None:
             row |= {"messages": experience.messages, "tools": experience.tools}
     token_views: dict[str, Any] = {}
@@ -67,6 +68,8 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
         kind: {
             "count": sum(row["kind"] == kind for row in rows),
             "steps": sorted({row["step"] for row in rows if row["kind"] == kind}),
+            "groups": len({row["group"] for row in rows if row["kind"] == kind}),
+            "rewards": _range([row.get("reward") for row in rows if row["kind"] == kind]),
         }
         for kind in KINDS
         if any(row["kind"] == kind for row in rows)
@@ -79,6 +82,11 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
         "tokens": token_views,
         "facts": facts,
     }
+
+
+def _range(rewards: list[float | None]) -> list[float] | None:
+    known = [reward for reward in rewards if reward is not None]
+    return [min(known), max(known)] if known else None
 
 
 def _selected(rollouts: RolloutIndex) -> list[dict[str, Any]]:

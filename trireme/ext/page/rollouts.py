@@ -18,7 +18,7 @@ import re
 import sqlite3
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ import numpy as np
 
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
 from trireme.ext.page.search import Columns, Mask, Search, Selection
+from trireme.monitor.figures import spoken
 from trireme.text import as_json, storable
 
 KINDS = ("train", "eval", "failed", "data")
@@ -44,6 +45,8 @@ READ_FIRST = 5000
 """Rollouts that are read one by one for a search's first page, about 10 ms: then all are."""
 SNIPPET = 160
 """Characters of a reply that a list shows."""
+SPECIAL = re.compile(r"<\|?[a-z_/]+\|?>|\[/?INST\]")
+ROLE = re.compile(r"(system|user|human|assistant|model|tool)(?:\n|$)")
 _COLUMNS = {
     "kind": "b", "offset": "q", "size": "i", "text": "i", "text_end": "i", "step": "i",
     "task": "i", "group": "i", "run": "i", "reward": "d", "length": "i", "version": "i", "cut": "b",
@@ -64,6 +67,8 @@ class Filter:
     """The highest reward."""
     cut: bool | None = None
     """Whether the reply was cut at its limit."""
+    disagree: bool = False
+    """Whether only groups with different rewards are wanted: the others have no gradient."""
     text: str = ""
     """Occurs in the prompt or the reply, whatever the case of its letters."""
     order: str = "newest"
@@ -264,6 +269,8 @@ class RolloutIndex:
             keep &= columns["reward"] >= wanted.least
         if wanted.most is not None:
             keep &= columns["reward"] <= wanted.most
+        if wanted.disagree:
+            keep &= _disagree(columns)
         return columns, keep, first
 
     def leading(self, wanted: Filter, count: int) -> Selection | None:
@@ -302,6 +309,52 @@ class RolloutIndex:
         """Return the whole lines at these places, each with its kind, task and group."""
         with self._lock:
             return [self._row(int(place)) for place in places]
+
+    def groups(self, wanted: Filter, first: int, count: int) -> tuple[int, list[dict[str, Any]]]:
+        """Return the number of groups with a matching rollout, and a page of them, each with its
+        question and the rewards of all its rollouts.
+
+        The best and the worst are those by mean reward; otherwise the first match decides.
+        """
+        places = self.select(wanted)
+        with self._lock:
+            if len(places) and places.min() < self._first:
+                raise ValueError(f"{self.buffer} was rewritten in the meantime: try again")
+            columns = {name: np.array(values) for name, values in self._columns.items()}
+            ids = columns["group"].astype(np.int64) * len(KINDS) + columns["kind"]
+            found, at = np.unique(ids[places - self._first], return_index=True)
+            ordered = found[np.argsort(at)]
+            if wanted.order in ("best", "worst"):
+                means = _means(ids, columns["reward"])
+                sign = -1 if wanted.order == "best" else 1
+                ordered = ordered[np.argsort(sign * means[ordered], kind="stable")]
+            page = ordered[first : first + count]
+            shown = np.flatnonzero(np.isin(ids, page)).tolist()
+            among = set(shown)
+            eids = {index: key for key, index in self._places.items() if index in among}
+            members: dict[int, list[int]] = {}
+            for index in sorted(shown, key=lambda index: (columns["run"][index], index)):
+                members.setdefault(int(ids[index]), []).append(int(index))
+            return len(ordered), [self._group(members[int(one)], eids) for one in page]
+
+    def _group(self, members: Sequence[int], eids: Mapping[int, str]) -> dict[str, Any]:
+        row = self._row(self._first + members[0])
+        rewards = [self._columns["reward"][index] for index in members]
+        known = [reward for reward in rewards if not math.isnan(reward)]
+        return {
+            **{key: row.get(key) for key in ("group", "kind", "task", "step")},
+            "question": question_of(row)[:SNIPPET],
+            "mean": sum(known) / len(known) if known else None,
+            "rollouts": [
+                {
+                    "eid": eids[index].partition(" ")[2],
+                    "run": self._columns["run"][index],
+                    "reward": None if math.isnan(reward) else reward,
+                    "cut": bool(self._columns["cut"][index]),
+                }
+                for index, reward in zip(members, rewards, strict=True)
+            ],
+        }
 
     def _row(self, index: int) -> dict[str, Any]:
         index -= self._first
@@ -343,13 +396,22 @@ class RolloutIndex:
             return self._row(self._first + index)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the page's filters offer: the number of each kind, and the steps of each."""
+        """Return what the page's filters offer: for each kind the number of rollouts and of groups,
+        the steps, and the lowest and highest reward.
+        """
         kinds, steps = self.column("kind"), self.column("step")
+        groups, rewards = self.column("group"), self.column("reward")
         out: dict[str, Any] = {}
         for number, kind in enumerate(KINDS):
             kind_steps = steps[kinds == number]
             if len(kind_steps):
-                out[kind] = {"count": len(kind_steps), "steps": np.unique(kind_steps).tolist()}
+                known = rewards[(kinds == number) & ~np.isnan(rewards)]
+                out[kind] = {
+                    "count": len(kind_steps),
+                    "steps": np.unique(kind_steps).tolist(),
+                    "groups": len(np.unique(groups[kinds == number])),
+                    "rewards": [known.min().item(), known.max().item()] if len(known) else None,
+                }
         return out
 
 
@@ -389,6 +451,25 @@ def _group_and_run(eid: str) -> tuple[str, int]:
     return "/".join(parts[:cut]), int(run) if run.isdigit() else 0
 
 
+def _disagree(columns: Columns) -> Mask:
+    """Return the mask of the rollouts in whose group not all rewards are equal."""
+    ids = columns["group"].astype(np.int64) * len(KINDS) + columns["kind"]
+    low, high = np.full(ids.max(initial=0) + 1, np.inf), np.full(ids.max(initial=0) + 1, -np.inf)
+    known = ~np.isnan(columns["reward"])
+    np.minimum.at(low, ids[known], columns["reward"][known])
+    np.maximum.at(high, ids[known], columns["reward"][known])
+    return (low < high)[ids]
+
+
+def _means(ids: Selection, rewards: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the mean reward of each group, by its id; groups without a reward are the last."""
+    known = ~np.isnan(rewards)
+    size = ids.max(initial=0) + 1
+    sums = np.bincount(ids[known], rewards[known], size)
+    counts = np.bincount(ids[known], minlength=size)
+    return np.divide(sums, counts, out=np.full(size, np.nan), where=counts > 0)
+
+
 def _ordered(
     places: Selection, columns: dict[str, np.ndarray[Any, Any]], wanted: Filter
 ) -> Selection:
@@ -416,19 +497,28 @@ def as_item(row: dict[str, Any]) -> dict[str, Any]:
     keys = ("eid", "kind", "step", "task", "group", "reward", "response_length", "cut",
             "model_version", "stop_reason")  # fmt: skip
     reply = row.get("response") or (row.get("failure") or {}).get("message") or ""
-    question = last_question(row.get("prompt") or "")
     return {key: row.get(key) for key in keys} | {
-        "prompt": question[:SNIPPET],
+        "question": question_of(row)[:SNIPPET],
         "reply": reply[:SNIPPET],
         "pair": (row.get("info") or {}).get("reply"),
     }
 
 
-def last_question(prompt: str) -> str:
-    """Return a prompt's text without the chat template's special tokens at both ends, for a
-    list.
+def question_of(row: Mapping[str, Any]) -> str:
+    """Return the last message of the user, for a list; without recorded messages it is found in the
+    prompt, by the names of roles between the chat template's special tokens.
     """
-    return re.sub(r"<\|?[a-z_/]+\|?>", " ", prompt).strip()
+    asked = [one for one in row.get("messages") or [] if one.get("role") == "user"]
+    if asked:
+        return spoken(asked[-1])
+    parts = [part.strip() for part in SPECIAL.split(row.get("prompt") or "")]
+    role, found = "", ""
+    for part in filter(None, parts):
+        said = ROLE.match(part)
+        role, text = (said[1], part[said.end() :].strip()) if said else (role, part)
+        if text and role in ("", "user", "human"):
+            found = text
+    return found or " ".join(filter(None, parts))
 
 
 def export(

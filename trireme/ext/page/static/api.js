@@ -1,5 +1,5 @@
 // What the page knows of the runs: from the server, or in a report from the file itself.
-import { searched } from "./report.js";
+import { groupsOf, searched } from "./report.js";
 
 const held = globalThis.TRIREME_REPORT ?? null;
 export const isReport = held !== null;
@@ -28,6 +28,7 @@ function fromReport(path, query) {
   }
   const run = held.of[query.run];
   if (!run) throw new Error(`This report has no run '${query.run}'.`);
+  if (path === "groups") return groupsOf(run, query);
   if (path === "rollouts") return searched(run, query);
   if (path === "rollout") {
     const found = run.rollouts.find((row) => row.eid === query.eid && row.kind === (query.kind || "train"));

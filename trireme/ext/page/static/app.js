@@ -46,7 +46,7 @@ state.go = (view, query, replace = false) => {
 function top() {
   const mark = svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: "M1 9h14l-3 4H4zM7 2l6 6H7z", fill: "currentColor" }));
   fill(document.getElementById("top"),
-    h("button.button.menu", { type: "button", "aria-label": "Runs", onclick: () => document.body.classList.toggle("menu-open") }, "Runs"),
+    h("button.button.menu", { type: "button", "aria-label": "Runs", onclick: () => document.body.classList.toggle("menu-open") }, "☰"),
     h("a.brand", { href: state.href("overview") }, mark, h("span", {}, "Trireme")),
     h("nav", { "aria-label": "Views" }, VIEWS.map(([name, title]) => h("a", { href: state.href(name), "aria-current": name === state.view ? "page" : null }, title))),
     h("span.grow"),

@@ -1,7 +1,7 @@
 // One rollout: its conversation, its tokens, its group, and the same task through the steps.
 import { ask } from "./api.js";
 import { empty, fill, h, number, segments } from "./dom.js";
-import { reward } from "./rollouts.js";
+import { reward, rolloutOf, taskName } from "./rollouts.js";
 import { pictures } from "./pictures.js";
 import { tokens } from "./tokens.js";
 
@@ -12,15 +12,17 @@ const TABS = {
   pair: [["conversation", "Text"], ["tokens", "Tokens"], ["group", "Pair"], ["steps", "Through the epochs"]],
 };
 
+const titleOf = (row) => (row.kind === "data" ? `Row ${row.task}, step ${row.step}` : row.kind === "eval" ? `Held-out task ${row.task}, step ${row.step}` : `Step ${row.step}, rollout ${rolloutOf(row)}`);
+
 export async function reader(element, row, given) {
   const body = h("div.body");
-  const facts = [["step", row.step], [row.kind === "data" ? "row" : "task", row.task], ["tokens", row.response_length], ["trained", row.kind === "data" ? row.trained_tokens : null], ["ended by", row.stop_reason], ["weights", row.model_version],
+  const facts = [["id", row.eid], [row.kind === "data" ? "row" : "task", taskName(row.task)], ["tokens", row.response_length], ["trained", row.kind === "data" ? row.trained_tokens : null], ["ended by", row.stop_reason], ["weights", row.model_version],
     ...Object.entries(row.metrics ?? {}).map(([name, value]) => [name, number(value)])].filter(([, value]) => value !== null && value !== undefined && value !== "");
   const tabs = TABS[row.info?.reply && row.kind === "data" ? "pair" : row.kind] ?? TABS.train;
   const tab = tabs.some(([name]) => name === given.tab) ? given.tab : "conversation";
   fill(element,
     h("div.headline", {},
-      h("div.row", {}, h("button.button.back", { type: "button", onclick: given.back }, "Back"), h("h2", {}, row.eid), reward(row), row.cut && h("span.badge.warn", {}, "cut at its limit"), h("span.grow"), segments(tabs, tab, given.pick, "What is shown")),
+      h("div.row", {}, h("button.button.back", { type: "button", onclick: given.back }, "Back"), h("h2", {}, titleOf(row)), reward(row), row.cut && h("span.badge.warn", {}, "cut at its limit"), h("span.grow"), segments(tabs, tab, given.pick, "What is shown")),
       h("div.facts", {}, facts.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, String(value)))))),
     body);
   try {
@@ -105,7 +107,7 @@ async function group(body, row, { run, jump }) {
   fill(body, h("div.spaced", {},
     h("p.quiet", {}, `${total} answers to the same task in step ${row.step}. Mean reward ${number(mean)}, standard deviation ${number(std)}${rewards.length > 1 && std === 0 ? ": no gradient comes from this group" : ""}.`),
     asked(row, run),
-    answers(rows, row, jump, (one) => `rollout ${one.eid.slice(one.group.length + 1).split("/")[0]}`)));
+    answers(rows, row, jump, (one) => `rollout ${rolloutOf(one)}`)));
 }
 
 async function steps(body, row, { run, jump, whole }) {
@@ -117,7 +119,7 @@ async function steps(body, row, { run, jump, whole }) {
     return;
   }
   fill(body, h("div.spaced", {},
-    h("div.row", {}, h("p.quiet.grow", {}, row.kind === "data" ? `Row ${row.task} was trained in ${seen.size} steps.` : `Task ${row.task}: ${total} answers in ${seen.size} steps.`), h("button.button", { type: "button", onclick: () => whole(row.task) }, "As a list")),
+    h("div.row", {}, h("p.quiet.grow", {}, row.kind === "data" ? `Row ${row.task} was trained in ${seen.size} steps.` : `Task ${taskName(row.task)}: ${total} answers in ${seen.size} steps.`), h("button.button", { type: "button", onclick: () => whole(row.task) }, "As a list")),
     asked(row, run),
     answers(rows, row, jump, (one) => `step ${one.step}`)));
 }
