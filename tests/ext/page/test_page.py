@@ -122,6 +122,8 @@ def test_is_it_learning_and_what_is_wrong(tab: Any, url: str) -> None:
     assert "KL to the reference" not in titles  # all of it was no number
     tab.get_by_label("Show job/first").check()
     tab.wait_for_function("() => document.querySelector('.bar h2').textContent === '2 runs'")
+    figures = tab.locator("main .runs tbody tr").all_inner_texts()
+    assert ["0.200" in figures[0], "0.300" in figures[1]] == [True, True]
     plot = tab.locator(".panel", has_text="Reward").first.locator(".plot")
     tab.wait_for_function(
         "plot => plot.chart?.series.filter((s) => s.label.startsWith('job/')).length === 2",
@@ -205,8 +207,23 @@ def test_each_token_says_its_numbers(tab: Any, url: str) -> None:
     tab.get_by_role("button", name="Ratio").click()
     colours = tab.locator(".token").evaluate_all("all => all.map((t) => t.style.background)")
     assert colours[0] == "transparent" != colours[5]
+    tab.get_by_role("button", name="Advantage").click()
+    tab.wait_for_selector("button[aria-pressed=true]:text-is('Advantage')")
+    assert tab.locator(".token >> nth=5").evaluate("t => t.style.background") != "transparent"
     tab.get_by_role("button", name="Table").click()
     assert tab.locator("tbody tr").count() == 6
+
+
+def test_an_advantage_of_zero_is_not_tinted(tab: Any, url: str) -> None:
+    found = {"text": ["a", "b"], "ids": [1, 2], "mask": [1, 1], "advantages": [0, 0.5],
+             "logprobs": None, "notes": [], "trained_step": 1}  # fmt: skip
+    opened(tab, url, "overview")
+    tab.route("**/api/tokens*", lambda route: route.fulfill(json=found))
+    opened(tab, url, "rollouts?tab=tokens&eid=2/1/1/0")
+    tab.get_by_role("button", name="Advantage").click()
+    tab.wait_for_selector("button[aria-pressed=true]:text-is('Advantage')")
+    zero, other = tab.locator(".token").evaluate_all("all => all.map((t) => t.style.background)")
+    assert zero == "transparent" != other
 
 
 def test_tokens_of_a_held_out_rollout_are_sampled_and_not_trained(tab: Any, url: str) -> None:
@@ -337,6 +354,50 @@ def test_a_curve_of_few_steps_labels_each_once(tab: Any, url: str) -> None:
     for labels in (axes := tab.locator(".plot").evaluate_all(shown)):
         assert len(labels) == len(set(labels)), labels
     assert ["1", "2", "3"] in axes
+
+
+def test_ticks_are_distinct_and_have_room(tab: Any, url: str) -> None:
+    opened(tab, url, "overview")
+
+    def of(call: str) -> Any:
+        return tab.evaluate(f"import('/static/charts.js').then((charts) => charts.{call})")
+
+    assert of("percents([0, 0.005, 0.01])") == ["0.0%", "0.5%", "1.0%"]
+    assert of("percents([0, 0.25, 0.5])") == ["0%", "25%", "50%"]
+    assert of("percents([0.00001, 0.00002])") == ["0.001%", "0.002%"]
+    tens = [10.0**power for power in range(-20, 0)]
+    assert sum(value is not None for value in of(f"roomy({tens})")) <= 5
+    ninths = [number * 1e-5 for number in range(1, 10)]
+    shown = [value for value in of(f"roomy({ninths})") if value is not None]
+    assert shown == pytest.approx([1e-5, 2e-5, 5e-5])
+
+
+def test_charts_show_what_is_possible_and_leave_out_what_is_zero(
+    tab: Any, url: str, root: Path
+) -> None:
+    run = root / "job/early"
+    monitor = JsonLinesMonitor(run / "monitor")
+    for step in (1, 2, 3):
+        rewards = {"rollout/reward/mean": 0.1, "rollout/reward/std": 0.3, "rollout/runs": 4.0}
+        rewards |= {"rollout/reward/min": 0.0, "rollout/reward/max": 1.0, "rollout/failed": 0.0}
+        monitor.log(rewards, step, "explorer")
+        monitor.log({"perf/trained_tokens": 2000.0, "actor/entropy": 0.5}, step, "trainer")
+    opened(tab, url, "overview", run="job/early")
+    reward = tab.locator(".panel", has_text="Reward").first.locator(".plot")
+    tab.wait_for_selector(".plot canvas")
+    low, high = reward.evaluate("plot => plot.chart.data.slice(1, 3)")
+    assert low == [0, 0, 0] and high == pytest.approx([0.1 + 1.96 * 0.15] * 3)
+    assert tab.inner_text(".flat") == "Zero at every step: Failed rollouts."
+    assert "Failed rollouts" not in tab.locator(".panel h3").all_inner_texts()
+    tab.get_by_role("button", name="By tokens").click()
+    tab.wait_for_selector("button[aria-pressed=true]:text-is('By tokens')")
+    tab.wait_for_selector(".plot canvas")
+    assert reward.evaluate("plot => plot.chart.data[0]") == [2000, 4000, 6000]
+    tab.locator("summary", has_text="All metrics").click()
+    tab.wait_for_selector("details.section")
+    sections = tab.locator("details.section > summary b").all_inner_texts()
+    assert sections == ["Is it learning?", "The update of the policy", "Rollouts", "Time"]
+    shutil.rmtree(run)
 
 
 def test_charts_that_left_the_page_are_let_go(tab: Any, url: str) -> None:

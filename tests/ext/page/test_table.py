@@ -108,6 +108,10 @@ def test_settings_that_differ_have_short_names_and_the_rarest_come_first(tmp_pat
     assert list(found["a"].items()) == [("total_steps", 10), ("lr", 0.1)]
     assert list(found["c"].items()) == [("lr", 0.2), ("total_steps", 20)]
     assert found["e"] == {}
+    entries = Entries()
+    assert [entry["settings"] for entry in entries.of(find_runs(tmp_path))].count({}) == 1
+    JsonLinesMonitor(tmp_path / "f/monitor").log({"actor/loss": 1.0}, 1, "trainer")
+    assert [entry["settings"] for entry in entries.of(find_runs(tmp_path))].count({}) == 2
 
 
 def test_list_and_compare_print_what_the_page_shows(

@@ -190,7 +190,12 @@ def meanings(curves: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     names = {name for part in curves.values() for name in part["metrics"]}
     known = {name: metric for name in names if (metric := metric_of(name)) is not None}
     return {
-        name: {"meaning": m.meaning, "healthy": m.healthy, "otherwise": m.otherwise}
+        name: {
+            "section": m.section,
+            "meaning": m.meaning,
+            "healthy": m.healthy,
+            "otherwise": m.otherwise,
+        }
         for name, m in known.items()
     }
 

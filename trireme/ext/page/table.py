@@ -111,7 +111,9 @@ class Entries:
             except OSError:  # deleted since it was found, or not ours to read
                 continue
         there = [run for run, _ in out]
-        starts = [(run.folder, run.starts.stat().st_mtime_ns) for run in there if run.has_starts]
+        starts = [
+            (run.folder, run.starts.stat().st_mtime_ns if run.has_starts else 0) for run in there
+        ]
         if self._settings[0] != starts:  # it takes a hundredth of a second a run
             self._settings = starts, differing(there)
         for (_, entry), settings in zip(out, self._settings[1], strict=True):

@@ -1,10 +1,11 @@
 // Curves by uPlot (trireme/ext/page/uplot), which index.html loads.
-import { h, number } from "./dom.js";
+import { clock, h, number } from "./dom.js";
 
 const COLOURS = ["#15808f", "#c25b2a", "#6553a8", "#3f8c4a", "#b0437c", "#8a7420", "#3a6fc4", "#7a7f86"];
 export const colour = (place) => COLOURS[place % COLOURS.length];
 const NEAR = 20; // pixels between the pointer and a value that is shown
 const FEW = 25; // values that are shown as points, too
+const CLOCK = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 72000, 172800, 432000, 864000];
 const WHOLE = [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -32,11 +33,32 @@ function forget(element) {
   drawn.delete(element);
 }
 
-const two = (n) => String(n).padStart(2, "0");
-function clock(time, withSeconds) {
-  const date = new Date(time * 1000);
-  return [date.getHours(), date.getMinutes(), ...(withSeconds ? [date.getSeconds()] : [])].map(two).join(":");
+const isTen = (value) => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
+
+// Of the ticks of a logarithmic axis those that have room: some tens, else 1, 2 and 5 of each.
+export function roomy(values) {
+  const tens = values.filter(isTen);
+  const nth = Math.ceil(tens.length / 5);
+  if (tens.length > 2) return values.map((value) => (isTen(value) && Math.round(Math.log10(value)) % nth === 0 ? value : null));
+  return values.map((value) => (values.length <= 6 || /^[125]/.test(value.toExponential(1)) ? value : null));
 }
+
+// Percentages with the digits that the ticks have.
+export function percents(values) {
+  const whole = (value, digits) => Math.abs(100 * value * 10 ** digits - Math.round(100 * value * 10 ** digits)) < 1e-4;
+  const digits = [...Array(9).keys()].find((count) => values.every((value) => whole(value, count))) ?? 8;
+  return values.map((value) => `${(100 * value).toFixed(digits)}%`);
+}
+
+// Where a band may not go: past what is possible.
+export const within = (values, low, high) => values.map((value) => (value === null ? null : Math.min(Math.max(value, low), high)));
+
+// What is on the horizontal axis: its ticks, and a place in words.
+const AXES = {
+  step: { incrs: WHOLE, tick: short, place: (x) => `step ${x}` },
+  time: { incrs: CLOCK, tick: clock, place: (x) => `after ${clock(x)}` },
+  tokens: { incrs: WHOLE, tick: (x) => (x >= 1e6 ? `${Number((x / 1e6).toPrecision(3))}M` : x >= 1e3 ? `${Number((x / 1e3).toPrecision(3))}k` : String(x)), place: (x) => `${Math.round(x).toLocaleString("en")} tokens` },
+};
 
 // What the lines are under the pointer.
 function tooltip(lines, place, show) {
@@ -53,8 +75,8 @@ function tooltip(lines, place, show) {
   return { hooks: { init: (chart) => chart.over.append(box), setCursor: move } };
 }
 
-// lines: {name, x, y, low, high, colour, dotted}; `low` and `high` make a band. x is a step, or seconds where `time` is true.
-export function draw(element, lines, { log = false, time = false, weight = 0, share = false, zero = false } = {}) {
+// lines: {name, x, y, low, high, colour, dotted}; `low` and `high` make a band. `axis` says what x is: step, time or tokens.
+export function draw(element, lines, { log = false, axis: along = "step", weight = 0, share = false, zero = false } = {}) {
   for (const one of drawn) if (!one.isConnected || one === element) forget(one);
   if (!element.isConnected) return;
   const flat = lines.every((line) => line.y.every((value) => !value));
@@ -74,21 +96,22 @@ export function draw(element, lines, { log = false, time = false, weight = 0, sh
     series.push({ label: line.name, stroke: line.colour, width: 1.8, dash: line.dotted ? [2, 3] : [], spanGaps: true, points: { show: few, size: 5, fill: line.colour } });
     tables.push([line.x, y]);
   }
+  const { incrs, tick, place } = AXES[along];
   const axis = { stroke: style("--faint"), font: `11px ${style("--sans")}`, ticks: { show: false }, gap: 6 };
-  const labels = logarithmic ? (value) => value?.toExponential(0).replace("e+", "e") ?? "" : share ? (value) => `${Number((100 * value).toFixed(2))}%` : short;
-  const decades = (_, values) => (logarithmic ? values.map((value) => (Number.isInteger(Math.log10(value)) ? value : null)) : values);
+  const labels = logarithmic ? (values) => values.map((value) => value?.toExponential(0).replace("e+", "e") ?? "") : share ? percents : (values) => values.map(short);
+  const decades = (_, values) => (logarithmic ? values.map((value) => (isTen(value) ? value : null)) : values);
   const options = {
     ...size(element), padding: [6, 14, 0, 0], legend: { show: false }, series, bands,
     cursor: { y: false, hover: { prox: NEAR, skip: [null] } },
     scales: {
-      x: { time, range: (chart, least, most) => (chart.data[0].length === 1 ? [chart.data[0][0] - 0.5, chart.data[0][0] + 0.5] : [least, most]) },
+      x: { time: false, range: (chart, least, most) => (chart.data[0].length === 1 ? [chart.data[0][0] - 0.5, chart.data[0][0] + 0.5] : [least, most]) },
       y: logarithmic ? { distr: 3 } : { range: (_, least, most) => (flat || least === null ? [0, 1] : uPlot.rangeNum(zero ? Math.min(least, 0) : least, most, 0.1, true)) },
     },
     axes: [
-      { ...axis, size: 26, space: 55, grid: { show: false }, ...(time ? { values: (_, times, nth, space, between) => times.map((at) => clock(at, between < 60)) } : { incrs: WHOLE, values: (_, values) => values.map(short) }) },
-      { ...axis, size: 46, space: 30, grid: { stroke: style("--line"), width: 1, filter: decades }, values: (_, values) => values.map(labels) },
+      { ...axis, size: 26, space: 55, grid: { show: false }, incrs, values: (_, values) => values.map(tick) },
+      { ...axis, size: 46, space: 30, grid: { stroke: style("--line"), width: 1, filter: decades }, ...(logarithmic ? { filter: (_, values) => roomy(values) } : {}), values: (_, values) => labels(values) },
     ],
-    plugins: [tooltip(shown, (x) => (time ? clock(x, true) : `step ${x}`), share ? (value) => `${(100 * value).toFixed(1)}%` : number)],
+    plugins: [tooltip(shown, place, share ? (value) => `${(100 * value).toFixed(1)}%` : number)],
   };
   element.chart = new uPlot(options, uPlot.join(tables), element);
   drawn.add(element);

@@ -1,8 +1,9 @@
 // Is it learning, and what is wrong?
 import { ask } from "./api.js";
-import { colour, draw } from "./charts.js";
+import { colour, draw, within } from "./charts.js";
 import { empty, fill, first, h, last, number, percent, seconds, segments } from "./dom.js";
 import { ending, progress } from "./states.js";
+import { figures } from "./table.js";
 
 // Panels in their order; a panel is there where a chosen run has one of its metrics.
 const PANELS = [
@@ -24,14 +25,23 @@ const PANELS = [
   { title: "Tokens per second", what: "sampled by the engine", part: "explorer", metrics: ["perf/tokens_per_s"] },
 ];
 
-function interval(metrics) {
+// Bands: the functions give a line's lower and upper edge.
+const around = (y, half) => ({ low: y.map((value, at) => (value === null ? null : value - half(value, at))), high: y.map((value, at) => (value === null ? null : value + half(value, at))) });
+const clamped = ({ low, high }, least, most) => ({ low: within(low, least, most), high: within(high, least, most) });
+const known = (values) => (values ?? []).filter((value) => value !== null);
+
+function interval(metrics, name, y) {
   const [std, runs] = [metrics["rollout/reward/std"], metrics["rollout/runs"]];
-  return std && runs ? (value, at) => (std[at] === null ? 0 : (1.96 * std[at]) / Math.sqrt(Math.max(runs[at] ?? 1, 1))) : null;
+  if (!std || !runs) return null;
+  const band = around(y, (value, at) => (std[at] === null ? 0 : (1.96 * std[at]) / Math.sqrt(Math.max(runs[at] ?? 1, 1))));
+  const [low, high] = [known(metrics["rollout/reward/min"]), known(metrics["rollout/reward/max"])];
+  return low.length && high.length ? clamped(band, low.reduce((a, b) => Math.min(a, b)), high.reduce((a, b) => Math.max(a, b))) : band;
 }
 
-function binomial(metrics, name) {
+function binomial(metrics, name, y) {
   const tasks = metrics[name.replace(/\/[^/]+\/mean@\d+$/, "/tasks")];
-  return tasks && name.includes("/accuracy/") ? (value, at) => 1.96 * Math.sqrt(Math.max(value * (1 - value), 0) / Math.max(tasks[at] ?? 1, 1)) : null;
+  if (!tasks || !name.includes("/accuracy/")) return null;
+  return clamped(around(y, (value, at) => 1.96 * Math.sqrt(Math.max(value * (1 - value), 0) / Math.max(tasks[at] ?? 1, 1))), 0, 1);
 }
 
 function extremes(metrics, name) {
@@ -39,7 +49,24 @@ function extremes(metrics, name) {
   return low && high ? { low, high } : null;
 }
 
-const settings = { weight: 0, axis: "step", all: "" };
+const SECTIONS = ["Is it learning?", "The update of the policy", "Rollouts", "Freshness and data", "Time"]; // in this order, and then others
+const settings = { weight: 0, axis: "step", all: "", sections: new Set([SECTIONS[0]]) };
+
+// What is on the horizontal axis of a part's curves: the step, or since its beginning the seconds or the trained tokens.
+function along(curves, part) {
+  if (settings.axis === "step") return part.steps;
+  if (settings.axis === "time") {
+    const began = Math.min(...Object.values(curves).flatMap((one) => one.times[0] ?? []));
+    return part.times.map((time) => time - began);
+  }
+  const { steps, metrics } = curves.trainer ?? curves.explorer ?? part;
+  const each = metrics["perf/trained_tokens"] ?? (metrics["rollout/runs"] ?? []).map((runs, at) => runs * (metrics["rollout/response_length/mean"]?.[at] ?? 0));
+  let [sum, place, before] = [0, 0, 0];
+  return part.steps.map((step) => {
+    for (; place < steps.length && steps[place] <= step; place += 1) { sum += (each[place] ?? 0) * (steps[place] - before); before = steps[place]; } // a long curve is thinned
+    return sum;
+  });
+}
 
 // Lines of a panel, for each run its metrics.
 function linesOf(panel, runs) {
@@ -47,18 +74,14 @@ function linesOf(panel, runs) {
   for (const { name, curves, place } of runs) {
     const part = curves[panel.part];
     if (!part) continue;
-    const x = settings.axis === "time" ? part.times : part.steps;
+    const x = along(curves, part);
     let names = panel.metrics?.filter((metric) => part.metrics[metric]) ?? [];
     for (const pattern of [panel.match, panel.other]) if (pattern && !names.length) names = Object.keys(part.metrics).filter((metric) => pattern.test(metric));
     names.forEach((metric, nth) => {
       const y = part.metrics[metric];
       if (y.every((value) => value === null)) return;
       const line = { name: runs.length > 1 ? `${short(name)} ${nth ? metric.split("/").at(-1) : ""}` : metric, run: name, metric, x, y, colour: colour(place), dotted: nth > 0 };
-      const band = panel.band?.(part.metrics, metric);
-      if (typeof band === "function") {
-        line.low = y.map((value, at) => (value === null ? null : value - band(value, at)));
-        line.high = y.map((value, at) => (value === null ? null : value + band(value, at)));
-      } else if (band) Object.assign(line, band);
+      Object.assign(line, panel.band?.(part.metrics, metric, y));
       lines.push(line);
     });
   }
@@ -130,20 +153,22 @@ export async function overview(main, state) {
     for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); entry.target.draw(); }
   }, { rootMargin: "300px" });
   const weight = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: settings.weight, "aria-label": "Smoothing", oninput: (event) => { settings.weight = Number(event.target.value); redraw(); } });
+  const isFlat = (panel) => panel.lines.every((line) => line.y.every((value) => !value));
+  const flat = panels.filter(isFlat);
   const redraw = () => { for (const plot of main.querySelectorAll(".plot")) plot.draw(); };
-  const everything = h("div.panels");
+  const everything = h("div.spaced");
   const more = h("details", { open: settings.open, ontoggle: (event) => { settings.open = event.target.open; if (settings.open) showAll(everything, chosen); } },
     h("summary", {}, h("b", {}, "All metrics")),
     h("div.spaced", { style: { "margin-top": "12px" } }, h("input", { type: "search", placeholder: "Filter metrics by name", value: settings.all, oninput: (event) => { settings.all = event.target.value; showAll(everything, chosen); } }), everything));
   const page = h("div.spaced", {},
     ending(principal.info),
-    tiles(principal),
+    chosen.length > 1 ? figures(chosen.map((run) => run.info), state) : tiles(principal),
     warnings(principal.info),
     h("div.bar", {}, h("h2.grow", {}, chosen.length > 1 ? `${chosen.length} runs` : short(principal.name)),
       h("label", {}, "Smoothing", weight),
-      segments([["step", "By step"], ["time", "By time"]], settings.axis, (value) => { settings.axis = value; state.again(); }, "Horizontal axis")),
-    chosen.length > 1 && h("div.legend", {}, chosen.map((run) => h("span", {}, h("i", { style: { background: colour(run.place) } }), run.name))),
-    h("div.panels", {}, panels.map((panel) => panelCard(panel, principal.name))),
+      segments([["step", "By step"], ["time", "By time"], ["tokens", "By tokens"]], settings.axis, (value) => { settings.axis = value; state.again(); }, "Horizontal axis")),
+    h("div.panels", {}, panels.filter((panel) => !isFlat(panel)).map((panel) => panelCard(panel, principal.name))),
+    flat.length > 0 && h("p.card.flat", {}, h("b", {}, "Zero at every step: "), flat.map((panel, at) => h("span", { title: panel.what || null }, `${at ? ", " : ""}${panel.title}`)), "."),
     more);
   const scroll = scrollY;
   fill(main, page);
@@ -155,18 +180,28 @@ export async function overview(main, state) {
 function panelCard(panel, principal) {
   const main = panel.lines.find((line) => line.run === principal) ?? panel.lines[0];
   const now = last(main.y);
+  const show = (value) => (share ? percent(value) : number(value));
+  const of = [...new Set(panel.lines.map((line) => line.run))].map((run) => panel.lines.find((line) => line.run === run));
   const share = panel.share || /accuracy/.test(main.metric);
   const plot = h("div.plot", { role: "img", "aria-label": `${panel.title}, now ${number(now)}` });
-  plot.draw = () => draw(plot, panel.lines, { log: panel.log, time: settings.axis === "time", weight: settings.weight, share, zero: panel.share });
+  plot.draw = () => draw(plot, panel.lines, { log: panel.log, axis: settings.axis, weight: settings.weight, share, zero: panel.share });
   const known = meanings[main.metric];
   const told = known && [known.meaning, known.healthy && `Healthy: ${known.healthy}.`, known.otherwise && `Otherwise: ${known.otherwise}.`].filter(Boolean).join("\n");
-  return h("section.card.panel", { title: told || null }, h("div.head", {}, h("h3", {}, panel.title), h("span.now", {}, share ? percent(now) : number(now))), h("div.what", {}, panel.what), plot);
+  return h("section.card.panel", { title: told || null }, h("div.head", {}, h("h3", {}, panel.title), h("span.now", {}, of.length > 1 ? of.map((line) => h("span", { title: line.run, style: { color: line.colour } }, show(last(line.y)))) : show(now))), h("div.what", {}, panel.what), plot);
 }
 
 function showAll(element, chosen) {
   const names = new Map();
   for (const { curves } of chosen) for (const [part, { metrics }] of Object.entries(curves)) for (const metric of Object.keys(metrics)) names.set(`${part} ${metric}`, [part, metric]);
   const wanted = [...names.values()].filter(([part, metric]) => `${part} ${metric}`.includes(settings.all)).sort((a, b) => a[1].localeCompare(b[1]));
-  fill(element, wanted.map(([part, metric]) => panelCard({ title: metric, what: meanings[metric]?.meaning ?? part, part, lines: linesOf({ part, metrics: [metric] }, chosen) }, chosen[0].name)));
+  const sections = new Map(SECTIONS.map((name) => [name, []]));
+  for (const [part, metric] of wanted) {
+    const section = meanings[metric]?.section ?? "Others";
+    if (!sections.has(section)) sections.set(section, []);
+    sections.get(section).push({ title: metric, what: meanings[metric]?.meaning ?? part, part, lines: linesOf({ part, metrics: [metric] }, chosen) });
+  }
+  fill(element, [...sections].map(([name, all]) => [all.filter((panel) => panel.lines.length), name]).filter(([all]) => all.length).map(([all, name]) => h("details.section", { open: Boolean(settings.all) || settings.sections.has(name),
+    ontoggle: (event) => { if (event.target.open) settings.sections.add(name); else settings.sections.delete(name); } },
+  h("summary", {}, h("b", {}, name), h("span.faint", {}, `  ${all.length}`)), h("div.panels", {}, all.map((panel) => panelCard(panel, chosen[0].name))))));
   for (const plot of element.querySelectorAll(".plot")) watcher.observe(plot);
 }

@@ -1,5 +1,6 @@
 // Which run was best, and what was different about it? All runs as rows, and any two side by side.
 import { ask } from "./api.js";
+import { colour } from "./charts.js";
 import { ago, clock, empty, fill, h, number, percent } from "./dom.js";
 import { badge } from "./states.js";
 
@@ -62,4 +63,12 @@ function difference([one, other], changes) {
   return h("div.card.box", {}, h("h2", {}, "What differs"), h("div.scroll", {}, h("table.difference", {},
     h("thead", {}, h("tr", {}, h("th", {}, "Setting"), h("th", {}, one), h("th", {}, other))),
     h("tbody", {}, changes.map((change) => h("tr", {}, h("td.mono", {}, change.key), h("td.mono", {}, h("del", {}, text(change.old) ?? "–")), h("td.mono", {}, h("ins", {}, text(change.new) ?? "–"))))))));
+}
+
+// The figures of some runs, each with its colour in the charts.
+export function figures(runs, state) {
+  const above = shared(state.runs.map((run) => run.name));
+  const shown = ["run", "steps", "reward", "best", "time"].map((key) => COLUMNS[key]);
+  return h("div.card.box.scroll", {}, h("table.runs", {}, h("thead", {}, h("tr", {}, h("th", {}), shown.map(([title, , , kind]) => h(kind ? `th.${kind}` : "th", {}, title)))),
+    h("tbody", {}, runs.map((run) => h("tr", {}, h("td", {}, h("i.swatch", { style: { background: colour(state.runs.indexOf(run)) } })), shown.map(([, show, , kind]) => h(kind ? `td.${kind}` : "td", {}, show(run, state, above))))))));
 }

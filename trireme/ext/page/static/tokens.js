@@ -35,6 +35,7 @@ function tint(found, at) {
   const { middle, span, high, one } = MEASURES[measure];
   if (measure === "versions") return value < 0 ? "transparent" : `hsl(${(value * 47) % 360} 60% 55% / 28%)`;
   if (one) return `color-mix(in srgb, #c25b2a ${Math.round(Math.min(Math.max(value / high, 0), 1) * 62)}%, transparent)`;
+  if (value === middle) return "transparent";
   const strength = Math.min(Math.abs(value - middle) / span, 1);
   return `color-mix(in srgb, ${value >= middle ? "#2f9e62" : "#cf4a3f"} ${Math.round(8 + strength * 48)}%, transparent)`;
 }
