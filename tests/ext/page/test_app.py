@@ -287,3 +287,21 @@ def test_a_rollouts_pictures_are_served_by_digest(tmp_path: Path) -> None:
     ):
         answer = client.get("/api/picture", params={"run": "run", "digest": digest})
         assert answer.status_code == 400 and said in answer.json()["error"]
+
+
+def test_a_note_is_taken_as_json_of_this_page_alone(client: TestClient) -> None:
+    note = {"run": "run", "text": "good", "hidden": False}
+    assert client.post("/api/note", json=note).status_code == 200
+    (run,) = client.get("/api/runs").json()
+    assert run["note"] == "good"
+    for wrong, code in (
+        ({"data": {"run": "run", "text": "x"}}, 415),
+        ({"json": {"run": "run", "text": 3, "hidden": False}}, 400),
+        ({"json": note | {"run": "../run"}}, 400),
+        ({"json": note | {"text": "x" * 3000}}, 400),
+        ({"json": note | {"text": "x" * 30000}}, 413),
+    ):
+        answer = client.post("/api/note", **wrong)
+        assert answer.status_code == code and answer.json()["error"]
+    assert client.get("/api/note").status_code == 405
+    assert client.get("/api/runs").json()[0]["note"] == "good"

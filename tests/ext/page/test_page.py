@@ -302,6 +302,23 @@ def test_runs_are_a_table_and_any_two_are_compared(tab: Any, url: str, root: Pat
     tab.wait_for_selector(".difference", state="detached")
 
 
+def test_a_run_gets_a_note_and_may_be_hidden(tab: Any, url: str, root: Path) -> None:
+    opened(tab, url, "runs")
+    row = tab.locator(".runs tbody tr", has_text="pairs")
+    row.get_by_role("button", name="Add a note").click()
+    tab.get_by_label("Note on pairs").fill("two pairs <b>")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector(".runs .note:has-text('two pairs <b>')")
+    row.get_by_role("button", name="Hide").click()
+    tab.wait_for_function("() => !document.querySelector('.runs').textContent.includes('pairs')")
+    assert "pairs" not in tab.inner_text("#side")
+    note = json.loads((root / "pairs/run/note.json").read_text())
+    assert note == {"text": "two pairs <b>", "hidden": True}
+    tab.get_by_label("with the 1 hidden").check()
+    row.get_by_role("button", name="Show again").click()
+    tab.wait_for_selector("#side :text('pairs')")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_narrow_screens_scroll_down_and_never_sideways(browser: Any, url: str, scheme: str) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme=scheme)

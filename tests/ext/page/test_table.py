@@ -17,7 +17,7 @@ import yaml
 
 from tests.ext.page.made import make_run
 from trireme.ext.page.listing import compare, list_runs, run_named
-from trireme.ext.page.runs import find_runs
+from trireme.ext.page.runs import find_runs, write_note
 from trireme.ext.page.table import Entries, differing
 from trireme.monitor.monitor import JsonLinesMonitor
 
@@ -95,6 +95,23 @@ def test_the_figures_are_read_on_and_read_anew_where_a_file_was_replaced(tmp_pat
     monitor.keep_until({"explorer": 2, "eval": 2, "trainer": 2})
     entry = entries.entry(found)
     assert (entry["reward"], entry["step"], entry["best"]["step"]) == (0.2, 2, 2)
+
+
+def test_hidden_runs_are_left_out_of_the_list_and_notes_are_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name, steps=1)
+    one, two = find_runs(tmp_path)
+    write_note(one, "the\nbest", hidden=False)
+    write_note(two, "", hidden=True)
+    assert list_runs(tmp_path) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].endswith("note") and out[1].endswith("the best") and out[2] == ""
+    assert out[3] == "1 hidden on the page: --all lists them too"
+    assert list_runs(tmp_path, hidden=True) == 0 and "b  " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="3,000 characters: expected at most 2,000"):
+        write_note(one, "x" * 3000, hidden=False)
 
 
 def test_settings_that_differ_have_short_names_and_the_rarest_come_first(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Invariants:
 - Every answer except the refusal needs the token: in the URL once, from then on in a cookie that
   scripts cannot read.
-- Nothing is changed by a request, and no file is sent but the page's own and the chart library.
+- Nothing is changed by a request but the reader's note on a run, and no file is sent but the page's
+  own and the chart library.
 - Answers contain text of models: the page never gets it as HTML, and may load nothing from other
   sites.
 """
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import gzip
 import hmac
+import json
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote
@@ -30,7 +32,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trireme.buffer.picture_files import picture_file
 from trireme.ext.http.limits import WrongKeys
 from trireme.ext.page.rollouts import Filter, RolloutIndex, as_item, export
-from trireme.ext.page.runs import Curves, RunFolder, about, compared, find_runs, meanings
+from trireme.ext.page.runs import (
+    Curves,
+    RunFolder,
+    about,
+    compared,
+    find_runs,
+    meanings,
+    write_note,
+)
 from trireme.ext.page.table import Entries
 from trireme.ext.page.tokens import Tokens
 from trireme.text import as_json
@@ -51,6 +61,8 @@ TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 MOST_ROWS = 500
 """Rollouts of one answer."""
 LEAST_GZIP = 10_000
+MOST_BODY = 20_000
+"""Bytes of a note's request."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -85,6 +97,14 @@ class Page:
         self.runs = {run.name: run for run in find_runs(self.root)}
         with self._lock:
             return self._entries.of(list(self.runs.values()))
+
+    def take_note(self, body: Any) -> dict[str, Any]:
+        """Replace the note on a run. Raises ValueError for a body that is none."""
+        kinds = {"run": str, "text": str, "hidden": bool}
+        if not isinstance(body, dict) or any(type(body.get(k)) is not v for k, v in kinds.items()):
+            raise ValueError("a note is not readable: expected run, text and hidden")
+        write_note(self.run_of(body), body["text"], hidden=body["hidden"])
+        return {}
 
     def compare(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
         """Return the settings in which two runs differ."""
@@ -230,6 +250,7 @@ def create_app(page: Page, token: str) -> ASGIApp:
         Route("/api/curves", answer(lambda query: page.curves.of(page.run_of(query)))),
         Route("/api/meanings", answer(page.meanings)),
         Route("/api/about", answer(lambda query: about(page.run_of(query)))),
+        Route("/api/note", _take_note(page), methods=["POST"]),
         Route("/api/compare", answer(page.compare)),
         Route("/api/rollouts", answer(page.search)),
         Route("/api/groups", answer(page.groups)),
@@ -239,6 +260,24 @@ def create_app(page: Page, token: str) -> ASGIApp:
         Route("/api/export", answer(lambda query: _export(page, query))),
     ]
     return Guard(Starlette(routes=routes), token)
+
+
+def _take_note(page: Page) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        # a form of another site cannot send JSON, whatever the browser does with the cookie
+        if request.headers.get("content-type") != "application/json":
+            return _response({"error": "a note is not JSON"}, request, 415)
+        if int(request.headers.get("content-length") or MOST_BODY + 1) > MOST_BODY:
+            return _response({"error": "a note is too long"}, request, 413)
+        try:
+            return _response(page.take_note(json.loads(await request.body())), request)
+        except (ValueError, RecursionError) as error:
+            return _response({"error": str(error)}, request, 400)
+        except OSError as error:
+            text = f"the note cannot be written: {error}"
+            return _response({"error": text}, request, 500)
+
+    return endpoint
 
 
 def _response(value: Any, request: Request, status: int = 200) -> Response:

@@ -124,11 +124,14 @@ def list_runs(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="The folder of one run or several.")
     ] = Path("checkpoints"),
+    hidden: Annotated[
+        bool, typer.Option("--all", help="With the runs that were hidden on the page.")
+    ] = False,
 ) -> None:
     """List runs: their state, figures, and the settings in which they differ."""
     from trireme.ext.page.listing import list_runs as command
 
-    raise typer.Exit(command(folder))
+    raise typer.Exit(command(folder, hidden=hidden))
 
 
 def compare(

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.cli.listing import print_table
-from trireme.ext.page.runs import RunFolder, compared, find_runs
+from trireme.ext.page.runs import RunFolder, compared, find_runs, note_of
 from trireme.ext.page.table import HEADINGS, Entries, lines, text_of
 from trireme.registry import did_you_mean
 from trireme.text import say
 
 
-def list_runs(folder: Path) -> int:
-    """Print a table of the runs below a folder; the exit code is 1 for an error."""
+def list_runs(folder: Path, *, hidden: bool = False) -> int:
+    """Print a table of the runs below a folder, with the `hidden` ones or without; the exit code is
+    1 for an error.
+    """
     try:
-        _print(find_runs(folder))
+        runs = find_runs(folder)
+        shown = [run for run in runs if hidden or not note_of(run)["hidden"]]
+        _print(shown)
+        if len(shown) < len(runs):
+            say(f"{len(runs) - len(shown)} hidden on the page: --all lists them too")
     except (ValueError, OSError) as error:
         say(f"error: {error}", file=sys.stderr)
         return 1
@@ -63,7 +69,9 @@ def run_named(name: str, folder: Path) -> RunFolder:
 
 def _print(runs: Sequence[RunFolder]) -> None:
     entries = Entries().of(runs)
-    print_table(HEADINGS, list(lines(entries)))
+    rows = list(lines(entries))
+    last = len(HEADINGS) if any(row[-1] for row in rows) else len(HEADINGS) - 1
+    print_table(HEADINGS[:last], [row[:last] for row in rows])
     for entry in entries:
         if entry["error"]:
             say(f"{entry['name']}: {entry['error']}", "", sep="\n")

@@ -4,7 +4,8 @@ Invariants:
 - A run is a folder with `monitor/metrics.jsonl`, or with one in `monitor/<explorer>/`, or with a
   record of its starts, `run/starts.json`. A run of several stages has a folder, and so an entry
   here, for each stage.
-- Reading never writes, takes no lock, and imports no torch: it may happen during a run.
+- Reading never writes, takes no lock, and imports no torch: it may happen during a run. A reader's
+  note is the only file that is written, and no run reads it.
 - Curves are columns. A part with more than `MOST_POINTS` steps is thinned evenly; its last step
   always remains.
 """
@@ -23,10 +24,13 @@ from typing import Any
 
 import yaml
 
+from trireme.files import json_or, write_json
 from trireme.monitor import figures
 from trireme.monitor.figures import metric_of
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
+MOST_NOTE = 2000
+"""Characters of a note."""
 DEPTH = 5
 """Most levels below the given folder at which runs are found."""
 MOST_POINTS = 2000
@@ -51,6 +55,11 @@ class RunFolder:
     def starts(self) -> Path:
         """Return the record of its starts, which may not exist."""
         return self.folder / "run" / "starts.json"
+
+    @property
+    def note(self) -> Path:
+        """Return the file of a reader's note, which may not exist."""
+        return self.folder / "run" / "note.json"
 
     @property
     def has_starts(self) -> bool:
@@ -267,6 +276,19 @@ def compared(one: RunFolder, other: RunFolder) -> list[dict[str, Any]]:
     """Return the differences between the newest starts of two runs; see `differences`."""
     newest = [(starts_of(run) or [{}])[-1] for run in (one, other)]
     return differences(*newest)
+
+
+def note_of(run: RunFolder) -> dict[str, Any]:
+    """Return a reader's note on a run, and whether lists leave the run out."""
+    return {"text": "", "hidden": False} | json_or(run.note, dict[str, Any]())
+
+
+def write_note(run: RunFolder, text: str, *, hidden: bool) -> None:
+    """Replace a run's note. Raises ValueError for one that is too long."""
+    if len(text) > MOST_NOTE:
+        raise ValueError(f"a note has {len(text):,} characters: expected at most {MOST_NOTE:,}")
+    run.note.parent.mkdir(exist_ok=True)
+    write_json(run.note, {"text": text, "hidden": hidden})
 
 
 def about(run: RunFolder) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from trireme.ext.page.runs import (
     configuration,
     flat,
     has_summary,
+    note_of,
     read_starts,
     stage_of,
     warnings_of,
@@ -148,6 +149,8 @@ class Entries:
             "best": course.best,
             "seconds": _seconds(run, course, starts, state),
             "commit": code.get("folder") or code.get("trireme"),
+            "note": note_of(run)["text"],
+            "hidden": note_of(run)["hidden"],
         }
 
 
@@ -256,7 +259,7 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-HEADINGS = ("run", "state", "steps", "reward", "best held-out", "time", "code", "settings")
+HEADINGS = ("run", "state", "steps", "reward", "best held-out", "time", "code", "settings", "note")
 
 
 def lines(entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -278,6 +281,7 @@ def lines(entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
             "" if entry["seconds"] is None else clock_time(entry["seconds"]),
             short_commit(entry["commit"]),
             "  ".join(settings[:SHOWN]) + more,
+            " ".join(entry["note"].split()),
         )
 
 

@@ -14,6 +14,12 @@ export async function ask(path, query = {}) {
   return value;
 }
 
+// The reader's note on a run: all that the page can change.
+export async function note(run, text, hidden) {
+  const answer = await fetch("/api/note", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ run, text, hidden }) });
+  if (!answer.ok) throw new Error((await answer.json()).error ?? `note: ${answer.status}`);
+}
+
 export function exportUrl(query, format) {
   const wanted = Object.entries({ ...query, format }).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   return `/api/export?${new URLSearchParams(wanted)}`;

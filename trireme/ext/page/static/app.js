@@ -30,7 +30,7 @@ function readHash() {
 
 // Of several runs the one that goes on, else the last one that explored a step, else the last one.
 function best() {
-  const last = (wanted) => state.runs.filter(wanted).at(-1);
+  const last = (wanted) => state.runs.filter((run) => !run.hidden).filter(wanted).at(-1);
   return (last((run) => run.state === "running") ?? last((run) => run.mode !== "train" && run.step) ?? last((run) => run.step) ?? state.runs.at(-1))?.name ?? "";
 }
 
@@ -58,6 +58,7 @@ function side() {
   let job = null;
   const rows = [];
   state.runs.forEach((run, place) => {
+    if (run.hidden && !state.shown.includes(run)) return;
     const parts = run.name.split("/");
     const above = parts.slice(0, -1).join("/");
     if (above !== job && (above || job)) rows.push(h("div.job", {}, above));
@@ -108,7 +109,8 @@ async function look() {
     readHash();
     side();
     const listed = state.view === "rollouts" && main.querySelector(".list"); // what one reads stays
-    if (changed && state.view !== "run" && !listed) await route();
+    const writing = main.querySelector("input[name=note]");
+    if (changed && state.view !== "run" && !listed && !writing) await route();
     else if (changed && listed) main.dispatchEvent(new CustomEvent("news"));
   } catch (error) {
     document.title = `No answer · Trireme`;

@@ -162,6 +162,7 @@ export async function overview(main, state) {
     h("div.spaced", { style: { "margin-top": "12px" } }, h("input", { type: "search", placeholder: "Filter metrics by name", value: settings.all, oninput: (event) => { settings.all = event.target.value; showAll(everything, chosen); } }), everything));
   const page = h("div.spaced", {},
     ending(principal.info),
+    chosen.length === 1 && principal.info.note && h("p.quiet", { style: { "white-space": "pre-wrap" } }, principal.info.note),
     chosen.length > 1 ? figures(chosen.map((run) => run.info), state) : tiles(principal),
     warnings(principal.info),
     h("div.bar", {}, h("h2.grow", {}, chosen.length > 1 ? `${chosen.length} runs` : short(principal.name)),

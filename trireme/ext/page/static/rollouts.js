@@ -91,7 +91,7 @@ function bar(facts, state) {
   const choose = (name, choices, label) => h("select", { name, "aria-label": label, onchange: (event) => set({ [name]: event.target.value, ...(name === "order" && event.target.value === "random" ? { seed: Date.now() % 100000 } : {}) }) },
     choices.map(([value, text]) => h("option", { value, selected: String(value) === (query[name] ?? "") }, text)));
   const kinds = Object.keys(facts);
-  return h("div.spaced", { style: { gap: "10px" } },
+  return h("div.spaced.filters", { style: { gap: "10px" } },
     h("div.bar", {},
       kinds.length > 1 && segments(kinds.map((name) => [name, `${NAMES[name]} ${facts[name].count.toLocaleString("en")}`]), kind, (value) => set({ kind: value, step: "", task: "", by: "", disagree: "", tab: "" }), "Kind"),
       h("input", { type: "search", name: "text", placeholder: "Search prompts and replies  ( / )", "aria-label": "Search prompts and replies", value: query.text ?? "", oninput: typed("text"), style: { flex: "1", "min-width": "180px" } }),
@@ -113,7 +113,7 @@ function listed() {
   fill(view.count, counting());
   if (!rows.length) return void fill(view.list, h("div.empty", {}, h("h2", {}, "None fits"), h("p", {}, "No rollout passes these filters.")));
   fill(view.list, rows.map((row) => (row.rollouts ? groupItem(row) : h("button.item", { type: "button", role: "option", id: `item ${row.eid}`, onclick: () => choose(row) },
-    h("span.first", {}, reward(row), h("span", {}, `step ${row.step}`), row.cut && h("span.badge.warn", {}, "cut"), h("span.grow"), h("span.faint", {}, row.kind === "train" ? `rollout ${rolloutOf(row)}` : row.task)),
+    h("span.first", {}, reward(row), h("span", {}, `step ${row.step}`), row.cut && h("span.badge.warn", {}, "cut"), h("span.grow"), h("span.faint", {}, row.kind === "train" ? `rollout ${rolloutOf(row)}` : row.kind === "data" ? `row ${row.task}` : taskName(row.task))),
     row.question && h("span.question", {}, row.question),
     h("span.reply", {}, row.reply || "(nothing)")))),
     furtherItem());
@@ -198,7 +198,7 @@ async function open() {
   const { state, rows } = view;
   const { turn } = state;
   const wanted = state.query.eid || rows[0]?.eid || rows[0]?.rollouts[0].eid;
-  view.split.classList.toggle("reading", Boolean(state.query.eid));
+  for (const box of [view.split, view.split.parentElement]) box.classList.toggle("reading", Boolean(state.query.eid));
   if (!wanted) { view.row = null; return void fill(view.reader, h("div.empty", {}, h("p", {}, "Choose a rollout."))); }
   const kind = state.query.kind || "train";
   const row = await ask("rollout", { run: state.run, kind, eid: wanted });

@@ -1,5 +1,5 @@
 // Which run was best, and what was different about it? All runs as rows, and any two side by side.
-import { ask } from "./api.js";
+import { ask, isReport, note } from "./api.js";
 import { colour } from "./charts.js";
 import { ago, clock, empty, fill, h, number, percent } from "./dom.js";
 import { badge } from "./states.js";
@@ -36,7 +36,8 @@ export async function table(main, state) {
   const sort = COLUMNS[query.sort] ? query.sort : "began";
   const down = (query.down ?? (sort === "began" ? "1" : "")) === "1";
   const known = (run) => { const value = COLUMNS[sort][2](run); return value ?? null; };
-  const rows = [...state.runs].sort((a, b) => {
+  const hidden = state.runs.filter((run) => run.hidden).length;
+  const rows = state.runs.filter((run) => query.hidden === "1" || !run.hidden).sort((a, b) => {
     const [x, y] = [known(a), known(b)];
     if (x === null || y === null) return Number(x === null) - Number(y === null);
     return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
@@ -49,12 +50,31 @@ export async function table(main, state) {
     const all = Object.entries(run.settings ?? {}).map(([key, value]) => `${key} ${text(value)}`);
     return h("td.settings", { title: all.join("\n") || null }, all.slice(0, MOST).map((one) => h("div", {}, one)), all.length > MOST && h("div.faint", {}, `and ${all.length - MOST} more`));
   };
-  fill(main, h("div.spaced", {},
-    h("div.card.box", {}, h("div.row", { style: { "margin-bottom": "8px" } }, h("h2.grow", { style: { "white-space": "nowrap" } }, `${state.runs.length} run${state.runs.length > 1 ? "s" : ""}`), h("span.quiet", {}, "Tick two to compare their configurations.")),
-      h("div.scroll", {}, h("table.runs", {}, h("thead", {}, h("tr", {}, h("th", {}), Object.entries(COLUMNS).map(head), h("th", { title: "Of runs of one kind; the ones that the fewest share come first" }, "Settings that differ"))),
+  const failed = h("p.error", { role: "alert", hidden: true });
+  const save = async (run, said, hide) => {
+    try {
+      await note(run.name, said, hide);
+      Object.assign(run, { note: said, hidden: hide });
+      state.again();
+    } catch (error) { fill(failed, error.message); failed.hidden = false; }
+  };
+  const write = (cell, run) => {
+    const input = h("input", { type: "text", name: "note", value: run.note, maxlength: 2000, "aria-label": `Note on ${run.name}`, onkeydown: (event) => { if (event.key === "Enter") save(run, input.value.trim(), run.hidden); }, onblur: () => { if (input.value.trim() !== run.note) save(run, input.value.trim(), run.hidden); else state.again(); } });
+    fill(cell, input);
+    input.focus();
+  };
+  const noteOf = (run) => {
+    const cell = h("td.note");
+    return fill(cell, isReport ? run.note : [h("button.sort", { type: "button", title: "Write a note", onclick: () => write(cell, run) }, run.note || h("span.faint", {}, "Add a note")), h("div", {}, h("button.sort.faint", { type: "button", onclick: () => save(run, run.note, !run.hidden) }, run.hidden ? "Show again" : "Hide"))]);
+  };
+  fill(main, h("div.spaced", {}, failed,
+    h("div.card.box", {}, h("div.row", { style: { "margin-bottom": "8px" } }, h("h2", {}, `${rows.length} run${rows.length === 1 ? "" : "s"}`), h("span.grow"),
+      hidden > 0 && h("label.quiet", {}, h("input", { type: "checkbox", name: "hidden", checked: query.hidden === "1", onchange: (event) => set({ hidden: event.target.checked ? "1" : "" }) }), ` with the ${hidden} hidden`),
+      h("span.quiet", {}, "Tick two to compare their configurations.")),
+      h("div.scroll", {}, h("table.runs", {}, h("thead", {}, h("tr", {}, h("th", {}), Object.entries(COLUMNS).map(head), h("th", { title: "Of runs of one kind; the ones that the fewest share come first" }, "Settings that differ"), h("th", {}, "Note"))),
         h("tbody", {}, rows.map((run) => h("tr", { "aria-selected": chosen.includes(run.name) ? "true" : null },
           h("td", {}, h("input", { type: "checkbox", checked: chosen.includes(run.name), "aria-label": `Compare ${run.name}`, onchange: () => pick(run.name) })),
-          Object.values(COLUMNS).map(([, show, , kind]) => h(kind ? `td.${kind}` : "td", {}, show(run, state, above))), settings(run))))))),
+          Object.values(COLUMNS).map(([, show, , kind]) => h(kind ? `td.${kind}` : "td", {}, show(run, state, above))), settings(run), noteOf(run))))))),
     changes && difference(chosen, changes)));
 }
 
