@@ -208,14 +208,11 @@ def _shown(value: Any, most: int) -> Any:
         return value
     if value is None or value == "" or isinstance(value, float):
         return None
-    if not isinstance(value, str | dict | list):
-        value = _name(value)
-    whole = value
-    if not isinstance(value, str):
-        whole = as_json(value, default=_name, skipkeys=True)
+    nested = isinstance(value, dict | list)
+    whole = as_json(value, default=_name, skipkeys=True) if nested else _name(value)
     if len(whole) > most:
         return f"{whole[:most]} … ({len(whole) - most:,} more characters)"
-    return value if isinstance(value, str) else json.loads(whole, parse_constant=lambda name: None)
+    return json.loads(whole, parse_constant=lambda name: None) if nested else whole
 
 
 def _name(value: Any) -> str:

@@ -195,7 +195,7 @@ def _progress(course: Course, start: Mapping[str, Any], *, running: bool) -> dic
     if start.get("mode") in ("bench", "serve"):
         return {"step": max(course.step.values(), default=0), "total": None, "left": None}
     began = _seconds_of(start["time"]) if "time" in start else 0.0
-    times = [one for one in course.times.get(part, ()) if one[0] >= began]
+    times = [one for one in course.times.get(part or "", ()) if one[0] >= began]
     known = [course.step.get(name, 0) for name in ([part] if part else ("explorer", "trainer"))]
     return {"step": max(known), "total": total, "left": pace(times, total)[1] if running else None}
 
