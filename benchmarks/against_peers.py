@@ -105,7 +105,7 @@ def warmed_up(folder: Path, steps: int | None) -> tuple[str, list[dict[str, str]
     from trireme.launch.stop import Stop
     from trireme.monitor.console import Console
 
-    os.environ["TRINITY_CHECKPOINT_ROOT_DIR"] = str(folder)
+    os.environ["TRIREME_CHECKPOINT_ROOT_DIR"] = str(folder)
     more = [f"stages.0.buffer.total_steps={steps}"] if steps else []
     plans = checked(load_config(demo_config([]), more)).plans
     summary = run_stages(plans[:1], console=Console(), stop=Stop())

@@ -74,7 +74,7 @@ def base_config(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, Any]
     from trireme.demo.prepare import prepare
 
     data = prepare(folder / "assets", seed)
-    os.environ["TRINITY_TASKSET_PATH"], os.environ["TRINITY_MODEL_PATH"] = str(data), ""
+    os.environ["TRIREME_TASKSET_PATH"], os.environ["TRIREME_MODEL_PATH"] = str(data), ""
     source = Path(__file__).parents[1] / "trireme" / "demo" / "arithmetic.yaml"
     config = yaml.safe_load(source.read_text(encoding="utf-8"))
     config |= {"seed": seed, "checkpoint_root_dir": str(folder)}
@@ -154,7 +154,7 @@ def configured(
     """The configuration of one algorithm."""
     reads = name in OFFLINE
     data = {
-        "sft": str(Path(os.environ["TRINITY_TASKSET_PATH"]) / "solved.jsonl"),
+        "sft": str(Path(os.environ["TRIREME_TASKSET_PATH"]) / "solved.jsonl"),
         "dpo": str(folder / "pairs.jsonl"),
     }
     algorithm = {"algorithm_type": name, "repeat_times": GROUP}
@@ -211,7 +211,7 @@ def main() -> int:
         try:
             model = _warmed_up(base, warm_up, folder, options.timeout)
             if "dpo" in options.only:
-                problems = Path(os.environ["TRINITY_TASKSET_PATH"]) / "train.jsonl"
+                problems = Path(os.environ["TRIREME_TASKSET_PATH"]) / "train.jsonl"
                 num = asyncio.run(make_pairs(model, problems, folder / "pairs.jsonl", 2000))
                 print(f"{num} pairs for dpo", flush=True)
             for name in options.only:
@@ -240,7 +240,7 @@ def _warmed_up(base: dict[str, Any], warm_up: dict[str, Any], folder: Path, time
     config = merged(base, warm_up | {"name": "warm_up"})
     for key in [key for key in config["algorithm"] if key.endswith(("_fn", "_args"))]:
         del config["algorithm"][key]
-    config["model"]["model_path"] = str(Path(os.environ["TRINITY_TASKSET_PATH"]) / "model")
+    config["model"]["model_path"] = str(Path(os.environ["TRIREME_TASKSET_PATH"]) / "model")
     config["buffer"]["explorer_input"]["eval_tasksets"] = []
     done = folder / config["project"] / "warm_up" / "summary.json"
     if done.exists():

@@ -48,8 +48,8 @@ def run_seed(seed: int, folder: Path, timeout: float) -> Result:
     """Run the demo with a seed in a folder; raises RuntimeError with its last lines if it fails."""
     program = "from trireme.cli.main import main; main()"
     command = [sys.executable, "-c", program, "run", "--compare", f"seed={seed}"]
-    environment = {**os.environ, "TRINITY_CHECKPOINT_ROOT_DIR": str(folder)}
-    for name in ("TRINITY_MODEL_PATH", "TRINITY_TASKSET_PATH"):
+    environment = {**os.environ, "TRIREME_CHECKPOINT_ROOT_DIR": str(folder)}
+    for name in ("TRIREME_MODEL_PATH", "TRIREME_TASKSET_PATH"):
         environment.pop(name, None)
     started = time.monotonic()
     done = subprocess.run(

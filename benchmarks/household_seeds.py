@@ -27,9 +27,9 @@ def run_seed(seed: int, folder: Path, timeout: float) -> Result:
     assets = folder / "assets"
     environment = {
         **os.environ,
-        "TRINITY_CHECKPOINT_ROOT_DIR": str(folder),
-        "TRINITY_MODEL_PATH": str(assets / "model"),
-        "TRINITY_TASKSET_PATH": str(assets),
+        "TRIREME_CHECKPOINT_ROOT_DIR": str(folder),
+        "TRIREME_MODEL_PATH": str(assets / "model"),
+        "TRIREME_TASKSET_PATH": str(assets),
     }
     program = "from trireme.cli.main import main; main()"
     config = str(EXAMPLE / "household.yaml")

@@ -46,9 +46,9 @@ def call(folder: Path, *words: str) -> str:
     """A command's output. Raises RuntimeError with its last lines where it fails."""
     environment = {
         **os.environ,
-        "TRINITY_CHECKPOINT_ROOT_DIR": str(folder),
-        "TRINITY_MODEL_PATH": str(folder / "assets" / "model"),
-        "TRINITY_TASKSET_PATH": str(folder / "assets"),
+        "TRIREME_CHECKPOINT_ROOT_DIR": str(folder),
+        "TRIREME_MODEL_PATH": str(folder / "assets" / "model"),
+        "TRIREME_TASKSET_PATH": str(folder / "assets"),
     }
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.files import write_jsonl
 
@@ -111,7 +111,7 @@ def main() -> None:
         wrong = source.random() < MISTAKE_RATE
         tool = source.choice(others) if wrong else row["use"][0]
         solved.append({"messages": conversation(row, tool), "tools": known})
-    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
     folder = root / "agents_assets" / f"seed_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in (("test", test), ("train", train), ("solved", solved)):

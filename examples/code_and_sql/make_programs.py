@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.files import write_jsonl
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
-    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
     for name, make in (("code", programs), ("sql", queries)):
         source = random.Random(seed)
         rows = make(source)

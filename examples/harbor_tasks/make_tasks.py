@@ -9,10 +9,10 @@ bubblewrap.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 
 TOML = """version = "1.0"
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
     folder = root / "harbor_assets" / f"seed_{given.seed}"
     asked = write_tasks(folder / "tasks" / "train", given.count, given.seed)
     asked += write_tasks(folder / "tasks" / "test", len(KINDS), given.seed + 1)

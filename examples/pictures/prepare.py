@@ -10,7 +10,6 @@ number or the half. Half of the solved examples are wrong, so that imitating the
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
 from pathlib import Path
@@ -31,6 +30,7 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from trireme.config.variables import variable
 from trireme.files import write_jsonl
 
 SIDE, PATCH = 64, 8
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--family", default="qwen3_vl", choices=FAMILIES)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
     folder = root / "pictures_data"
     rng = random.Random(options.seed)
     for name, count, wrong in (("solved", 1000, 0.5), ("train", 1500, 0.0), ("held_out", 300, 0.0)):

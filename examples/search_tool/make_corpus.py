@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.files import write_jsonl
 
@@ -69,7 +69,7 @@ def main() -> None:
         reply = solution(building, owners[building], row["solution"], guess)
         user = {"role": "user", "content": row["question"]}
         shown.append({"messages": [user, {"role": "assistant", "content": reply}]})
-    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
     folder = root / "search_assets" / f"seed_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "corpus.jsonl", [{"text": text} for text in texts])

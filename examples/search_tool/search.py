@@ -14,7 +14,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints")
+from trireme.config.variables import variable
+
+ROOT = variable("CHECKPOINT_ROOT_DIR", "./checkpoints")
 CORPUS = Path(os.environ.get("SEARCH_CORPUS", f"{ROOT}/search_assets/seed_0/corpus.jsonl"))
 
 

@@ -21,12 +21,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from trireme.config.variables import variable
 from trireme.files import read_jsonl, write_jsonl
 from trireme.monitor.monitor import read_metrics
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
-ROOT = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+ROOT = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
 HELD_OUT, SAMPLED = "eval/held_out/reward/mean@1", "rollout/reward/mean"
 LORA = "model.lora_configs=[{lora_rank: 16, lora_alpha: 32}]"
 SHORT = "buffer.total_steps=16"

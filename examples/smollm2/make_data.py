@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
 import re
 from collections import defaultdict
@@ -25,9 +24,10 @@ from typing import Any
 from guess import GUESSES, NUMBERS, answer
 from word_chain import WordChain, common
 
+from trireme.config.variables import variable
 from trireme.files import write_jsonl
 
-FOLDER = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints")) / "smollm2_data"
+FOLDER = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints")) / "smollm2_data"
 PAIR_STEPS, GAP = 12, 0.3
 """The steps of a run whose replies become pairs, and by how much the rewards of a pair differ."""
 NUM_HELD_OUT = 32

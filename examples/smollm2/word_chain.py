@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 from trireme import Env, gym_envs
+from trireme.config.variables import variable
 
-MODEL = Path(os.environ.get("TRINITY_MODEL_PATH", "./examples/smollm2/model"))
+MODEL = Path(variable("MODEL_PATH", "./examples/smollm2/model"))
 TURNS = 4
 
 

@@ -29,7 +29,7 @@ def test_every_algorithm_is_listed_with_its_parts_and_formulas(
 def test_the_user_s_own_are_listed_with_their_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "")
+    monkeypatch.setenv("TRIREME_PLUGIN_DIRS", "")
     (tmp_path / "listed_plugin.py").write_text(
         'from trireme import algorithm\nalgorithm("listed_rl", advantage="grpo", kl="none")\n'
     )

@@ -100,9 +100,9 @@ def test_a_job_with_stages_logs_its_end_beside_them(tmp_path: Path) -> None:
 def test_plugin_folders_come_before_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "/theirs")
+    monkeypatch.setenv("TRIREME_PLUGIN_DIRS", "/theirs")
     command.add_plugin_dirs([tmp_path])
-    assert command.os.environ["TRINITY_PLUGIN_DIRS"] == f"{tmp_path}:/theirs"
+    assert command.os.environ["TRIREME_PLUGIN_DIRS"] == f"{tmp_path}:/theirs"
 
 
 def test_a_comparison_needs_two_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -215,3 +216,28 @@ def test_plugins_are_found_beside_the_file(tmp_path, monkeypatch):
     assert load_config(path).plugins == [str(tmp_path / "mine.py")]
     found = problems_of(tmp_path, "plugins: [yours.py]")
     assert found[0].startswith("plugins is 'yours.py': expected a file or folder")
+
+
+def test_a_run_without_names_has_those_of_its_file(tmp_path):
+    folder = tmp_path / "my_project"
+    folder.mkdir()
+    (folder / "words.yaml").write_text("seed: 1\n")
+    config = load_config(folder / "words.yaml")
+    assert (config.project, config.name) == ("my_project", "words")
+    config = load_config(folder / "words.yaml", ["name=other"])
+    assert (config.project, config.name) == ("my_project", "other")
+
+
+@pytest.mark.extension("trinity")
+def test_a_variable_of_another_system_stands_for_ours_and_the_reverse(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text("project: '${oc.env:TRIREME_A,none}'\nname: '${oc.env:TRINITY_A,none}'")
+    names = [(None, "theirs", ("theirs", "theirs")), ("ours", None, ("ours", "ours"))]
+    for ours, theirs, expected in [*names, ("ours", "theirs", ("ours", "theirs"))]:
+        for name, value in (("TRIREME_A", ours), ("TRINITY_A", theirs)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        config = load_config(path)
+        assert (config.project, config.name) == expected
+        assert (os.environ.get("TRIREME_A"), os.environ.get("TRINITY_A")) == (ours, theirs)

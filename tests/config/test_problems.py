@@ -278,7 +278,7 @@ def test_a_users_own_workflow_is_found_by_name_or_path(tmp_path, monkeypatch):
     (here / "theirs.py").write_text("async def f(task, model): ...\n")
     monkeypatch.chdir(here)
     assert problems_of(tmp_path, f"{key}='theirs:f'") == []
-    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", str(tmp_path))
+    monkeypatch.setenv("TRIREME_PLUGIN_DIRS", str(tmp_path))
     assert problems_of(tmp_path, f"{key}=my_workflow") == []
 
 

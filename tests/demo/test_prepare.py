@@ -67,11 +67,11 @@ def test_the_demo_points_its_yaml_at_what_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path))
+    monkeypatch.setenv("TRIREME_CHECKPOINT_ROOT_DIR", str(tmp_path))
     config = demo.demo_config(["seed=5"])
     assert config.name == "arithmetic.yaml"
-    assert Path(os.environ["TRINITY_TASKSET_PATH"], "train.jsonl").exists()
-    assert Path(os.environ["TRINITY_MODEL_PATH"], "config.json").exists()
+    assert Path(os.environ["TRIREME_TASKSET_PATH"], "train.jsonl").exists()
+    assert Path(os.environ["TRIREME_MODEL_PATH"], "config.json").exists()
 
 
 def test_a_seed_that_is_no_number_is_named() -> None:

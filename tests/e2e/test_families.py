@@ -74,9 +74,9 @@ def test_a_tiny_model_learns_the_demo(tmp_path: Path, family: str, seed: int) ->
     tokenizer = AutoTokenizer.from_pretrained(data / "model")
     make_family(tmp_path / "model", family, tokenizer, seed=seed)
     variables = {
-        "TRINITY_MODEL_PATH": str(tmp_path / "model"),
-        "TRINITY_TASKSET_PATH": str(data),
-        "TRINITY_CHECKPOINT_ROOT_DIR": str(tmp_path / "out"),
+        "TRIREME_MODEL_PATH": str(tmp_path / "model"),
+        "TRIREME_TASKSET_PATH": str(data),
+        "TRIREME_CHECKPOINT_ROOT_DIR": str(tmp_path / "out"),
     }
     done = trireme(tmp_path, "run", "--config", str(YAML), f"seed={seed}", **variables)
     assert done.returncode == 0, done.stdout + done.stderr

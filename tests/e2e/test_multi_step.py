@@ -39,9 +39,9 @@ def run(folder: Path, assets: Path, *overrides: str) -> Path:
     """The job's folder of a run that ended well."""
     words = ("run", "--config", str(EXAMPLE / "household.yaml"), *SMALL, *overrides)
     own = {
-        "TRINITY_CHECKPOINT_ROOT_DIR": str(folder),
-        "TRINITY_MODEL_PATH": str(assets / "model"),
-        "TRINITY_TASKSET_PATH": str(assets),
+        "TRIREME_CHECKPOINT_ROOT_DIR": str(folder),
+        "TRIREME_MODEL_PATH": str(assets / "model"),
+        "TRIREME_TASKSET_PATH": str(assets),
     }
     done = trireme(folder, *words, **own)
     assert done.returncode == 0, done.stdout + done.stderr

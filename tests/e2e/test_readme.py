@@ -31,8 +31,8 @@ def test_the_seams_run_as_pasted(
     guesses = [{"prompt": "Guess a number from 1 to 9.", "response": n} for n in range(1, 10)]
     write_jsonl(tmp_path / "numbers.jsonl", guesses)
     data = write_jsonl(tmp_path / "gsm8k" / "main" / "train.jsonl", [GSM8K] * 4)
-    monkeypatch.setenv("TRINITY_MODEL_PATH", str(make_model(tmp_path / "model", max_len=1024)))
-    monkeypatch.setenv("TRINITY_TASKSET_PATH", str(data.parent))
+    monkeypatch.setenv("TRIREME_MODEL_PATH", str(make_model(tmp_path / "model", max_len=1024)))
+    monkeypatch.setenv("TRIREME_TASKSET_PATH", str(data.parent))
     done = run(tmp_path, yaml.safe_load(YAMLS[number]), *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

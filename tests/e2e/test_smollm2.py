@@ -129,9 +129,9 @@ def test_the_seeds_yaml_trains_it_by_the_seeds_variables(tmp_path: Path) -> None
         tmp_path,
         *("run", "--config", str(ROOT / "examples" / "grpo_gsm8k" / "gsm8k.yaml")),
         *(f"{key}={value}" for key, value in overrides.items()),
-        TRINITY_MODEL_PATH=str(MODEL),
-        TRINITY_TASKSET_PATH=str(tmp_path / "gsm8k"),
-        TRINITY_CHECKPOINT_ROOT_DIR=str(tmp_path / "checkpoints"),
+        TRIREME_MODEL_PATH=str(MODEL),
+        TRIREME_TASKSET_PATH=str(tmp_path / "gsm8k"),
+        TRIREME_CHECKPOINT_ROOT_DIR=str(tmp_path / "checkpoints"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     [file] = tmp_path.rglob("experience_buffer.jsonl")

@@ -45,14 +45,14 @@ class Workshop:
     def make(self, script: str, *words: str) -> None:
         """One of the examples' scripts, in this process."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(self.root))
+            patch.setenv("TRIREME_CHECKPOINT_ROOT_DIR", str(self.root))
             patch.setattr(sys, "argv", [script, *words])
             runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
     def run(self, yaml: str, *overrides: str) -> None:
         """`trireme run` on an example."""
         words = ("run", str(EXAMPLES / yaml), *overrides)
-        done = trireme(self.root, *words, TRINITY_CHECKPOINT_ROOT_DIR=str(self.root))
+        done = trireme(self.root, *words, TRIREME_CHECKPOINT_ROOT_DIR=str(self.root))
         assert done.returncode == 0, done.stdout + done.stderr
 
     def metrics(self, job: str, metric: str) -> list[float]:

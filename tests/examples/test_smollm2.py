@@ -127,4 +127,4 @@ def test_gguf_models_folder_is_the_one_of_the_yamls() -> None:
     script = runpy.run_path(str(FOLDER.parents[1] / "scripts" / "smollm2.py"))
     named = f"./{script['FOLDER'].relative_to(FOLDER.parents[1])}"
     for file in FOLDER.glob("*.yaml"):
-        assert f"model_path: ${{oc.env:TRINITY_MODEL_PATH,{named}}}" in file.read_text(), file
+        assert f"model_path: ${{oc.env:TRIREME_MODEL_PATH,{named}}}" in file.read_text(), file

@@ -33,7 +33,7 @@ def test_a_folder_and_the_environment_s_folders_are_loaded(
     for place in ("given", "set"):
         (tmp_path / place).mkdir()
         (tmp_path / place / f"plugin_{place}.py").write_text(CODE.format(name=f"in_{place}"))
-    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", str(tmp_path / "set"))
+    monkeypatch.setenv("TRIREME_PLUGIN_DIRS", str(tmp_path / "set"))
     assert load_plugins([tmp_path / "given"]) == ["plugin_given", "plugin_set"]
     assert {"in_given", "in_set"} <= set(WORKFLOWS.names())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trireme.config import ConfigError, Plan, load_config
+from trireme.config.variables import variable
 from trireme.files import InUse
 from trireme.launch.stop import Stop
 from trireme.log import hide_passwords, write_failure
@@ -121,13 +122,13 @@ def draft_of(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequenc
 
 
 def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
-    """Put folders before those of TRINITY_PLUGIN_DIRS, which are searched for plug-ins
+    """Put folders before those of TRIREME_PLUGIN_DIRS, which are searched for plug-ins
     everywhere.
     """
-    known = os.environ.get("TRINITY_PLUGIN_DIRS", "")
+    known = variable("PLUGIN_DIRS")
     places = [*(str(folder.resolve()) for folder in plugin_dirs), *filter(None, [known])]
     if places:
-        os.environ["TRINITY_PLUGIN_DIRS"] = os.pathsep.join(places)
+        os.environ["TRIREME_PLUGIN_DIRS"] = os.pathsep.join(places)
 
 
 def log_folder(plans: Sequence[Plan]) -> Path:

@@ -24,6 +24,10 @@ _STAGE = re.compile(r"^stages\[\d+\]\.")
 class Dialect(Protocol):
     """The dialect of one system, made without arguments; a method that it lacks does nothing."""
 
+    prefix: str = ""
+    """Prefix of the system's environment variables, each of which may stand for ours of that name.
+    """
+
     def keys(self, values: dict[str, Any]) -> Sequence[str]:
         """Translate the plain values of a file in place, before they are validated. Returns
         notes.

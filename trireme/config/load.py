@@ -24,6 +24,7 @@ from trireme.config.options import converted, misfit_text, range_text, without_n
 from trireme.config.schema import Config
 from trireme.config.section import Section, section_in
 from trireme.config.stages import moved_keys
+from trireme.config.variables import either_name
 
 _MOST_PLACES = 3
 """A nearest key can be suggested if at most this many sections have a key of the name."""
@@ -32,7 +33,8 @@ _MOST_PLACES = 3
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the configuration in the file `path`, with `overrides` (`a.b.c=value`) applied.
 
-    `${oc.env:VAR,default}` and OmegaConf's other interpolations are resolved. Plug-ins, data and
+    `${oc.env:VAR,default}` and OmegaConf's other interpolations are resolved. A run without
+    `project` and `name` has those of the file's folder and of the file. Plug-ins, data and
     models with a relative path are looked up next to the file, then in the working directory; those
     of `overrides` in the opposite order. Modules next to the file become importable. Raises
     ConfigError with every problem.
@@ -62,8 +64,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     problems: list[Problem] = []
     typed = [_override(tree, override, problems) for override in overrides]
     folder = path.parent.resolve()
-    plain = _resolved(tree, "", problems)
+    with either_name():
+        plain = _resolved(tree, "", problems)
     notes = [note for dialect in dialects() for note in dialect.keys(plain)]
+    plain.setdefault("project", folder.name or Config().project)  # the root has no name
+    plain.setdefault("name", path.stem)
     values = _values_of(plain, folder, typed, problems)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # for `my_file:name` of a file next to the YAML
@@ -94,7 +99,9 @@ def config_of(
             OmegaConf.update(tree, key, value, merge=True)
     except OmegaConfBaseException as error:
         raise ConfigError([Problem("", f"is not a configuration: {error}")]) from error
-    resolved = _values_of(_resolved(tree, "", problems), Path.cwd(), [], problems)
+    with either_name():
+        plain = _resolved(tree, "", problems)
+    resolved = _values_of(plain, Path.cwd(), [], problems)
     if problems:
         raise ConfigError(problems)
     return Config.model_validate(resolved)

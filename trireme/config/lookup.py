@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from trireme.config.variables import variable
 from trireme.registry import did_you_mean
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -340,8 +341,8 @@ def names_in(files: Container[str], name: str) -> str | list[list[str]]:
 
 
 def plugin_files(plugins: Sequence[str]) -> list[Path]:
-    """Return the Python files of `plugins` and of the folders in TRINITY_PLUGIN_DIRS."""
-    places = [*plugins, *filter(None, os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep))]
+    """Return the Python files of `plugins` and of the folders in TRIREME_PLUGIN_DIRS."""
+    places = [*plugins, *filter(None, variable("PLUGIN_DIRS").split(os.pathsep))]
     out: list[Path] = []
     for place in map(Path, places):
         out.extend(sorted(place.glob("*.py")) if place.is_dir() else [place])

@@ -430,12 +430,12 @@ class StageConfig(Section):
 class Config(Section, place=""):
     """The whole file. What is computed from it is in `Plan`; nothing changes it after loading."""
 
-    project: str = "Trinity-RFT"
-    """Name of the folder below `checkpoint_root_dir`."""
+    project: str = "trireme"
+    """Name of the folder below `checkpoint_root_dir`; not given: that of the YAML's folder."""
     group: str = ""
     """Folder between project and name, if any."""
-    name: str = "rft"
-    """Name of the run's own folder: `checkpoint_root_dir/project/name`."""
+    name: str = "run"
+    """Name of the run's own folder, `checkpoint_root_dir/project/name`; not given: the YAML's."""
     mode: Mode = "both"
     """Explore and train together, or one of them; measure checkpoints; explore by an OpenAI API."""
     seed: NonNegativeInt = 42

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo import YAML
 from trireme.files import json_or, write_jsonl, write_text
 from trireme.text import say
@@ -54,7 +55,7 @@ def prepare(folder: Path, seed: int) -> Path:
 
 def assets_folder(seed: int) -> Path:
     """Return the folder of a seed's problems and model."""
-    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
     return root / "arithmetic_assets" / f"seed_{seed}"
 
 
@@ -67,8 +68,8 @@ def demo_config(overrides: Sequence[str]) -> Path:
         raise ValueError(f"seed is '{seeds[-1]}': expected a whole number, 0 or more")
     seed = int(seeds[-1]) if seeds else 0
     folder = prepare(assets_folder(seed), seed)
-    os.environ["TRINITY_MODEL_PATH"] = str(folder / "model")
-    os.environ["TRINITY_TASKSET_PATH"] = str(folder)
+    os.environ["TRIREME_MODEL_PATH"] = str(folder / "model")
+    os.environ["TRIREME_TASKSET_PATH"] = str(folder)
     return YAML
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from trireme.config import ConfigError, Problem
 from trireme.config.dialect import dialects
+from trireme.config.variables import variable
 from trireme.extensions import missing
 from trireme.usercode import UserCode, fault_of, with_place
 
@@ -24,13 +25,13 @@ ENTRY_POINTS = "trireme.plugins"
 
 
 def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
-    """Load files, folders of `*.py`, the folders in TRINITY_PLUGIN_DIRS and installed packages.
+    """Load files, folders of `*.py`, the folders in TRIREME_PLUGIN_DIRS and installed packages.
 
     Returns the names of the modules. Raises ConfigError for the first that fails, with its line.
     """
     for dialect in dialects():
         dialect.stand_in()
-    from_environment = os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep)
+    from_environment = variable("PLUGIN_DIRS").split(os.pathsep)
     places = dict.fromkeys(str(path) for path in (*paths, *filter(None, from_environment)))
     loaded = [_load_file(file) for path in places for file in _files(Path(path))]
     for entry in entry_points(group=ENTRY_POINTS):

@@ -43,7 +43,7 @@ def call(*words: str) -> Any:
 def test_rows_without_a_truth_are_measured_by_a_reward_that_needs_none(
     tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "")
+    monkeypatch.setenv("TRIREME_PLUGIN_DIRS", "")
     (tmp_path / "own_length.py").write_text(
         "def long(task, answer):\n    return float(len(answer))\n"
     )
@@ -60,7 +60,7 @@ def test_rows_without_a_truth_are_measured_by_a_reward_that_needs_none(
 def test_two_models_are_measured_and_compared(
     tasks: Path, tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "")  # set by --plugin-dir: for this test alone
+    monkeypatch.setenv("TRIREME_PLUGIN_DIRS", "")  # set by --plugin-dir: for this test alone
     (tmp_path / "own_task.py").write_text(
         "def share_of_fs(task, answer):\n    return answer.count('f') / max(len(answer), 1)\n"
     )

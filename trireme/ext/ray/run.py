@@ -308,7 +308,7 @@ class Actors:
 
 _FORWARDED = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "VLLM_", "CUDA_", "HF_",
-    "TRINITY_PLUGIN_DIRS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY",
+    "TRIREME_PLUGIN_DIRS", "TRINITY_PLUGIN_DIRS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY",
 )  # fmt: skip
 """Prefixes of the variables that control a run, also if Ray was started without them."""
 _KEPT_BACK = ("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_PORT")

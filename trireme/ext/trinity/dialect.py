@@ -32,6 +32,7 @@ _LAYOUT = frozenset(
 )
 """Options of the `mix` losses about how a batch is cut. Averages here are of the whole batch,
 however it is cut."""
+_DEFAULT_NAMES = {"project": "Trinity-RFT", "name": "rft"}
 _EDITED = {
     "trinity.common.workflows": ("WORKFLOWS", "trireme.registry:WORKFLOWS"),
     "trinity.common.rewards": ("REWARD_FUNCTIONS", "trireme.registry:REWARDS"),
@@ -43,9 +44,13 @@ _EDITED = {
 class Trinity(Dialect):
     """Trinity-RFT's dialect, as far as its keys are not the schema's own."""
 
+    prefix = "TRINITY_"
+
     def keys(self, values: dict[str, Any]) -> Sequence[str]:
-        """Drop the values that Trinity-RFT has computed in a file that it saved."""
-        return drop_computed(values)
+        """Drop the values that Trinity-RFT has computed in a file that it saved. A note names a
+        run in the folder of Trinity-RFT's default names, which the file does not continue.
+        """
+        return [*drop_computed(values), *_under_default_names(values)]
 
     def options(self, key: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any, Fate]]:
         """Yield options of losses about how a batch is cut."""
@@ -82,3 +87,15 @@ class Trinity(Dialect):
             if registered is not registry:  # made anew, as the documents show it
                 registry.adopt(registered)
                 setattr(module, attribute, registry)
+
+
+def _under_default_names(values: Mapping[str, Any]) -> list[str]:
+    given = {key: values[key] for key in ("project", "group", "name") if key in values}
+    lacking = {key: name for key, name in _DEFAULT_NAMES.items() if key not in given}
+    names = _DEFAULT_NAMES | given
+    root = Path(str(values.get("checkpoint_root_dir") or "./checkpoints")).expanduser()
+    folder = root.joinpath(*(str(names.get(key) or "") for key in ("project", "group", "name")))
+    if not lacking or not (folder / "monitor").is_dir():
+        return []
+    words = " ".join(f"{key}={name}" for key, name in lacking.items())
+    return [f"{folder} holds a run with Trinity-RFT's default names: {words} resumes it"]
