@@ -13,6 +13,7 @@ import yaml
 from tests.e2e.job import small_config
 from trireme.cli import run as command
 from trireme.config import ConfigError, Problem
+from trireme.launch.stop import Stop
 
 Calls = list[dict[str, Any]]
 
@@ -111,3 +112,52 @@ def test_a_comparison_needs_two_stages(tmp_path: Path, capsys: pytest.CaptureFix
     assert command.run(config, [], [], compare=True) == 2
     said = capsys.readouterr().err
     assert "--compare needs two stages, first sft" in said and said.endswith("has grpo\n")
+
+
+def test_a_new_run_of_the_same_yaml_has_the_next_free_name(tmp_path: Path) -> None:
+    config = tmp_path / "x.yaml"
+    config.write_text(yaml.safe_dump(small_config(tmp_path)))
+    [plan] = command.draft_of(config, [], []).plans
+    (plan.job_dir / "log").mkdir(parents=True)
+    [fresh] = command.draft_of(config, ["trainer.grad_clip=0.5"], [], True).plans
+    assert fresh.job_dir == plan.job_dir.with_name(f"{plan.config.name}_2")
+    assert fresh.config.trainer.grad_clip == 0.5
+    command.refuse_old_rows([fresh])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["mode=explore"], "mode is explore, whose run's folder other commands name: expected"),
+        (
+            [
+                "buffer.trainer_input.experience_buffer.storage_type=sql",
+                "buffer.trainer_input.experience_buffer.path=sqlite:////tmp/shared.db",
+            ],
+            "experience_buffer.name is 'experience_buffer', in a database outside the run's folder",
+        ),
+    ],
+)
+def test_a_new_run_meets_no_earlier_experiences(
+    tmp_path: Path, overrides: list[str], expected: str
+) -> None:
+    config = tmp_path / "x.yaml"
+    config.write_text(yaml.safe_dump(small_config(tmp_path)))
+    with pytest.raises(ConfigError, match=expected):
+        command.refuse_old_rows(command.draft_of(config, overrides, []).plans)
+    name = "buffer.trainer_input.experience_buffer.name=job_rows"
+    if "explore" not in overrides[0]:
+        command.refuse_old_rows(command.draft_of(config, [*overrides, name], []).plans)
+
+
+def test_a_stopped_new_run_is_resumed_by_its_name(tmp_path: Path) -> None:
+    config = tmp_path / "x.yaml"
+    config.write_text(yaml.safe_dump(small_config(tmp_path)))
+    [plan] = command.draft_of(config, [], []).plans
+    stop = Stop()
+    stop.begin(plan)
+    (plan.job_dir / "global_step_2").mkdir(parents=True)
+    (plan.job_dir / "global_step_2/manifest.json").touch()
+    assert stop.what_is_left().endswith("is saved; the same command resumes from it")
+    stop.fresh = True
+    assert stop.what_is_left().endswith(f"add name={plan.config.name} in place of --fresh")

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from tests.config.made import config_of, values, write_model, write_rows
 from trireme.config import ConfigError
+from trireme.config.check import free_name
 from trireme.config.stages import used_tasksets
 from trireme.launch.check import draft, make_plans
 from trireme.registry import ALGORITHMS
@@ -711,3 +712,27 @@ def test_an_adapter_to_go_on_from_is_looked_at_first(tmp_path):
     assert (
         len(told) == 1 and "stage b: model.lora_configs[0].path is for the first stage" in told[0]
     )
+
+
+@pytest.mark.parametrize("key", ["project", "group", "name"])
+@pytest.mark.parametrize("value", ["../x", "a/../../x", "/x"])
+def test_a_name_stays_in_the_folder_above_it(tmp_path: Path, key: str, value: str) -> None:
+    config = config_of(tmp_path, values(tmp_path), f"{key}={value}")
+    [problem] = draft(config).problems
+    assert str(problem).startswith(f"{key} is '{value}': expected the name of a folder below")
+
+
+def test_the_next_free_name_is_counted(tmp_path: Path) -> None:
+    def free(*overrides: str) -> str:
+        return free_name(config_of(tmp_path, values(tmp_path), *overrides))
+
+    job = tmp_path / "out/p/n"
+    assert free() == "n"
+    for name, expected in (("n", "n_2"), ("n_2", "n_3"), ("n_4", "n_3")):
+        (job.with_name(name) / "log").mkdir(parents=True)
+        assert free() == free("continue_from_checkpoint=false") == expected
+    job.with_name("n_3").mkdir()
+    assert free() == "n_3"  # nothing lies in it
+    assert free("name=n_2") == "n_2_2"
+    (job / "deep/log").mkdir(parents=True)
+    assert free("name=n/deep") == "n/deep_2"

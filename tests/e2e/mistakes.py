@@ -421,6 +421,11 @@ MISTAKES = [
         prepare=_training,
     ),
     Mistake(
+        "W21 a name that leaves the project's folder", ("name=../x",),
+        "name is '../x': expected the name of a folder below checkpoint_root_dir, without '..' or "
+        "a '/' at the beginning", code=2,
+    ),
+    Mistake(
         "N16 the same command after its end", **_resumes("ended"), code=0,
         sentence="nothing was left to do: step 1 was this run's last. To train on, raise "
         "buffer.total_steps (1)",

@@ -58,7 +58,7 @@ def test_a_run_at_its_end_says_what_makes_it_go_on(tmp_path: Path) -> None:
     assert last is not None
     said = nothing_left(plan, last)
     assert said.startswith(f"nothing was left to do: step {last} was this run's last. To train on")
-    assert said.endswith("; to start a new run, set another name")
+    assert said.endswith("; to start a new run, add --fresh, or set another name")
     said = nothing_left(plan, last + 3)
     assert f"{plan.job_dir} holds a run at step {last + 3}, past the {last} requested. To" in said
 

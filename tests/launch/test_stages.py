@@ -20,6 +20,7 @@ from trireme.launch.check import checked
 from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
+from trireme.monitor.figures import Summary
 from trireme.trainer.trainer import Trainer
 
 
@@ -67,6 +68,28 @@ def test_an_engine_of_the_trainers_process_holds_no_keys_and_values_in_a_train_s
     monkeypatch.setattr(Trainer, "_step", watched)
     run.run_stages(_two_stages(tmp_path), console=Console(), stop=Stop())
     assert len(engines) == 2 and held == [(0, False)] * 2
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_finished_run_that_starts_again_leaves_its_summary(tmp_path: Path, staged: bool) -> None:
+    plans = _two_stages(tmp_path)
+    if not staged:
+        plans = checked(load_config(tmp_path / "config.yaml", ["stages=[]"])).plans
+
+    def started(compare: bool = False) -> Summary:
+        return run.run_stages(plans, console=Console(), stop=Stop(), compare_sft=compare)
+
+    first = started()
+    [written] = plans[0].root_dir.glob("summary.json")
+    whole = written.read_bytes()
+    assert started() == first == Summary.read(written.parent)
+    assert written.read_bytes() == whole
+    written.write_text("{")
+    assert started().wall_s != first.wall_s  # what is damaged is written again
+    assert Summary.read(written.parent).steps == first.steps
+    if staged:
+        assert started(compare=True).phases["more_sft train"] > 0
+        assert "more_sft train" in Summary.read(written.parent).phases
 
 
 def _two_stages(folder: Path) -> list[Plan]:

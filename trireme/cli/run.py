@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trireme.config import ConfigError, Plan, load_config
+from trireme.config import ConfigError, Plan, Problem, load_config
 from trireme.config.variables import variable
 from trireme.files import InUse
 from trireme.launch.stop import Stop
@@ -38,10 +38,12 @@ def run(
     plugin_dirs: Sequence[Path],
     *,
     compare: bool = False,
+    fresh: bool = False,
 ) -> int:
     """Run the stages of a YAML (None: the demo); returns the exit code.
 
-    `compare` also spends the last stage's time on more supervised training.
+    `compare` also spends the last stage's time on more supervised training. `fresh` begins a new
+    run, with the next free name.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -49,7 +51,11 @@ def run(
     stop.listen()
     try:
         try:
-            made = draft_of(config, overrides, plugin_dirs)
+            made = draft_of(config, overrides, plugin_dirs, fresh)
+            if fresh:
+                stop.fresh = True
+                refuse_old_rows(made.plans)
+                say(f"a new run: name={made.plans[0].config.name}", flush=True)
             if compare:
                 from trireme.launch.run import refuse_comparison
 
@@ -99,14 +105,46 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
     return 0
 
 
+def refuse_old_rows(plans: Sequence[Plan]) -> None:
+    """Raise ConfigError if a new run would meet an earlier one's experiences, or those of another
+    command.
+    """
+    from trireme.algorithms.recipes import row_of
+
+    for plan in plans:
+        if row_of(plan.config.algorithm.algorithm_type).from_data:
+            continue
+        if plan.mode not in ("both", "colocate"):
+            text = f"is {plan.mode}, whose run's folder other commands name: expected name=... in "
+            raise ConfigError([Problem("mode", f"{text}each of them, and no --fresh")])
+        buffer = plan.config.buffer.trainer_input.experience_buffer
+        inside = plan.store.kind == "queue" or str(plan.job_dir) in plan.store.path
+        if not inside and plan.config.name not in buffer.name:
+            raise ConfigError(
+                [
+                    Problem(
+                        "buffer.trainer_input.experience_buffer.name",
+                        f"is {buffer.name!r}, in a database outside the run's folder that may hold "
+                        f"an earlier run's rows: expected one with the new run's name in it, for "
+                        f"example {plan.config.name}, or no --fresh",
+                    )
+                ]
+            )
+
+
 def complain(text: str) -> None:
     """Print what is wrong on stderr, the first line marked."""
     say(f"error: {hide_passwords(text)}", file=sys.stderr)
 
 
-def draft_of(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]) -> Draft:
-    """Return the plans of a YAML, with the parts that were made. Raises ValueError if they cannot
-    run.
+def draft_of(
+    config: Path | None,
+    overrides: Sequence[str],
+    plugin_dirs: Sequence[Path],
+    fresh: bool = False,
+) -> Draft:
+    """Return the plans of a YAML, with the parts that were made; `fresh`: of a new run, with the
+    next free name. Raises ValueError if they cannot run.
 
     The data that the first stage's trainer reads is encoded when that stage begins.
     """
@@ -116,6 +154,10 @@ def draft_of(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequenc
 
         config = demo_config(overrides)
     loaded = load_config(config, overrides)  # its problems are reported before torch is loaded
+    if fresh:
+        from trireme.config.check import free_name
+
+        loaded = load_config(config, [*overrides, f"name={free_name(loaded)}"])
     from trireme.launch.check import checked
 
     return checked(loaded)

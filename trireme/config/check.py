@@ -13,6 +13,7 @@ import tempfile
 from datetime import datetime, timedelta
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 
 from trireme.config import Findings
@@ -400,9 +401,14 @@ def check_folder(stage: StageFacts, root: Path) -> Findings:
     findings = Findings()
     config = stage.config
     for key in ("checkpoint_root_dir", "project", "group", "name"):
-        if "\0" in (value := str(getattr(config, key) or "")):
+        value = str(getattr(config, key) or "")
+        if "\0" in value:
             findings.problem(key, f"is {value!r}: expected the name of a folder, without NUL")
-            return findings
+        elif key != "checkpoint_root_dir" and _leaves(value):
+            text = f"is {value!r}: expected the name of a folder below checkpoint_root_dir, "
+            findings.problem(key, f"{text}without '..' or a '/' at the beginning")
+    if findings.problems:
+        return findings
     meets = config.mode == "train" and not stage.reads_file
     if meets and not (
         config.continue_from_checkpoint or config.buffer.trainer_input.experience_buffer.path
@@ -438,18 +444,39 @@ def check_folder(stage: StageFacts, root: Path) -> Findings:
     return findings
 
 
+def _leaves(name: str) -> bool:
+    """Return whether a name leads out of the folder above it."""
+    return Path(name).is_absolute() or ".." in Path(name).parts
+
+
+def free_name(config: Config) -> str:
+    """Return the run's name where no run has it, else the next one that is free: name_2, name_3."""
+    root = _named_folder(config)
+    places = chain([root], (root.with_name(f"{root.name}_{n}") for n in count(2)))
+    free = next(place for place in places if not (place.is_file() or _has_files(place)))
+    return config.name.removesuffix(root.name) + free.name
+
+
 def job_folder(config: Config) -> Path:
     """Return the job's folder: root/project/group/name, or another one if the job starts anew."""
-    parts = [part for part in (config.project, config.group, config.name) if part]
-    root = Path(config.checkpoint_root_dir).expanduser()
-    folder = (Path.cwd() / root).joinpath(*parts)
+    folder = _named_folder(config)
     anew = not config.continue_from_checkpoint and config.mode != "bench"
-    if anew and folder.is_dir() and any(folder.iterdir()):
+    if anew and _has_files(folder):
         began, now = folder, datetime.now()
         while folder.exists():  # two runs may begin in the same second
             folder = began.with_name(f"{began.name}_{now:%Y%m%d%H%M%S}")
             now += timedelta(seconds=1)
     return folder
+
+
+def _named_folder(config: Config) -> Path:
+    parts = [part for part in (config.project, config.group, config.name) if part]
+    root = Path(config.checkpoint_root_dir).expanduser()
+    return (Path.cwd() / root).joinpath(*parts)
+
+
+def _has_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 UNASKED_SAVE_INTERVAL = 500

@@ -33,6 +33,8 @@ class StageResult:
     steps: int = 0
     ended_by: str = ""
     """The callback that ended the training, as a sentence."""
+    idle: bool = False
+    """Whether an earlier attempt had finished the stage: nothing was left to do."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds spent exploring, training and evaluating."""

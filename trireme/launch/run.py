@@ -44,6 +44,8 @@ from trireme.registry import MODES
 
 COMPARISON = "more_sft"
 """The folder and stage name of the run that `--compare` adds."""
+ANEW = "add --fresh, or set another name"
+"""How a command whose run is finished begins another one."""
 
 
 def run_stages(
@@ -70,14 +72,22 @@ def run_stages(
             meta = {"latest_stage": len(results) - 1, "finished": rows}
             write_json(JobFolder(job).stage_meta, meta)
     if len(finished) == len(plans):
-        console.note(f"nothing was left to do: all {len(plans)} stages are done ({job})")
-    summary = summarise(results, job, plans)
-    if compare_sft and (compared := more_supervised(plans, results, console, stop)):
-        summary.accuracy_more_sft = accuracy(compared.last)
-        summary.phases[f"{compared.name} train"] = compared.phases["train"]
-    summary.wall_s = time.monotonic() - started
+        done = f"nothing was left to do: all {len(plans)} stages are done ({job})"
+        console.note(f"{done}. To start a new run, {ANEW}")
     explores = plans[-1].mode == "explore"  # the job's own summary is the trainer's
-    summary.write(JobFolder(job, plans[-1].explorer_name).monitor if explores else job)
+    folder = JobFolder(job, plans[-1].explorer_name).monitor if explores else job
+    summary = summarise(results, job, plans)
+    summary.wall_s = time.monotonic() - started
+    compared = more_supervised(plans, results, console, stop) if compare_sft else None
+    idle = compared is None and all(result.idle for result in results[len(finished) :])
+    if idle and (earlier := Summary.of_earlier(folder)) is not None:
+        summary = earlier
+    else:
+        if compared is not None:
+            summary.accuracy_more_sft = accuracy(compared.last)
+            summary.phases[f"{compared.name} train"] = compared.phases["train"]
+            summary.wall_s = time.monotonic() - started
+        summary.write(folder)
     console.finish(summary, rewards_of(plans[-1]), sampled(plans[-1]))
     if explores:
         console.note(explored(plans[-1], results[-1].steps))
@@ -191,6 +201,7 @@ async def run_plan(
     if result.ended_by:
         console.note(result.ended_by)
     elif stage.resumed is not None and result.steps == stage.resumed.step:
+        result.idle = True
         console.note(nothing_left(plan, result.steps))
     return result
 
@@ -207,7 +218,7 @@ def nothing_left(plan: Plan, steps: int) -> str:
     at = f"step {steps} was this run's last"
     if plan.steps.train and steps > plan.steps.train:  # perhaps another configuration's run
         at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.steps.train} requested"
-    remedies = f"To train on, raise {more}; to start a new run, set another name"
+    remedies = f"To train on, raise {more}; to start a new run, {ANEW}"
     return f"nothing was left to do: {at}. {remedies}"
 
 

@@ -52,6 +52,8 @@ class Stop:
         """The first signal received."""
         self.plan: Plan | None = None
         """The running plan."""
+        self.fresh = False
+        """Whether the same command begins another run."""
         self.limit = GRACE_S
         self.waits_for: Callable[[], str] = lambda: ""
         """Names what the work waits for, as a noun; empty if it cannot tell."""
@@ -98,6 +100,9 @@ class Stop:
         stage = f" of stage '{plan.stage_name}'" if plan.stage_name else ""
         saved = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
         saved += f"{stage} is saved"
+        if self.fresh:
+            job = plan.config.name
+            return f"{saved}; to resume, add name={job} in place of --fresh" if steps else saved
         if not plan.config.continue_from_checkpoint:
             job = plan.root_dir.name
             over = f"{saved}; the same command starts over (continue_from_checkpoint: false)"

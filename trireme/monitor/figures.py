@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -20,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from trireme.files import read_json, usable, write_json
+from trireme.files import Unreadable, read_json, usable, write_json
 
 # Label, the metrics that may supply it (the first present one does), format.
 _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -279,6 +280,13 @@ class Summary:
     def read(cls, folder: str | Path) -> Summary:
         """Read the summary that `write` left in a folder."""
         return cls(**read_json(Path(folder) / FILE_NAME))
+
+    @classmethod
+    def of_earlier(cls, folder: str | Path) -> Summary | None:
+        """Read the summary of an earlier attempt; None if it left none that is whole."""
+        with suppress(FileNotFoundError, Unreadable, TypeError):
+            return cls.read(folder)
+        return None
 
 
 class Metric(NamedTuple):

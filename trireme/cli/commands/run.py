@@ -27,6 +27,9 @@ def run(
     compare: Annotated[
         bool, typer.Option("--compare", help="Afterwards, spend RL's time on more SFT and compare.")
     ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin a new run, NAME_2, in place of resuming NAME.")
+    ] = False,
 ) -> None:
     """Run an experiment, or the built-in demo."""
     import trireme
@@ -37,4 +40,4 @@ def run(
     say(f"trireme {trireme.__version__}: {what}", flush=True)
     from trireme.cli.run import run as command
 
-    raise typer.Exit(command(config, keys, plugin_dir or [], compare=compare))
+    raise typer.Exit(command(config, keys, plugin_dir or [], compare=compare, fresh=fresh))
