@@ -92,6 +92,33 @@ def test_two_models_are_measured_and_compared(
     assert all(len(values) == 4 for values in first["values"])
 
 
+def test_a_yaml_s_data_below_its_own_root_are_found(
+    tasks: Path, tmp_path: Path, tiny_dir: Path
+) -> None:
+    (tmp_path / "own/data").mkdir(parents=True)
+    tasks.rename(tmp_path / "own/data/tasks.jsonl")
+    columns = {"prompt_key": "question", "response_key": "answer"}
+    held_out = {"path": "${checkpoint_root_dir}/data/tasks.jsonl", "format": columns}
+    config = {
+        "checkpoint_root_dir": str(tmp_path / "own"),
+        "model": {"model_path": "", "max_prompt_tokens": 40, "max_response_tokens": 4},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 2},
+        "buffer": {
+            "explorer_input": {
+                "default_workflow_type": "simple_workflow",
+                "default_reward_fn_type": "math_reward",
+                "taskset": held_out,
+                "eval_tasksets": [{"name": "held_out", **held_out}],
+            }
+        },
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    done = call("-c", str(path), "--model", str(tiny_dir))
+    assert done.exit_code == 0, done.output
+    assert [each.name for each in (tmp_path / "own").iterdir()] == ["data"]  # nothing is written
+
+
 def test_a_model_behind_an_openai_api(
     tasks: Path, tiny_dir: Path, api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,3 +118,21 @@ def test_debug_takes_a_yaml_and_leaves_nothing(tmp_path: Path) -> None:
 def test_tools_are_no_argument_of_a_trial(tiny_dir: Path) -> None:
     with pytest.raises(trireme.ConfigError, match="tools is not a known key; known here: project"):
         trireme.try_workflow(None, "1 + 1?", model=tiny_dir, tools=[len])
+
+
+def test_keys_may_name_the_root_of_their_own(tmp_path: Path, tiny_dir: Path) -> None:
+    own = {"checkpoint_root_dir": str(tiny_dir.parent)}
+    model = "${checkpoint_root_dir}/" + tiny_dir.name
+    before = {*tiny_dir.parent.iterdir()}
+    trial = trireme.try_workflow(
+        None,
+        "1?",
+        model=model,
+        reward=lambda task, answer: 1.0,
+        replies=["1"],
+        show=False,
+        **own,
+        **SMALL,
+    )
+    assert trial.experiences[0].reward == 1
+    assert {*tiny_dir.parent.iterdir()} == before  # nothing is written

@@ -129,7 +129,7 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
     from trireme.launch.check import checked
 
     path = options.config
-    keys = ["mode=bench", "stages=[]", f"checkpoint_root_dir={root}", "explorer.eval_interval=1"]
+    keys = ["mode=bench", "stages=[]", "explorer.eval_interval=1"]
     keys.append("model.external_model.enable=false")  # --model determines the model
     if path is None:
         path = root / "eval.yaml"
@@ -173,7 +173,8 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
             raise ValueError(
                 f"-k {max(options.ks)}: expected at most {n}, the rollouts of a task (-n)"
             )
-    return checked(config).plans[-1]
+    # after the file was read, since its data may be below its own ${checkpoint_root_dir}
+    return checked(config.model_copy(update={"checkpoint_root_dir": str(root)})).plans[-1]
 
 
 def _tree(options: EvalOptions) -> dict[str, Any]:

@@ -97,11 +97,11 @@ def try_workflow(
     ConfigError if it cannot run, and TrialFailed with the line that failed.
     """
     with tempfile.TemporaryDirectory() as root:
-        settings = overrides | {"checkpoint_root_dir": root}
         config = config_from(
-            *(model, [task], reward, workflow, "grpo", None, settings),
+            *(model, [task], reward, workflow, "grpo", None, overrides),
             arguments=[*inspect.signature(try_workflow).parameters],
-        )
+            folder=Path(root),
+        ).model_copy(update={"checkpoint_root_dir": root})
         trial = try_plan(checked(config).plans[-1], replies=replies, rollouts=rollouts)
     if show:
         say(trial)

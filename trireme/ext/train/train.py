@@ -156,15 +156,16 @@ def config_from(
     tools: Sequence[str | Callable[..., Any]] = (),
     callbacks: Sequence[str | Callable[..., Any]] = (),
     arguments: Sequence[str] = (),
+    folder: Path | None = None,
 ) -> Config:
     """Build the configuration of a YAML with these keys; `arguments` are the caller's, which a key
-    may refer to.
+    may refer to. Rows are written into `folder`; None: into `checkpoint_root_dir`.
     """
     for what, several in (("tools", tools), ("callbacks", callbacks)):
         if isinstance(several, str) or callable(several):
             one = getattr(several, "__name__", repr(several))
             raise ValueError(f"{what} is {one} alone: expected a list, {what}=[{one}]")
-    root = Path(str(overrides.get("checkpoint_root_dir") or Config().checkpoint_root_dir))
+    root = folder or Path(str(overrides.get("checkpoint_root_dir") or Config().checkpoint_root_dir))
     named = bool(overrides.get("name"))
     data, first, count = _data_set(tasks, root, "tasks")
     values: dict[str, Any] = {
