@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "import circles": 0,
     "methods called by a string": 0,
-    "lines that name another system": 1,  # the default of `project`
+    "lines that name another system": 0,
 }
 """Figures that may not rise above these numbers, kernel and extensions together."""
 KERNEL_LIMITS = {"hubs": 8}

@@ -736,3 +736,55 @@ def test_the_next_free_name_is_counted(tmp_path: Path) -> None:
     assert free("name=n_2") == "n_2_2"
     (job / "deep/log").mkdir(parents=True)
     assert free("name=n/deep") == "n/deep_2"
+
+
+MADE_REWARD = """from trireme import reward
+@reward("made_reward")
+def made_reward(task, answer, *, most: int = 400):
+    return float(len(answer) <= most)
+"""
+
+
+def test_a_reward_may_be_a_mapping_with_its_options(tmp_path: Path) -> None:
+    (tmp_path / "made_reward.py").write_text(MADE_REWARD)
+    tree = values(tmp_path) | {"plugins": ["made_reward.py"]}
+    del tree["buffer"]["explorer_input"]["taskset"]["default_workflow_type"]
+    for place in ("explorer_input", "explorer_input.taskset"):
+        key = f"buffer.{place}.default_reward_fn_type"
+        seven = f"{key}={{name: made_reward, most: 7}}"
+        made = draft(config_of(tmp_path, tree, seven))
+        assert made.problems == []
+        [used] = used_tasksets(made.plans[0].config)
+        assert (used.reward, used.reward_args) == ("made_reward", {"most": 7})
+        assert used.workflow == "simple_workflow"
+        weighted = f"{key}={{name: made_reward, most: 7, weight: 0.5}}"
+        assert draft(config_of(tmp_path, tree, weighted)).problems == []
+        own = "buffer.explorer_input.taskset.reward_fn_args={most: 9}"
+        assert used_tasksets(config_of(tmp_path, tree, seven, own))[0].reward_args == {"most": 9}
+        for given, expected in (("{most: 7}", "name"), ("{name: made_rewar}", "made_reward")):
+            [problem, *_] = draft(config_of(tmp_path, tree, f"{key}={given}")).problems
+            assert expected in str(problem)
+
+
+def test_a_reward_beside_a_workflow_that_sets_its_own_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "own_flow.py").write_text(
+        "from trireme import workflow\n\n\n@workflow('own_flow')\n"
+        "async def own_flow(task, model):\n    return model.experiences(reward=1.0)\n\n\n"
+        "@workflow('asking_flow')\n"
+        "async def asking_flow(task, model):\n"
+        "    return model.experiences(reward=task.reward_fn is None)\n"
+    )
+    tree = values(tmp_path) | {"plugins": ["own_flow.py"]}
+    taskset = tree["buffer"]["explorer_input"]["taskset"]
+    for reward in ("math_reward", ["math_reward", "format_reward"]):
+        taskset |= {"default_workflow_type": "own_flow", "default_reward_fn_type": reward}
+        made = draft(config_of(tmp_path, tree))
+        assert made.problems == []
+        [note] = [note for note in made.plans[0].notes if "own_flow" in note]
+        assert note == (
+            f"buffer.explorer_input.taskset.default_reward_fn_type ({reward}): the workflow "
+            "'own_flow' sets its rewards itself, and asks this one only if it calls task.reward_fn"
+        )
+        taskset["default_workflow_type"] = "asking_flow"
+        made = draft(config_of(tmp_path, tree))
+        assert made.problems == [] and not [n for n in made.plans[0].notes if "asking_flow" in n]

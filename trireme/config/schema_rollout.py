@@ -117,8 +117,9 @@ class TasksetConfig(Section):
     default_workflow_type: str | None = None
     """Workflow of these tasks: a registered name or a path, `file:name`. With a reward and without
     a workflow: simple_workflow, one prompt and one reply."""
-    default_reward_fn_type: str | list[Any] | None = None
-    """Reward of these tasks: a name or a path, `file:name`; or a list of them (docs/rewards.md)."""
+    default_reward_fn_type: str | dict[str, Any] | list[Any] | None = None
+    """Reward of these tasks: a name or a path, `file:name`; a mapping of its `name` and options; or
+    a list of these (docs/rewards.md)."""
     rollout_args: GenerationConfig = GenerationConfig()
     """Sampling parameters of the rollouts."""
     workflow_args: dict[str, Any] = {}
@@ -363,8 +364,8 @@ class ExplorerInputConfig(Section):
     """Workflow of tasksets that name none; without one those with a reward get simple_workflow."""
     default_eval_workflow_type: str | None = None
     """Workflow of evaluation tasksets that name none."""
-    default_reward_fn_type: str | list[Any] | None = None
-    """Reward of tasksets that name none: one, or a list."""
+    default_reward_fn_type: str | dict[str, Any] | list[Any] | None = None
+    """Reward of tasksets that name none: one, or a list; see `taskset.default_reward_fn_type`."""
 
 
 class ReplayBufferConfig(Section):

@@ -113,6 +113,8 @@ class UsedTaskset(NamedTuple):
     is_eval: bool
     workflow: str | None
     reward: str | list[Any] | None
+    reward_args: dict[str, Any]
+    """Keyword arguments of the reward."""
 
 
 def used_tasksets(config: Config) -> list[UsedTaskset]:
@@ -130,8 +132,10 @@ def used_tasksets(config: Config) -> list[UsedTaskset]:
             continue
         for number, (key, one) in enumerate(sets):
             fallback = inputs.default_eval_workflow_type if is_eval else None
-            reward = one.default_reward_fn_type or inputs.default_reward_fn_type
-            scored = reward or one.reward_fn_args.get("funcs")
+            default = one.default_reward_fn_type or inputs.default_reward_fn_type
+            reward, options = _with_its_options(default)
+            options |= one.reward_fn_args
+            scored = reward or options.get("funcs")
             out.append(
                 UsedTaskset(
                     f"buffer.explorer_input.{key}",
@@ -144,9 +148,21 @@ def used_tasksets(config: Config) -> list[UsedTaskset]:
                     or inputs.default_workflow_type
                     or (ONE_REPLY if scored else None),
                     reward,
+                    options,
                 )
             )
     return out
+
+
+def _with_its_options(
+    reward: str | dict[str, Any] | list[Any] | None,
+) -> tuple[str | list[Any] | None, dict[str, Any]]:
+    """Split a mapping of one reward; with a weight, or without a name, it is a list of itself."""
+    if not isinstance(reward, dict):
+        return reward, {}
+    if isinstance(reward.get("name"), str) and "weight" not in reward:
+        return reward["name"], {key: value for key, value in reward.items() if key != "name"}
+    return [reward] if reward else None, {}
 
 
 def stages_of(config: Config) -> list[StageFacts]:

@@ -105,8 +105,13 @@ def _check_names(
         if spec and recipe and recipe.asks("reward_parts") and not used.is_eval:
             label = recipe.parts["advantage_fn"].label
             tried(findings, partial(spec.refuse_no_parts, label), key)
+        if spec and reward and not spec.asks_reward:
+            findings.note(
+                f"{key} ({reward}): the workflow '{spec.name}' sets its rewards itself, and asks "
+                "this one only if it calls task.reward_fn"
+            )
         reward = reward or getattr(getattr(spec, "code", None), "default_reward", None)
-        tried(findings, partial(refuse_reward, reward, used.config.reward_fn_args, models), key)
+        tried(findings, partial(refuse_reward, reward, used.reward_args, models), key)
         one = one and spec is not None and spec.one_experience
     return one, findings
 

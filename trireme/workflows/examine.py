@@ -6,6 +6,7 @@ from trireme.algorithms.recipes import Recipe
 from trireme.config import Plan
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.envs.env import refuse_missing
+from trireme.rewards.grouped import is_grouped
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.workflows.workflow import resolve
 
@@ -42,5 +43,5 @@ def examine_taskset(taskset: Taskset | Mixture, plan: Plan, recipe: Recipe) -> N
         refuse_missing(spec.needs(task))
         if spec.examine is not None:
             spec.examine(task)
-        else:
+        elif not is_grouped(task.reward_fn, task.reward_fn_args):
             resolve_reward(task.reward_fn, task.reward_fn_args)

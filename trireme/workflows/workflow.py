@@ -106,6 +106,16 @@ class WorkflowSpec:
         return False
 
     @property
+    def asks_reward(self) -> bool:
+        """False for a function that sets its rewards without a look at the task's."""
+        if not inspect.isfunction(self.code):
+            return True
+        try:
+            return "reward_fn" in inspect.getsource(self.code)
+        except (OSError, TypeError):
+            return True  # its text is not there
+
+    @property
     def reads_prompt(self) -> bool:
         """True if rows need the columns of prompt and answer: a user's class with its own `run` may
         read any.
