@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.config.made import config_of, values, write_model, write_rows
-from trireme.config import ConfigError
+from trireme.config import ConfigError, load_config
 from trireme.config.check import free_name
 from trireme.config.stages import used_tasksets
 from trireme.launch.check import draft, make_plans
@@ -788,3 +788,39 @@ def test_a_reward_beside_a_workflow_that_sets_its_own_is_noted(tmp_path: Path) -
         taskset["default_workflow_type"] = "asking_flow"
         made = draft(config_of(tmp_path, tree))
         assert made.problems == [] and not [n for n in made.plans[0].notes if "asking_flow" in n]
+
+
+def test_a_tab_in_the_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tab.yaml"
+    path.write_text("name: x\nmodel:\n\tmodel_path: y\n")
+    with pytest.raises(ConfigError, match="as YAML: line 3 is indented with a tab: expected spac"):
+        load_config(path)
+    path.write_text("name: x\nmodel: [\n")
+    with pytest.raises(ConfigError, match="as YAML: while parsing"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("a.csv", b"question,answer\n", "it has names of columns and no rows"),
+        ("b.csv", b"question,answer\ncaf\xe9,2\n", "line 2 is not UTF-8 text (byte 0xe9): save"),
+        ("c.jsonl", b'{"question": "caf\xe9"}\n', "line 1 is not UTF-8 text (byte 0xe9): save it"),
+    ],
+)
+def test_a_file_that_no_reader_takes_says_what_to_do(
+    tmp_path: Path, name: str, data: bytes, expected: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    path = f"buffer.explorer_input.taskset.path={tmp_path / name}"
+    [problem] = draft(config_of(tmp_path, values(tmp_path), path)).problems
+    assert f"has a broken file: {tmp_path / name}: {expected}" in str(problem)
+
+
+def test_pairs_for_an_algorithm_that_learns_from_rewards_are_noted(tmp_path: Path) -> None:
+    row = {"question": "1?", "answer": "1", "chosen": "a", "rejected": "b"}
+    data = write_rows(tmp_path / "pairs.jsonl", 32, **row)
+    path = f"buffer.explorer_input.taskset.path={data}"
+    [plan] = draft(config_of(tmp_path, values(tmp_path), path)).plans
+    [note] = [note for note in plan.notes if "chosen" in note]
+    assert note.endswith("dpo learns; grpo asks their prompts, and a reward scores the replies")

@@ -57,7 +57,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     except FileNotFoundError as error:
         raise ConfigError([Problem("", f"there is no configuration file {path}")]) from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+        reason = _tab(path, error) or " ".join(str(error).split())
         raise ConfigError([Problem("", f"{path} cannot be read as YAML: {reason}")]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError([Problem("", f"{path} holds a list: expected sections with keys")])
@@ -75,6 +75,16 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     config = Config.model_validate(values)
     config._notes = tuple(notes)
     return config, problems
+
+
+def _tab(path: Path, error: Exception) -> str:
+    """Return the line with the tab that made YAML's reader fail; '' if it was something else."""
+    mark = getattr(error, "problem_mark", None)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if mark else []
+    line = lines[mark.line] if mark and mark.line < len(lines) else ""
+    if "\t" not in line[: len(line) - len(line.lstrip())]:
+        return ""
+    return f"line {mark.line + 1} is indented with a tab: expected spaces"
 
 
 def config_of(

@@ -164,7 +164,7 @@ def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:
             try:
                 columns = dict(_load(datasets, [file]).features)
             except (ValueError, datasets.exceptions.DatasetsError) as broken:
-                cause = str(broken.__cause__ or broken).splitlines()[0]
+                cause = _csv_fault(Path(file)) or str(broken.__cause__ or broken).splitlines()[0]
                 raise ValueError(f"has a broken file: {file}: {cause}") from error
             first = first or columns
             if columns != first:
@@ -173,6 +173,25 @@ def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:
                     f"{_in_words(first)}"
                 ) from error
         raise
+
+
+def _csv_fault(file: Path) -> str:
+    """Return why a CSV file has no rows, as far as its text shows it; else ''."""
+    if file.suffix != ".csv":
+        return ""
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return not_utf8(data, error)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "it has names of columns and no rows" if len(lines) == 1 else ""
+
+
+def not_utf8(data: bytes, error: UnicodeDecodeError) -> str:
+    """Return where the bytes of a file are not UTF-8, and what to do."""
+    line = data.count(b"\n", 0, error.start) + 1
+    return f"line {line} is not UTF-8 text (byte {data[error.start]:#04x}): save it as UTF-8"
 
 
 def quiet_datasets(progress: bool) -> Any:

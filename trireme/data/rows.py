@@ -24,6 +24,7 @@ from trireme.data.files import (
     chosen_rows,
     data_files,
     load_tables,
+    not_utf8,
     quiet_datasets,
 )
 from trireme.log import get_logger
@@ -369,7 +370,8 @@ def _read_json(
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"has a file that is not UTF-8 text: {path}: {error.reason}") from error
+        where = not_utf8(path.read_bytes(), error)
+        raise ValueError(f"has a broken file: {path}: {where}") from error
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             listed = json.loads(text)

@@ -64,6 +64,8 @@ def make_tasksets(
             taskset = tried(findings, make, item.key)
             if taskset is not None and (note := taskset.answers_note()) is not None:
                 findings.note(note)
+            if not item.is_eval and {"chosen", "rejected"} <= set(rows.columns):
+                findings.note(_of_pairs(stage, item))
         (evaluation if item.is_eval else training).append(taskset)
         if names_are_known:
             one = findings.take(_check_names(stage, recipe, item, taskset))
@@ -73,6 +75,14 @@ def make_tasksets(
         mixture = tried(findings, lambda: together(stage.config, here))
     one_experience = bool(training) and one_experience
     return Tasks(mixture, tuple(evaluation), tuple(read), one_experience), findings
+
+
+def _of_pairs(stage: StageFacts, used: UsedTaskset) -> str:
+    learner = stage.config.algorithm.algorithm_type
+    return (
+        f"{used.key}.path ({used.config.path}): its rows have chosen and rejected, from which "
+        f"algorithm_type dpo learns; {learner} asks their prompts, and a reward scores the replies"
+    )
 
 
 def _read(key: str, data: TasksetConfig | ExperienceBufferConfig) -> tuple[Rows | None, Findings]:
