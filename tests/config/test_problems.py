@@ -824,3 +824,18 @@ def test_pairs_for_an_algorithm_that_learns_from_rewards_are_noted(tmp_path: Pat
     [plan] = draft(config_of(tmp_path, values(tmp_path), path)).plans
     [note] = [note for note in plan.notes if "chosen" in note]
     assert note.endswith("dpo learns; grpo asks their prompts, and a reward scores the replies")
+
+
+@pytest.mark.parametrize(
+    ("size", "fitting"), [(24, "16 or 32"), (40, "32 or 64"), (8, ""), (64, ""), (31, "16 or 32")]
+)
+def test_a_batch_that_does_not_divide_an_explore_step_is_noted(
+    tmp_path: Path, size: int, fitting: str
+) -> None:
+    made = draft(config_of(tmp_path, values(tmp_path), f"buffer.train_batch_size={size}"))
+    notes = [note for note in made.plans[0].notes if "train_batch_size" in note]
+    text = (
+        f"buffer.train_batch_size ({size}): a step explores 32 experiences, so that some batches "
+        f"mix those of two steps, sampled by different weights; with {fitting} none does"
+    )
+    assert notes == ([text] if fitting else [])

@@ -131,10 +131,30 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
             f"trainer.total_steps ({train}): the tasks give {expected}{condition}, and the run "
             "ends there; buffer.total_steps or total_epochs says how often they are repeated"
         )
+    if config.mode == "both" and stage.one_experience and not (replays or stage.whole_steps):
+        findings.notes += _uneven(own, wanted, stage.rollouts)
     rows = stage.task_rows
     an_epoch = None if rows is None else rows // buffer.batch_size
     steps = replace(sizes, explore=explore, train=train, schedule=schedule, per_epoch=an_epoch)
     return steps, findings
+
+
+def _uneven(own: int, wanted: int, explored: int) -> list[str]:
+    """Note a train batch that neither divides what a step explores, nor is a multiple of it."""
+    if explored % own == 0 or own % explored == 0:
+        return []
+    if own > explored:
+        fitting = [own // explored * explored, -(-own // explored) * explored]
+    else:
+        divisors = [size for size in range(1, explored + 1) if explored % size == 0]
+        fitting = [max(d for d in divisors if d < own), min(d for d in divisors if d > own)]
+    more = wanted - own
+    which = f"{wanted}, {more} of them an expert's" if more else f"{wanted}"
+    sizes = " or ".join(f"{size + more}" for size in fitting if size > 1 or own < 4)
+    return [
+        f"buffer.train_batch_size ({which}): a step explores {explored} experiences, so that some "
+        f"batches mix those of two steps, sampled by different weights; with {sizes} none does"
+    ]
 
 
 def _epochs(stage: StageFacts, size: int, rows: int, path: str) -> tuple[int, Findings]:
