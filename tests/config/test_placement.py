@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from tests.config.made import SEEDS, plan_of, values
+from tests.config.made import SEEDS, config_of, plan_of, values
+from trireme.cli.check import check
+from trireme.cli.run import run
 from trireme.config import ConfigError, Findings, load_config
 from trireme.config.memory import MemoryPlan
+from trireme.config.plan import unmet
 from trireme.launch.check import draft
+from trireme.monitor.terminal import Terminal
 
 ENGINES = "explorer.rollout_model.engine_num"
 
@@ -187,3 +195,37 @@ def test_of_two_memory_planners_the_first_counts_and_a_note_names_the_other(tmp_
     assert plan.memory.needs == {"weights": 5}
     [note] = [note for note in plan.notes if "memory planner" in note]
     assert note.startswith("memory planner 'estimate': only this one is used, and 'mine' is not")
+
+
+def test_strict_refuses_another_engine_or_device_than_the_yaml_asks_for(tmp_path: Path) -> None:
+    def lacking(*overrides: str) -> list[str]:
+        [plan] = draft(config_of(tmp_path, values(tmp_path), *overrides)).plans
+        return [str(problem) for problem in unmet(plan)]
+
+    assert lacking() == lacking("explorer.rollout_model.engine_type=torch") == []
+    assert lacking("cluster.gpu_per_node=8") == [
+        "cluster.gpu_per_node is 8, and --strict is given: torch can use no GPU here, and the run "
+        "would be on the CPU"
+    ]
+
+
+@pytest.mark.extension("vllm")
+def test_strict_says_why_an_engine_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRIREME_VLLM_PYTHON", raising=False)
+    name = "explorer.rollout_model.engine_type=vllm"
+    [plan] = draft(config_of(tmp_path, values(tmp_path), name)).plans
+    expected = (
+        "explorer.rollout_model.engine_type is vllm, and --strict is given: the embedded torch "
+        "engine generates in its place, since no Python with vLLM was named"
+    )
+    [problem] = unmet(plan)
+    assert str(problem).startswith(expected)
+    assert unmet(replace(plan, mode="train")) == []
+    path = tmp_path / "config.yaml"
+    assert run(path, [name], [], strict=True) == 2
+    assert capsys.readouterr().err.startswith(f"error: {expected}")
+    out = io.StringIO()
+    assert check(path, [name], Terminal(file=out, soft_wrap=True), strict=True) == 1
+    assert f"problem: {expected}" in out.getvalue()

@@ -38,6 +38,11 @@ OptionalConfig = Annotated[
     typer.Option("--config", "-c", help="The YAML of the run; without it, the built-in demo."),
 ]
 
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse another engine or device than the YAML asks for."),
+]
+
 Given = Mapping[str, list[str]]
 """Maps a flag, without its dashes, to its values."""
 Source = Path | Mapping[str, Any] | None

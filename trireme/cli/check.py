@@ -11,6 +11,7 @@ from rich.text import Text
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan
 from trireme.config.memory import in_gib
+from trireme.config.plan import unmet
 from trireme.log import hide_passwords
 from trireme.monitor.terminal import Terminal
 
@@ -23,8 +24,17 @@ if TYPE_CHECKING:
 _WIDTH = 14
 
 
-def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None = None) -> int:
-    """Print every Plan of the file and every problem; the exit code is 1 if there is one."""
+def check(
+    config: Path,
+    overrides: Sequence[str] = (),
+    console: Terminal | None = None,
+    *,
+    strict: bool = False,
+) -> int:
+    """Print every Plan of the file and every problem; the exit code is 1 if there is one.
+
+    `strict`: another engine or device than the YAML asks for is a problem.
+    """
     console = console or Terminal(soft_wrap=True)
     with console.status(f"checking {config}"):  # the line is shown before torch is imported
         from trireme.launch.check import examine
@@ -37,6 +47,8 @@ def check(config: Path, overrides: Sequence[str] = (), console: Terminal | None 
             plans, problems, parts = [], list(error.problems), []
     for plan in plans:
         show_plan(plan, console)
+    if strict:
+        problems += dict.fromkeys(one for plan in plans for one in unmet(plan))
     completed = []
     if not problems:
         completed, no_hub = complete(plans, parts)

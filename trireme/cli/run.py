@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trireme.config import ConfigError, Plan, Problem, load_config
+from trireme.config.plan import unmet
 from trireme.config.variables import variable
 from trireme.files import InUse
 from trireme.launch.stop import Stop
@@ -39,11 +40,12 @@ def run(
     *,
     compare: bool = False,
     fresh: bool = False,
+    strict: bool = False,
 ) -> int:
     """Run the stages of a YAML (None: the demo); returns the exit code.
 
     `compare` also spends the last stage's time on more supervised training. `fresh` begins a new
-    run, with the next free name.
+    run, with the next free name. `strict` refuses another engine or device than the YAML names.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -52,6 +54,8 @@ def run(
     try:
         try:
             made = draft_of(config, overrides, plugin_dirs, fresh)
+            if strict and (lacks := [one for plan in made.plans for one in unmet(plan)]):
+                raise ConfigError([*dict.fromkeys(lacks)])
             if fresh:
                 stop.fresh = True
                 refuse_old_rows(made.plans)

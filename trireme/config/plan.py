@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.config import Findings
+from trireme.config import Findings, Problem
 from trireme.config.check import check_kernels, note_idle
-from trireme.config.engine_kind import EnginePlan, choose_engine, kind_named
+from trireme.config.engine_kind import EnginePlan, choose_engine, kind_named, kind_of
 from trireme.config.external import ExternalModel, external_of
 from trireme.config.gpus import Gpus, gpu_bytes, num_gpus, why_no_gpu
 from trireme.config.memory import MemoryPlan, plan_memory, request_of
@@ -90,6 +90,25 @@ class Plan:
     def api(self) -> ExternalModel | None:
         """Return the model behind an API that bench evaluates in place of `model_path`."""
         return external_of(self.config) if self.mode == "bench" else None
+
+
+def unmet(plan: Plan) -> list[Problem]:
+    """Return what the YAML asks for by name and this machine lacks, an engine or GPUs, as problems
+    for `--strict`.
+    """
+    cluster, model = plan.config.cluster, plan.config.explorer.rollout_model
+    problems = list[Problem]()
+    kind = None if plan.mode == "train" or plan.api else kind_of(model.engine_type)
+    if kind is not None and kind.name != plan.engine.kind:
+        key = "explorer.rollout_model.engine_type"
+        because = [note for note in plan.notes if note.startswith(f"{key} (")]
+        why = because[0].partition("): ")[2] if because else f"{plan.engine.kind} generates instead"
+        problems.append(Problem(key, f"is {model.engine_type}, and --strict is given: {why}"))
+    if cluster.gpu_per_node and plan.device == "cpu" and not plan.places.elsewhere:
+        asked = f"is {cluster.gpu_per_node}, and --strict is given"
+        text = f"{asked}: torch can use no GPU here, and the run would be on the CPU"
+        problems.append(Problem("cluster.gpu_per_node", text))
+    return problems
 
 
 def derive(stage: StageFacts, root: Path, gpus: Gpus | None = None) -> tuple[Plan, Findings]:

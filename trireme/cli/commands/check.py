@@ -7,6 +7,7 @@ import typer
 from trireme.cli.arguments import (
     OptionalConfig,
     PluginDirs,
+    Strict,
     WithFlags,
     Words,
     yaml_and_keys,
@@ -21,6 +22,7 @@ def check(
     words: Words = None,
     config: OptionalConfig = None,
     plugin_dir: PluginDirs = None,
+    strict: Strict = False,
 ) -> None:
     """Print a YAML's derived values and problems; start nothing."""
     from trireme.cli.check import check as command
@@ -30,4 +32,4 @@ def check(
     if config is None:
         raise typer.BadParameter("expected a YAML: trireme check my.yaml")
     add_plugin_dirs(plugin_dir or [])
-    raise typer.Exit(command(config, keys))
+    raise typer.Exit(command(config, keys, strict=strict))

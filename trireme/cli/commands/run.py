@@ -9,6 +9,7 @@ import typer
 from trireme.cli.arguments import (
     OptionalConfig,
     PluginDirs,
+    Strict,
     WithFlags,
     Words,
     yaml_and_keys,
@@ -30,6 +31,7 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin a new run, NAME_2, in place of resuming NAME.")
     ] = False,
+    strict: Strict = False,
 ) -> None:
     """Run an experiment, or the built-in demo."""
     import trireme
@@ -40,4 +42,6 @@ def run(
     say(f"trireme {trireme.__version__}: {what}", flush=True)
     from trireme.cli.run import run as command
 
-    raise typer.Exit(command(config, keys, plugin_dir or [], compare=compare, fresh=fresh))
+    raise typer.Exit(
+        command(config, keys, plugin_dir or [], compare=compare, fresh=fresh, strict=strict)
+    )
