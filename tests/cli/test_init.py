@@ -35,7 +35,9 @@ def test_a_starter_project_runs_as_it_is(
 ) -> None:
     project = tmp_path / "mine"
     assert init(project) == 0
-    assert capsys.readouterr().out.endswith(f"  cd {project} && trireme run run.yaml\n")
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"{project}: making data and a tiny model"
+    assert last == f"  cd {project} && trireme run run.yaml"
     assert not list(project.glob("*.txt"))
     told = call("-m", "trireme", "run", "run.yaml", cwd=project)
     assert "evaluation held_out" in told and "warning" not in told

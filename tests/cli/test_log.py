@@ -42,9 +42,12 @@ def test_records_are_chosen_by_level_keyword_and_file(job: Path) -> None:
     assert [e.part for e in select([job / "log"], pattern="train*")] == ["trainer"]
 
 
-def test_the_last_records_of_a_job_folder(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert log(job, None, last=1, color=False) == 0
-    assert capsys.readouterr().out.startswith("2026-01-01 10:00:02,000 ERROR")
+def test_the_last_lines_of_a_job_folder(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert log(job, None, last=2, color=False) == 0
+    assert capsys.readouterr().out == "Traceback (most recent call last):\nValueError: x\n"
+    assert log(job, None, last=4, color=False) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2026-01-01 10:00:01,000 WARNING") and len(out.splitlines()) == 4
 
 
 def test_the_folder_may_stand_by_itself(job: Path) -> None:
@@ -89,6 +92,6 @@ def test_control_characters_that_another_program_logged_are_shown(
 ) -> None:
     line = f"2026-01-01 10:00:03,000 ERROR vllm: \x1b[2Jgone {ALL}\n"
     (job / "log/engine_0.log").write_text(line, encoding="utf-8", errors="surrogatepass")
-    assert log(job, None, last=1, color=False) == 0
+    assert log(job, None, last=99, color=False) == 0
     said = capsys.readouterr().out
     assert "vllm: \u241b[2Jgone" in said and commands_in(said) == set()

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from tests.e2e.job import small_config
 from trireme.cli import run as command
+from trireme.cli.main import app
 from trireme.config import ConfigError, Problem
 from trireme.launch.stop import Stop
 
@@ -161,3 +163,19 @@ def test_a_stopped_new_run_is_resumed_by_its_name(tmp_path: Path) -> None:
     assert stop.what_is_left().endswith("is saved; the same command resumes from it")
     stop.fresh = True
     assert stop.what_is_left().endswith(f"add name={plan.config.name} in place of --fresh")
+
+
+@pytest.mark.extension("evaluation", "rollout_server")
+@pytest.mark.parametrize(
+    ("words", "waits"),
+    [
+        (["run", "none.yaml"], "loading torch, and checking model, data and workflows"),
+        (["debug", "none.yaml"], "none.yaml: loading torch and the task"),
+        (["eval", "-c", "none.yaml", "-m", "m"], "loading torch, and checking models and tasks"),
+        (["rollout", "--model", "none"], "loading none"),
+    ],
+)
+def test_a_command_says_what_it_waits_for_before_it_waits(words: list[str], waits: str) -> None:
+    done = CliRunner().invoke(app, words)
+    lines = done.output.splitlines()
+    assert done.exit_code != 0 and lines.index(waits) < len(lines) - 1

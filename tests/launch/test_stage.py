@@ -23,7 +23,7 @@ from trireme.engines.device import Device
 from trireme.launch.check import make_plans
 from trireme.launch.listeners import RunListener
 from trireme.launch.open_run import open_run
-from trireme.launch.results import StageResult, explored, summarise
+from trireme.launch.results import StageResult, changed_example, explored, summarise
 from trireme.launch.resume import refuse_other_run
 from trireme.launch.run import nothing_left
 from trireme.launch.stage import Stage
@@ -50,6 +50,35 @@ def test_the_summary_of_a_resumed_run_begins_where_its_first_start_did(tmp_path:
     assert (summary.accuracy_before, summary.accuracy_rl) == (0.25, 0.75)
     trained = summarise([StageResult(None, "train", "grpo")], plan.job_dir, [plan])
     assert trained.accuracy_before is None  # nothing was evaluated here
+
+
+def example(task: int, reply: str, reward: float) -> dict[str, Any]:
+    return {
+        "task": task, "prompt": f"p{task}", "truth": "1", "reply": reply, "reward": reward,
+        "temperature": 0.0,
+    }  # fmt: skip
+
+
+def test_the_example_at_the_end_is_a_task_that_the_last_stage_changed(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+
+    def shown(*stages: tuple[str, list[tuple[str, float]]]) -> tuple[str, bool]:
+        rows = {label: [example(n, *each) for n, each in enumerate(s)] for label, s in stages}
+        seen = changed_example(rows)
+        assert list(seen["replies"]) == [label for label, _ in stages]
+        return seen["prompt"], seen["changed"]
+
+    before = "before", [("a", 0.0), ("a", 1.0), ("a", 0.0)]
+    # the mean rises: not the second, which fell
+    assert shown(before, ("after RL", [("a", 0.0), ("b", 0.0), ("b", 2.0)])) == ("p2", True)
+    assert shown(before, ("after RL", [("a", 0.0), ("b", 1.0), ("a", 0.0)])) == ("p1", True)
+    assert shown(before, ("after RL", before[1])) == ("p0", False)
+    sft = "after SFT", [("b", 0.0), ("b", 0.0), ("b", 1.0)]
+    assert shown(before, sft, ("after RL", [("c", 1.0), ("b", 0.0), ("b", 1.0)])) == ("p0", True)
+    assert shown(("after RL", [("a", 0.0)])) == ("p0", False)
+    assert changed_example({}) == {}
+    result = StageResult(None, "both", "grpo", last_examples=[example(0, "a", 1.0)])
+    assert summarise([result], plan.job_dir, [plan]).example["prompt"] == "p0"
 
 
 def test_a_run_at_its_end_says_what_makes_it_go_on(tmp_path: Path) -> None:

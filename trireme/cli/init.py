@@ -21,6 +21,7 @@ def init(folder: Path) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         say(f"error: {folder} is there already: expected a new or empty folder", file=sys.stderr)
         return 2
+    say(f"{folder}: making data and a tiny model", flush=True)
     from trireme.demo.tiny_model import make_tiny_model  # imports torch
 
     rows = [

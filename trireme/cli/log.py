@@ -47,8 +47,9 @@ def log(
         say(error, file=sys.stderr)
         return 2
     output = Terminal(no_color=not color, highlight=False)
-    for entry in entries[-last:] if last else entries:
-        output.print(Text(entry.text, style=_STYLES.get(entry.level, "")), soft_wrap=True)
+    lines = [(line, entry.level) for entry in entries for line in entry.text.split("\n")]
+    for line, level in lines[-last:] if last else lines:
+        output.print(Text(line, style=_STYLES.get(level, "")), soft_wrap=True)
     return 0
 
 

@@ -41,11 +41,13 @@ def run(
     compare: bool = False,
     fresh: bool = False,
     strict: bool = False,
+    heading: str = "",
 ) -> int:
     """Run the stages of a YAML (None: the demo); returns the exit code.
 
     `compare` also spends the last stage's time on more supervised training. `fresh` begins a new
     run, with the next free name. `strict` refuses another engine or device than the YAML names.
+    `heading` is printed once the configuration can run.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -54,6 +56,8 @@ def run(
     try:
         try:
             made = draft_of(config, overrides, plugin_dirs, fresh)
+            if heading:
+                say(heading, flush=True)
             if strict and (lacks := [one for plan in made.plans for one in unmet(plan)]):
                 raise ConfigError([*dict.fromkeys(lacks)])
             if fresh:

@@ -48,6 +48,8 @@ from trireme.usercode import with_place
 
 logger = get_logger("explorer")
 
+MOST_EXAMPLES, MOST_TEXT = 64, 2000
+"""Held-out tasks that are kept for the end of a run, and the characters of a text of each."""
 _RATE_STEPS = 4
 """Steps that tokens a second are counted over: of some that are under way together, all end at
 once, and one of them alone has no rate."""
@@ -121,9 +123,9 @@ class Explorer:
         self.step = 0
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
-        self.first_example: dict[str, Any] | None = None
-        """The first task of the first evaluation taskset and its rollout; always the same task."""
-        self.last_example: dict[str, Any] | None = None
+        self.first_examples: list[dict[str, Any]] = []
+        """The first tasks of the first evaluation taskset, each with a rollout."""
+        self.last_examples: list[dict[str, Any]] = []
         self.seconds = {"explore": 0.0, "evaluate": 0.0}
         self.feedback = Feedback()
         self._lost = Lost()
@@ -342,7 +344,7 @@ class Explorer:
             await self.scheduler.submit(f"{step}/{taskset.name}", taskset.all())
 
     async def _finish_evaluation(self, step: int) -> Evaluation:
-        evaluation, example = {}, None
+        evaluation, examples = {}, list[dict[str, Any]]()
         started = self._evaluation_started.pop(step)
         for taskset in self.eval_tasksets:
             outcomes = await self.scheduler.results(f"{step}/{taskset.name}")
@@ -350,7 +352,7 @@ class Explorer:
             when = f"evaluation '{taskset.name}' at step {step}"
             self._look_at_failures(when, outcomes, limit=1.0)
             evaluation[taskset.name] = metrics
-            example = example or _example(outcomes)
+            examples = examples or _examples(outcomes)
             prefix = self.settings.eval_prefix
             named = {f"{prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
             seconds = time.monotonic() - started
@@ -360,8 +362,8 @@ class Explorer:
             rollouts = [e for o in outcomes for e in o.rollouts]
             self.emit(Evaluated(prefix, step, named, rollouts))
         if self.first_evaluation is None and step == 0:
-            self.first_evaluation, self.first_example = evaluation, example
-        self.last_evaluation, self.last_example = evaluation, example
+            self.first_evaluation, self.first_examples = evaluation, examples
+        self.last_evaluation, self.last_examples = evaluation, examples
         return evaluation
 
     def _load_own_state(self) -> None:
@@ -390,18 +392,27 @@ def explorer_state(path: Path) -> dict[str, Any]:
     return {"step": step, "taskset": states[0] if states else {}, **feedback}
 
 
-def _example(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """Return prompt, reply and reward of the first rollout of the first task."""
-    if not outcomes or not outcomes[0].experiences:
-        return None
-    task, shown = outcomes[0].task, outcomes[0].experiences[-1]
-    return {
-        "prompt": shown.prompt_text if not isinstance(task.prompt, str) else task.prompt,
-        "truth": None if task.truth is None else str(task.truth),
-        "reply": shown.response_text or "",
-        "reward": shown.reward,
-        "temperature": shown.temperature,
-    }
+def _examples(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Return prompt, reply and reward of a rollout of each of the first tasks, with the number of
+    the task.
+    """
+    out: list[dict[str, Any]] = []
+    for number, outcome in enumerate(outcomes[:MOST_EXAMPLES]):
+        if not outcome.experiences:
+            continue
+        task, shown = outcome.task, outcome.experiences[-1]
+        prompt = task.prompt if isinstance(task.prompt, str) else shown.prompt_text
+        out.append(
+            {
+                "task": number,
+                "prompt": (prompt or "")[:MOST_TEXT],
+                "truth": None if task.truth is None else str(task.truth)[:MOST_TEXT],
+                "reply": (shown.response_text or "")[:MOST_TEXT],
+                "reward": shown.reward,
+                "temperature": shown.temperature,
+            }
+        )
+    return out
 
 
 def failure_line(failed: Failed, task: Task) -> dict[str, Any]:

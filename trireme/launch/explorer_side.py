@@ -110,9 +110,9 @@ class ExplorerSide:
     async def result(self) -> StageResult:
         """Return the explorer's result."""
         result, explorer = self.stage.result(), self.explorer
-        result.first, result.first_example = explorer.first_evaluation, explorer.first_example
+        result.first, result.first_examples = explorer.first_evaluation, explorer.first_examples
         if explorer.last_evaluation is not explorer.first_evaluation:
-            result.last, result.last_example = explorer.last_evaluation, explorer.last_example
+            result.last, result.last_examples = explorer.last_evaluation, explorer.last_examples
         result.steps = explorer.step
         result.phases |= explorer.seconds
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ class StageResult:
     """The evaluation at the start, by taskset."""
     last: Evaluation | None = None
     """The evaluation at the end."""
-    first_example: dict[str, Any] | None = None
-    """The first held-out task in the evaluation at the start."""
-    last_example: dict[str, Any] | None = None
-    """The same task in the evaluation at the end."""
+    first_examples: list[dict[str, Any]] = field(default_factory=list)
+    """Held-out tasks and replies of the evaluation at the start."""
+    last_examples: list[dict[str, Any]] = field(default_factory=list)
+    """The same tasks in the evaluation at the end."""
     steps: int = 0
     ended_by: str = ""
     """The callback that ended the training, as a sentence."""
@@ -45,8 +45,8 @@ class StageResult:
     def add(self, side: StageResult) -> None:
         """Add the result of one side; the step count is that of the last side added."""
         self.first, self.last = side.first or self.first, side.last or self.last
-        self.first_example = side.first_example or self.first_example
-        self.last_example = side.last_example or self.last_example
+        self.first_examples = side.first_examples or self.first_examples
+        self.last_examples = side.last_examples or self.last_examples
         self.steps, self.phases = side.steps, self.phases | side.phases
         self.model_dir = side.model_dir or self.model_dir
         self.ended_by = side.ended_by or self.ended_by
@@ -54,7 +54,7 @@ class StageResult:
 
 def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) -> Summary:
     """Collect the accuracies before, after SFT and after RL, and the folder of the model."""
-    summary = Summary()
+    summary, examples = Summary(), dict[str, Sequence[dict[str, Any]]]()
     for result, plan in zip(results, plans, strict=True):
         fresh = plan.model_from_stage is None
         supervised = result.schema == "sft"
@@ -67,8 +67,12 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
         else:
             summary.accuracy_sft = summary.accuracy_sft if fresh else accuracy(first)
             summary.accuracy_rl = accuracy(result.last)
-        add_example(summary, "before" if fresh else "after SFT", result.first_example)
-        add_example(summary, "after SFT" if supervised else "after RL", result.last_example)
+        for label, each in (
+            ("before" if fresh else "after SFT", result.first_examples),
+            ("after SFT" if supervised else "after RL", result.last_examples),
+        ):
+            if each:
+                examples[label] = each
         name = f"{result.name} " if result.name else ""
         summary.phases |= {f"{name}{kind}": s for kind, s in result.phases.items() if s}
         summary.model_dir = result.model_dir or summary.model_dir
@@ -77,6 +81,7 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
         if first or result.last:
             summary.evaluations[result.name or "run"] = evaluations
         summary.warnings += [{"stage": result.name, **one} for one in result.warnings]
+    summary.example = changed_example(examples)
     if summary.model_dir:
         stored = any(job.glob("buffer/*")) or any(job.glob("*/buffer/*"))
         if stored and "view" in COMMANDS:
@@ -97,18 +102,37 @@ def evaluated_at_first(plan: Plan) -> Evaluation | None:
     return evaluation or None
 
 
-def add_example(summary: Summary, label: str, example: dict[str, Any] | None) -> None:
-    """Add a reply to the first held-out task to those of the other stages."""
-    if example is None:
-        return
-    shown = summary.example or {
-        "prompt": example["prompt"],
-        "truth": example["truth"],
-        "drawn": drawn(example["temperature"]),
-        "replies": {},
+def changed_example(examples: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Choose a held-out task that shows what the last stage has changed, with its reply after each
+    stage: the first whose reward moved as the mean did, else the first whose reply changed.
+    """
+    by_task = [{one["task"]: one for one in each} for each in examples.values()]
+    shared = [task for task in (by_task or [{}])[0] if all(task in each for each in by_task)]
+    if not shared:
+        return {}
+
+    def gain(task: int) -> float:
+        before, after = (each[task]["reward"] or 0.0 for each in by_task[-2:])
+        return after - before
+
+    def changed(task: int) -> bool:
+        before, after = (each[task]["reply"] for each in by_task[-2:])
+        return after != before
+
+    chosen = shared[0]
+    if len(by_task) > 1:
+        mean = sum(map(gain, shared))
+        moved = [task for task in shared if gain(task) * mean > 0]
+        chosen = next(iter([*moved, *filter(changed, shared), chosen]))
+    first = by_task[0][chosen]
+    replies = zip(examples, (each[chosen] for each in by_task), strict=True)
+    return {
+        "prompt": first["prompt"],
+        "truth": first["truth"],
+        "drawn": drawn(first["temperature"]),
+        "changed": len(by_task) > 1 and changed(chosen),
+        "replies": {label: {"text": e["reply"], "reward": e["reward"]} for label, e in replies},
     }
-    shown["replies"][label] = {"text": example["reply"], "reward": example["reward"]}
-    summary.example = shown
 
 
 def accuracy(evaluation: Evaluation | None) -> float | None:

@@ -15,7 +15,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -118,7 +118,9 @@ def finished_stages(job: Path) -> list[StageResult]:
     """Return the results of the finished stages."""
     path = JobFolder(job).stage_meta
     try:
-        return [StageResult(**row) for row in read_json(path)["finished"]]
+        known = {item.name for item in fields(StageResult)}  # another version had others
+        rows = read_json(path)["finished"]
+        return [StageResult(**{key: row[key] for key in row if key in known}) for row in rows]
     except FileNotFoundError:
         return []
     except (KeyError, TypeError) as error:

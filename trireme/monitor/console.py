@@ -241,7 +241,8 @@ def example_lines(example: Mapping[str, Any]) -> list[str]:
     """Return the first held-out task, followed by the replies to it."""
     if not example:
         return []
-    lines = [f"a held-out task: {in_one_line(example['prompt'], 200)}"]
+    which = "a held-out task whose reply changed" if example.get("changed") else "a held-out task"
+    lines = [f"{which}: {in_one_line(example['prompt'], 200)}"]
     if example["truth"]:
         lines.append(f"    {'right':<10} {in_one_line(example['truth'], 160)}")
     for label, reply in example["replies"].items():

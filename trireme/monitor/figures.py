@@ -250,8 +250,8 @@ class Summary:
     accuracy_more_sft: float | None = None
     """Accuracy if the reinforcement stage's wall time had gone into more supervised training."""
     example: dict[str, Any] = field(default_factory=dict)
-    """The first held-out task: `prompt`, `truth`, how its replies are `drawn`, and the reply before
-    and after each stage: its `text` and `reward`."""
+    """A held-out task, one that `changed` in the last stage if there is one: `prompt`, `truth`, how
+    its replies are `drawn`, and the reply before and after each stage: its `text` and `reward`."""
     measure: str = "accuracy"
     """The measure of these four: `reward` if the evaluation has no accuracy but a mean reward."""
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -17,9 +17,9 @@ def test_lines_in_replies_out_until_an_empty_line(tiny_dir: Path) -> None:
     words = ["chat", str(tiny_dir), "--max-tokens", "4", "--system", "Be brief."]
     done = CliRunner().invoke(app, words, input="1 + 2?\nand 3?\n\nnot read\n")
     assert done.exit_code == 0, done.output
-    assert done.output.startswith(f"{tiny_dir}: an empty line or Ctrl-D ends\n")
+    assert done.output.startswith(f"loading {tiny_dir}\nan empty line or Ctrl-D ends\n")
     assert CliRunner().invoke(app, words, input="1 + 2?\nand 3?\n").output == done.output
-    assert len(done.output) > len(f"{tiny_dir}: an empty line or Ctrl-D ends\n")
+    assert len(done.output) > len(f"loading {tiny_dir}\nan empty line or Ctrl-D ends\n")
 
 
 def test_the_newest_model_of_a_run_is_taken(

@@ -92,6 +92,17 @@ def test_two_models_are_measured_and_compared(
     assert all(len(values) == 4 for values in first["values"])
 
 
+def test_columns_are_those_that_the_first_row_shows(tmp_path: Path, tiny_dir: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps({"problem": "1 + 1?", "solution": "2"}) + "\n")
+    words = ["--tasks", str(path), "--model", str(tiny_dir), "--max-tokens", "4"]
+    words += ["--workflow", "simple_workflow", "--reward", "math_reward"]
+    done = call(*words, "model.max_prompt_tokens=40")
+    assert done.exit_code == 0, done.output
+    done = call(*words, "--prompt-key", "question", "model.max_prompt_tokens=40")
+    assert done.exit_code == 2 and "no column 'question'" in done.output
+
+
 def test_a_yaml_s_data_below_its_own_root_are_found(
     tasks: Path, tmp_path: Path, tiny_dir: Path
 ) -> None:

@@ -44,6 +44,9 @@ def test_a_comparison_is_made_task_by_task() -> None:
     # gains 0.2, 0.2, 0, 0.1: of 8 signs of what moved only +++ and --- are as far from 0
     assert found.p == pytest.approx(2 / 8)
     assert difference(first, first).p == 1
+    shares = difference([0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0])
+    assert (shares.mean, shares.high) == (0.75, 1.0) and shares.low == pytest.approx(0.26, abs=0.01)
+    assert difference([0.0, 0.0, 0.0, 1.1], [1.0, 1.0, 1.0, 1.1]).high > 1.2
     with pytest.raises(ValueError, match="4 and 3 tasks: expected the same ones"):
         difference(first, second[:3])
 

@@ -129,7 +129,7 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     (tmp_path / "plugin.py").touch()
     monkeypatch.chdir(tmp_path)
     seen: list[Any] = []
-    monkeypatch.setattr("trireme.cli.check.check", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr("trireme.cli.check.check", lambda *given, **_: seen.append(given) or 0)
 
     def call(*words: str) -> Any:
         done = CliRunner().invoke(app, ["check", *words])
@@ -429,13 +429,24 @@ def rlhf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs `trireme rlhf` with these words; the configuration that it would run, or its words."""
     monkeypatch.chdir(tmp_path)
     seen: list[Any] = []
-    monkeypatch.setattr("trireme.cli.run.run", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr("trireme.cli.run.run", lambda *given, **_: seen.append(given) or 0)
 
     def call(words: str) -> Any:
         done = CliRunner().invoke(app, ["rlhf", *words.split()])
         return load_config(seen.pop()[0]) if seen else " ".join(done.output.split())
 
     return call
+
+
+def test_rlhf_shows_its_yaml_only_if_it_can_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "rlhf --model ./none --dataset none.jsonl --reward_funcs accuracy --output_dir out"
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 2 and "model.model_path (./none)" in done.output
+    assert done.output.startswith("# out/rlhf.yaml: the same run is `trireme run out/rlhf.yaml`\n")
+    assert "project: rlhf" not in done.output
 
 
 def test_rlhf_is_a_run_from_flags_alone(rlhf: Any, tmp_path: Path) -> None:

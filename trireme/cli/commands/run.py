@@ -40,6 +40,7 @@ def run(
     # before the other imports, which take seconds
     what = config or "the demo: a tiny model learns word problems, on this machine's cores"
     say(f"trireme {trireme.__version__}: {what}", flush=True)
+    say("loading torch, and checking model, data and workflows", flush=True)
     from trireme.cli.run import run as command
 
     raise typer.Exit(

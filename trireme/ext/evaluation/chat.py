@@ -24,7 +24,7 @@ def chat(folder: Path, *, system: str | None, temperature: float, max_tokens: in
     except ValueError as error:
         complain(str(error))
         return 2
-    say(f"{model}: an empty line or Ctrl-D ends", flush=True)
+    say(f"loading {model}", flush=True)
     try:
         with asyncio.Runner() as runner:
             _talk(runner, model, system, temperature, max_tokens)
@@ -90,6 +90,7 @@ def _talk(
         engine, ChatTokens(tokenizer), key=(0, 0, 0), sampling=sampling, max_model_len=length,
         max_prompt_tokens=length - 1,
     )  # fmt: skip
+    say("an empty line or Ctrl-D ends", flush=True)
     messages = [{"role": "system", "content": system}] if system else []
     try:
         while text := _line():

@@ -22,6 +22,7 @@ def debug(
 ) -> int:
     """Print the exchange; returns the exit code: 1 the workflow failed, 2 nothing could run."""
     add_plugin_dirs(plugin_dirs)
+    say(f"{config}: loading torch and the task", file=sys.stderr, flush=True)
     try:
         loaded = load_config(config, overrides)
         from trireme.ext.evaluation.trial import TrialFailed, try_plan

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,7 @@ def evaluate_models(options: EvalOptions) -> int:
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    say("loading torch, and checking models and tasks", file=sys.stderr, flush=True)
     measured: Measured = []
     signals: list[int] = []
     try:
@@ -178,16 +179,13 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
 
 
 def _tree(options: EvalOptions) -> dict[str, Any]:
-    columns = {"prompt_key": options.prompt_key}
-    if options.response_key:
-        columns["response_key"] = options.response_key
     names = [
         name.partition("=")[::2] if "=" in name else ("", name) for name in options.tasks or ()
     ]
     inputs: dict[str, Any] = {
         "default_workflow_type": options.workflow or "math_workflow",
         "eval_tasksets": [
-            {"name": name or Path(path).stem, "path": path, "format": columns}
+            {"name": name or Path(path).stem, "path": path, "format": _columns(options, path)}
             for name, path in names
         ],
     }
@@ -195,6 +193,23 @@ def _tree(options: EvalOptions) -> dict[str, Any]:
         inputs["default_reward_fn_type"] = options.reward
     model = {"max_prompt_tokens": LONGEST // 2, "max_response_tokens": LONGEST // 2}
     return {"name": "eval", "model": model, "buffer": {"explorer_input": inputs}}
+
+
+def _columns(options: EvalOptions, path: str) -> dict[str, str]:
+    """Return the columns of prompt and answer: the given ones, else those that the first row shows,
+    as `trireme.train` finds them.
+    """
+    from trireme.data.rows import DataSet, is_remote, load_rows
+    from trireme.ext.train.train import columns_in
+
+    columns = {"prompt_key": options.prompt_key, "response_key": options.response_key}
+    if None in columns.values() and not is_remote(DataSet(path)):
+        with suppress(ValueError, ImportError, OSError):  # the run's own check reports it
+            found = columns_in(load_rows(path)[0])
+            columns = {key: found.get(key) if c is None else c for key, c in columns.items()}
+    usual = {"prompt_key": "question", "response_key": "answer"}
+    columns = {key: usual[key] if c is None else c for key, c in columns.items()}
+    return {key: column for key, column in columns.items() if column}
 
 
 def _report(options: EvalOptions, measured: Measured) -> list[str]:

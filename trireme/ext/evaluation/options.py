@@ -44,15 +44,20 @@ class EvalOptions:
         str | None, typer.Option(help="The reward of --tasks; by default the workflow's.")
     ] = None
     prompt_key: Annotated[
-        str, typer.Option("--prompt-key", help="The column of --tasks with the prompt.")
-    ] = "question"
+        str | None,
+        typer.Option(
+            "--prompt-key",
+            help="The column of --tasks with the prompt; by default the first row shows it.",
+        ),
+    ] = None
     response_key: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--response-key",
-            help="The column of --tasks with the reference answer; '' if there is none.",
+            help="The column of --tasks with the reference answer, found likewise; '' if there is "
+            "none.",
         ),
-    ] = "answer"
+    ] = None
     rollouts: Annotated[
         int | None,
         typer.Option(

@@ -67,7 +67,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 42) -> Difference:
     """Return the second less the first, task by task; `p` is that of a permutation test of the
-    signs.
+    signs. The interval stays between -1 and 1 if all values are between 0 and 1.
 
     Raises ValueError if they are not of the same tasks.
     """
@@ -75,7 +75,10 @@ def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 4
         raise ValueError(f"{len(first)} and {len(second)} tasks: expected the same ones")
     gains = [b - a for a, b in zip(first, second, strict=True)]
     mean, half = statistics.fmean(gains), Z * _standard_error(gains)
-    return Difference(mean, mean - half, mean + half, _sign_test(gains, seed))
+    low, high = mean - half, mean + half
+    if math.isfinite(half) and all(0 <= value <= 1 for value in (*first, *second)):
+        low, high = max(low, -1.0), min(high, 1.0)
+    return Difference(mean, low, high, _sign_test(gains, seed))
 
 
 def _sign_test(gains: Sequence[float], seed: int) -> float:

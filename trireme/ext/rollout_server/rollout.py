@@ -39,6 +39,7 @@ def rollout(options: RolloutOptions) -> int:
         os.environ.setdefault(name, value)
     try:
         options = _with_key(options)
+        say(f"loading {options.model}", file=sys.stderr, flush=True)
         _examine(options)
         files = [*(options.external_plugins or ()), *(options.plugins or ())]
         plugins = [str(path) for path in files]
@@ -161,11 +162,13 @@ def stopped(by: Sequence[int]) -> int:
 def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     """Return the engine and its tokenizer. Raises ValueError for an unknown scheduler or model."""
     from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     from trireme.config.gpus import num_gpus
     from trireme.ext.multi_turn.scheduled import make_scheduler
     from trireme.model.tool_calls import format_of
 
+    disable_progress_bar()
     scheduler: dict[str, Any] = {
         "scheduler": options.multi_turn_scheduler,
         "max_turns": options.max_turns,

@@ -29,5 +29,5 @@ def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) 
     from trireme.ext.swift.rlhf import yaml_of
 
     path = yaml_of(ctx.obj, words or [])
-    say(f"# {path}: the same run is `trireme run {path}`\n{path.read_text()}", flush=True)
-    raise typer.Exit(command(path, [], plugin_dir or []))
+    say(f"# {path}: the same run is `trireme run {path}`", flush=True)
+    raise typer.Exit(command(path, [], plugin_dir or [], heading=path.read_text()))

@@ -188,7 +188,7 @@ def config_from(
     else:
         values["algorithm"]["repeat_times"] = REPEAT_TIMES
         buffer["batch_size"] = min(BATCH_SIZE, count or BATCH_SIZE)
-        inputs["taskset"] = {"path": data, "format": _columns(first)}
+        inputs["taskset"] = {"path": data, "format": columns_in(first)}
     if eval_tasks is not None or not from_data:
         inputs["default_workflow_type"] = _named(WORKFLOWS, workflow) or "simple_workflow"
         if reward is not None:
@@ -197,7 +197,7 @@ def config_from(
             held_out, first, _ = _data_set(eval_tasks, root, "eval_tasks")
             greedy = {"temperature": 0.0}
             inputs["eval_tasksets"] = [
-                {"name": "held_out", "path": held_out, "format": _columns(first),
+                {"name": "held_out", "path": held_out, "format": columns_in(first),
                  "rollout_args": greedy}
             ]  # fmt: skip
         buffer["explorer_input"] = inputs
@@ -322,7 +322,7 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"{value!r:.60} of type {type(value).__name__} cannot be written as JSON")
 
 
-def _columns(row: Mapping[str, Any]) -> dict[str, str]:
+def columns_in(row: Mapping[str, Any]) -> dict[str, str]:
     """Find the columns of prompt and truth, as far as a row shows them."""
     columns = {
         key: next((name for name in names if name in row), None)
