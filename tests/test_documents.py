@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tomllib
 from pathlib import Path
+from statistics import median
 
 import pytest
 import yaml
@@ -96,6 +98,20 @@ def test_the_readme_counts_the_algorithms_that_there_are(page: str) -> None:
     listed = [name for row in table for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     [more] = re.findall(r"(\d+) (?:more|种) \|", "\n".join(table))
     assert set(listed) <= names.keys() and len(listed) + int(more) == count
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_readmes_comparison_has_the_measured_figures(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs/performance.json").read_text())["against_peers"]["demo"]
+    seconds = [f"{median(measured['row'][who]['values']):.2f}" for who in ("Trireme", "TRL")]
+    [row] = [
+        line for line in text.splitlines() if line.startswith("|") and "performance.md" in line
+    ]
+    assert re.findall(r"(\d+\.\d+) (?:s|秒) \|", row) == seconds
+    table = text[: text.index("performance.md")].rsplit("\n\n", 1)[1]
+    assert table.splitlines()[0].count("|") == 7  # Trireme and four others
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(e.relative_to(ROOT)))
