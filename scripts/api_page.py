@@ -6,6 +6,7 @@ docstrings when the site is built. The entry of a name whose extension is not he
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -36,7 +37,7 @@ _GROUPS = {
 """Heading -> the names under it; a new public name has to be put under one, or the script fails."""
 
 
-_ENTRY = re.compile(r"^### `(\w+)`\n\n::: ([\w.]+)$", re.M)
+_ENTRY = re.compile(r"^### `(\w+)`\n\n(?:```text\n[^`]+```\n\n)?::: ([\w.]+)$", re.M)
 
 
 def document() -> str:
@@ -54,10 +55,35 @@ def document() -> str:
     for heading, names in _GROUPS.items():
         lines.append(f"## {heading}\n")
         for name in names.split():
+            lines.append(f"### `{name}`\n")
             lines.append(
-                f"### `{name}`\n\n::: {paths[name]}\n    options: {{show_root_heading: false}}\n"
+                f"{_call(name)}::: {paths[name]}\n    options: {{show_root_heading: false, show_root_toc_entry: false}}\n"
             )
     return "\n".join(lines)
+
+
+def _call(name: str) -> str:
+    """Return how a function is called, as a block; '' for what is none: a class has the fields
+    below it.
+    """
+    thing = getattr(trireme, name, None)
+    if not inspect.isroutine(thing):
+        return ""
+    signature = inspect.signature(thing)
+    whole = f"{name}{signature}"
+    if len(whole) > 90:
+        star = [] if any(p.kind is p.KEYWORD_ONLY for p in signature.parameters.values()) else None
+        parts = []
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY and star == []:
+                parts.append("*")
+                star = None
+            parts.append(str(parameter))
+        returns = signature.return_annotation
+        end = "" if returns is signature.empty else f" -> {returns}"
+        whole = f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){end}"
+    plain = re.sub(r"(: |-> )'([^']*)'", r"\1\2", whole).replace("= Ellipsis", "= ...")
+    return f"```text\n{plain}\n```\n\n"
 
 
 def _paths() -> dict[str, str]:

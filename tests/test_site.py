@@ -78,3 +78,19 @@ def test_the_api_page_is_up_to_date() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "api_page.py"))
     text = page["PAGE"].read_text(encoding="utf-8")
     assert text == page["document"](), "run: python scripts/api_page.py"
+
+
+def test_the_api_page_has_each_name_once_and_says_how_a_function_is_called() -> None:
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^### `(\w+)`$", text, re.M)
+    assert len(names) == len(set(names)) == text.count("show_root_toc_entry: false")
+    assert "```text\ntrain(\n    *,\n    model: str | Path," in text
+
+
+def test_the_menu_of_languages_leads_to_pages_that_are_there() -> None:
+    links = [entry["link"] for entry in CONFIG["extra"]["alternate"]]
+    assert len(links) == 2
+    for link in links:
+        assert (ROOT / "docs" / link.replace(".html", ".md")).is_file()
+    assert {"navigation.tabs", "navigation.sections"} <= set(CONFIG["theme"]["features"])
+    assert len(CONFIG["nav"]) <= 8  # tabs in one row
