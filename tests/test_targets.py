@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.whole
 
@@ -133,3 +134,23 @@ def test_every_skip_is_seen() -> None:
         "bubblewrap is not installed",
         " is not installed: make test-trackers",
     } <= found
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = makefile[makefile.index(".PHONY:") :].split("\n\n")[0].replace("\\\n", " ").split()[1:]
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = [line.split()[1] for line in said.stdout.splitlines()]
+    assert sorted(listed) == sorted(phony)
+
+
+def test_the_public_workflow_runs_the_short_part_and_builds_what_a_release_has() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    run = [step["run"] for step in steps if "run" in step]
+    assert ".ci/run quick" in run and "python -m build" in run
+    [image] = [line for line in run if line.startswith("docker build")]
+    assert (ROOT / image.split()[3]).is_file()
+    assert "make lint docs test-quick" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+    for form in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(form.read_text(encoding="utf-8"))

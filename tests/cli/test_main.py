@@ -18,7 +18,7 @@ from tests.limits import HANG_S
 from trireme.cli.main import app
 from trireme.registry import COMMANDS
 
-PLAIN = {"compare": False}
+PLAIN = {"compare": False, "fresh": False, "strict": False}
 STUBBED = ("run", "check", "algorithms", "workflows", "log")
 
 
@@ -54,7 +54,7 @@ def test_the_yaml_may_be_a_plain_word(called: dict[str, Any]) -> None:
     assert invoke("run", "x.yaml", "a.b=1") == 3
     assert called["run"] == (Path("x.yaml"), ["a.b=1"], [], PLAIN)
     assert invoke("check", "a.b=1", "x.yml") == 3
-    assert called["check"] == (Path("x.yml"), ["a.b=1"])
+    assert called["check"] == (Path("x.yml"), ["a.b=1"], {"strict": False})
 
 
 def test_the_version_is_told_also_by_the_module() -> None:
@@ -69,12 +69,12 @@ def test_run_alone_is_the_demo(called: dict[str, Any]) -> None:
     assert invoke("run") == 3
     assert called["run"] == (None, [], [], PLAIN)
     assert invoke("run", "--compare") == 3
-    assert called["run"] == (None, [], [], {"compare": True})
+    assert called["run"] == (None, [], [], PLAIN | {"compare": True})
 
 
 def test_check_takes_its_short_options(called: dict[str, Any]) -> None:
     assert invoke("check", "-c", "x.yaml", "a=1") == 3
-    assert called["check"] == (Path("x.yaml"), ["a=1"])
+    assert called["check"] == (Path("x.yaml"), ["a=1"], {"strict": False})
 
 
 def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None:
@@ -86,6 +86,17 @@ def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None
 def test_help_names_every_command() -> None:
     shown = CliRunner().invoke(app, ["--help"]).output
     assert len(COMMANDS) >= 7 and all(f"\n  {name} " in shown for name in COMMANDS)
+
+
+def test_a_shell_completes_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def completed(words: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        monkeypatch.setenv("_TRIREME_COMPLETE", "complete_bash")
+        return CliRunner().invoke(app, [], prog_name="trireme").output.split()
+
+    assert completed("trireme che") == ["check"]
+    assert {"--fresh", "--strict", "--config"} <= set(completed("trireme run --"))
 
 
 def test_an_unknown_command_or_option_is_an_error() -> None:
