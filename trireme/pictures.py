@@ -79,10 +79,18 @@ class PictureReader(Protocol):
 
     placeholder: int
     """The token that stands for a picture where the chat template has one."""
+    unsampled: Sequence[int]
+    """Token ids that are not sampled in a conversation that shows a picture."""
 
     def read(self, source: Any) -> Picture:
         """Return a picture from bytes, a file, a data URL or an image of Pillow. Raises ValueError
         for anything else, and for one that is damaged or too large.
+        """
+        ...
+
+    def tensors(self, picture: Picture) -> Mapping[str, Any]:
+        """Return what the model's image processor makes of a picture, as tensors by the names that
+        engines of other programs know, each with a first axis for pictures or patches.
         """
         ...
 

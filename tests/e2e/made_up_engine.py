@@ -48,6 +48,7 @@ class MadeUpKind:
     keys = ("extra_engine_args",)
     sizes = ()
     own_python = False
+    sees_with = None
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         model = request.config.explorer.rollout_model

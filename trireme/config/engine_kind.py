@@ -119,6 +119,9 @@ class EngineKind(Protocol):
     """The keys of SIZES that multiply its places."""
     own_python: bool
     """Whether its processes may use another Python environment, which `engine_python` names."""
+    sees_with: str | None
+    """The rollout model's key with which it takes pictures in prompts; '': it always does; None:
+    never."""
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Return how it runs on this machine, and the problems of the configuration. If it cannot

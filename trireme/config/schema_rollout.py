@@ -256,8 +256,8 @@ class RolloutModelConfig(Section, place="explorer.rollout_model"):
     """Give the trainer the experts that the engine chose."""
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
-    enable_multimodal: Annotated[bool, NoEffect()] = False
-    """Take images in prompts: what a model can see follows from its folder."""
+    enable_multimodal: Annotated[bool, NoEffect(on="engine")] = False
+    """Take images in prompts: an engine may load the model's tower only then."""
     enable_log_requests: Annotated[bool, NoEffect()] = False
     """Log every request in the engine's own log."""
     weight_sync_buffer_size: Annotated[int | None, Ge(1), NoEffect()] = None

@@ -13,13 +13,11 @@ from trireme.buffer.buffer import Buffer
 from trireme.buffer.store import StoreParts
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
-from trireme.config.lookup import model_config
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.config.store import store_named
+from trireme.data.picture_reader import reader_for
 from trireme.files import read_text
 from trireme.model.chat_tokens import ChatTokens
-from trireme.pictures import PictureReader
-from trireme.registry import PICTURE_READERS
 
 _TOKENIZER = "tokenizer.json"
 _PROBE = "What is 3 + 4? Red, two, left."
@@ -69,13 +67,6 @@ def _refuse_deaf(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
             f"model.model_path: transformers makes a {type(tokenizer).__name__} of {file}, which "
             f"reads {_PROBE!r} as {tokenizer.decode(read)!r}: expected a file that this class reads"
         )
-
-
-def reader_for(model_path: str) -> PictureReader | None:
-    """Make the reader of a model's pictures; None for a model that takes text alone."""
-    config = model_config(model_path)
-    made = (make(model_path, config) for make in PICTURE_READERS.values())
-    return next(filter(None, made), None)
 
 
 def chat_template_of(plan: Plan) -> str | None:

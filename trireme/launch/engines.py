@@ -16,10 +16,11 @@ from trireme.config.engine_kind import REMOTE, kind_named
 from trireme.config.external import ENDPOINT
 from trireme.config.lookup import located, model_config
 from trireme.config.schema_rollout import RolloutModelConfig
+from trireme.data.picture_reader import reader_for
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.make import EngineSpec, make_torch_engine
 from trireme.extensions import former_names
-from trireme.launch.data import chat_template_of, reader_for
+from trireme.launch.data import chat_template_of
 from trireme.launch.servers import engine_servers
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model

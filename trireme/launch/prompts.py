@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trireme.algorithms.recipes import Recipe
 from trireme.config import Findings, Plan, Problem
-from trireme.config.engine_kind import EMBEDDED
+from trireme.config.engine_kind import EMBEDDED, kind_named
 from trireme.config.lookup import ModelFacts
 from trireme.config.stages import StageFacts
 from trireme.data.tasksets import Mixture, Taskset
@@ -228,14 +228,15 @@ def _blind(plan: Plan, name: str) -> list[Problem]:
     """Return the problems of a run whose taskset `name` shows pictures."""
     engine = plan.engine
     found = []
-    if engine.kind != EMBEDDED and not engine.urls:  # a server says itself whether it sees
-        found.append(
-            Problem(
-                "explorer.rollout_model.engine_type",
-                f"is {engine.kind}, and {name} shows pictures: expected {EMBEDDED}, the engine "
-                "that sees",
-            )
-        )
+    # a server says itself whether it sees
+    key = "" if engine.urls else kind_named(engine.kind).sees_with
+    section = "explorer.rollout_model"
+    if key is None:
+        text = f"is {engine.kind}, and {name} shows pictures: expected {EMBEDDED}, which sees"
+        found.append(Problem(f"{section}.engine_type", text))
+    elif key and not getattr(plan.config.explorer.rollout_model, key):
+        text = f"is false, and {name} shows pictures: expected true, so that {engine.kind} loads"
+        found.append(Problem(f"{section}.{key}", f"{text} the tower of the model"))
     if (size := plan.config.trainer.ulysses_sequence_parallel_size) > 1:
         found.append(
             Problem(

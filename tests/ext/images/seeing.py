@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,22 @@ def seeing_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     template = TEMPLATE.replace(shown, "<start_of_image>") if gemma else TEMPLATE
     tokenizer = make_tokenizer(template)
     tokenizer.add_tokens(_GEMMA_TOKENS if gemma else _TOKENS, special_tokens=True)
+    if gemma:
+        tokenizer.add_tokens(["\n" * count for count in (2, 3, 4)])
     return tokenizer
 
 
-def make_seeing(folder: Path, family: str) -> Path:
+def make_seeing(folder: Path, family: str, **options: Any) -> Path:
     """A tiny composite with a tokenizer for pictures and an image processor: a picture of
     2 x 3 tokens is 56 x 84 pixels, or 64 x 96; Gemma's all have 2 x 2.
     """
-    make_composite(folder, family)
+    make_composite(folder, family, **options)
     seeing_tokenizer(family).save_pretrained(folder)
     if family == "gemma3":
+        settings = folder / "tokenizer_config.json"
+        names = dict(zip(("image_token", "boi_token", "eoi_token"), _GEMMA_TOKENS, strict=True))
+        known = {**json.loads(settings.read_text()), "extra_special_tokens": names}
+        settings.write_text(json.dumps(known))
         Gemma3ImageProcessorPil(size={"height": 56, "width": 56}).save_pretrained(folder)
         return folder
     patch = AutoConfig.from_pretrained(folder).vision_config.patch_size

@@ -30,10 +30,12 @@ def rows(folder: Path, count: int) -> list[dict[str, Any]]:
     return out
 
 
-def config_of(folder: Path, family: str = "qwen3_vl", **store: Any) -> dict[str, Any]:
+def config_of(
+    folder: Path, family: str = "qwen3_vl", model: Any = None, **store: Any
+) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     config = small_config(folder)
-    config["model"]["model_path"] = str(make_seeing(folder / "seeing", family))
+    config["model"]["model_path"] = str(make_seeing(folder / "seeing", family, **(model or {})))
     config["trainer"]["save_interval"] = 1
     data = rows(folder / "pictures", 16)
     config["buffer"]["explorer_input"]["taskset"]["path"] = str(

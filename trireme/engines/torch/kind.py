@@ -22,6 +22,7 @@ class TorchKind:
     keys = ()
     sizes = ("tensor_parallel_size",)
     own_python = False
+    sees_with = ""
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Choose how many embedded engines run; several run in separate processes."""

@@ -12,11 +12,12 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trireme.cache import SizedCache
@@ -42,6 +43,7 @@ class ImageReader:
         processor: Any,
         placeholder: int,
         *,
+        unsampled: Sequence[int],
         merged: int,
         patch: int | None = None,
         written: str = "",
@@ -54,6 +56,7 @@ class ImageReader:
         `around`, with the placeholder in it.
         """
         self.placeholder = placeholder
+        self.unsampled = tuple(unsampled)
         self._processor = processor
         self._merged, self._patch = merged, patch
         self._written, self._around = written, around
@@ -97,6 +100,18 @@ class ImageReader:
                 "settings: expected the preprocessor_config.json of this model"
             )
         return self._made(picture.data, picture.digest)[1]
+
+    def tensors(self, picture: Picture) -> dict[str, Tensor]:
+        """Return a picture's pixels, and how many patches or parts it has, by the names that
+        transformers and vLLM give them.
+        """
+        if self._patch is None:
+            grid = torch.tensor([picture.grid])
+            return {"pixel_values": self.pixels(picture), "image_grid_thw": grid}
+        return {
+            "pixel_values": self.pixels(picture),
+            "num_patches": torch.ones(1, dtype=torch.long),
+        }
 
     def _digest(self, data: bytes) -> str:
         return hashlib.sha256(hashlib.sha256(data).digest() + self._settings).hexdigest()
@@ -243,7 +258,12 @@ def reader_of(model_path: str) -> ImageReader | None:
         return None
     processor: Any = AutoImageProcessor.from_pretrained(model_path, backend="pil")
     if config.model_type in QWEN:
-        return ImageReader(processor, int(placeholder), merged=int(processor.merge_size) ** 2)
+        return ImageReader(
+            processor,
+            int(placeholder),
+            unsampled=unsampled_of(config),
+            merged=int(processor.merge_size) ** 2,
+        )
     return _gemma(model_path, config, processor)
 
 
@@ -271,11 +291,23 @@ def _gemma(model_path: str, config: Any, processor: Any) -> ImageReader:
     return ImageReader(
         processor,
         int(config.image_token_id),
+        unsampled=unsampled_of(config),
         merged=patches // int(config.mm_tokens_per_image),
         patch=int(sight.patch_size),
         written=begin,
         around=f"\n\n{begin}{soft}{end}\n\n",
     )
+
+
+def unsampled_of(config: Any) -> list[int]:
+    """Return the token ids that stand for pictures or videos."""
+    names = (
+        "image_token_id",
+        "boi_token_index" if config.model_type == GEMMA else "video_token_id",
+    )
+    found = (getattr(config, name, None) for name in names)
+    size = config.get_text_config().vocab_size
+    return [token for token in found if token is not None and token < size]
 
 
 def _words(model_path: str, *ids: int) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trireme.cache import SizedCache
-from trireme.ext.images.reader import GEMMA, QWEN, ImageReader, reader_of
+from trireme.ext.images.reader import GEMMA, QWEN, ImageReader, reader_of, unsampled_of
 from trireme.pictures import BEGIN, MOST_TOKENS, Picture, Pictures, first_of
 
 
@@ -28,9 +28,8 @@ class TowerVision:
     projectors: Sequence[str] = ()
     around = False
 
-    def __init__(self, model: PreTrainedModel, unsampled: Sequence[int | None]) -> None:
-        size = model.config.get_text_config().vocab_size
-        self.unsampled = tuple(t for t in unsampled if t is not None and t < size)
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.unsampled = unsampled_of(model.config)
         self._model: Any = proxy(model)  # which its vision does not keep alive
         self._features: SizedCache[list[Tensor]] = SizedCache(_MOST_CACHED)
         """Of a picture whose tower is frozen, by its digest: those in place of its tokens, and
@@ -115,8 +114,8 @@ class QwenVision(TowerVision):
     """The vision of a model of the Qwen kind."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
         config: Any = model.config
-        super().__init__(model, (config.image_token_id, getattr(config, "video_token_id", None)))
         self._merge = int(config.vision_config.spatial_merge_size)
         parts = {"merger", "deepstack_merger_list"} & {n for n, _ in self._tower().named_children()}
         self.projectors = tuple(f"model.visual.{name}" for name in sorted(parts))
@@ -165,10 +164,6 @@ class GemmaVision(TowerVision):
 
     projectors = ("model.multi_modal_projector",)
     around = True
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        config: Any = model.config
-        super().__init__(model, (config.image_token_id, config.boi_token_index))
 
     def positions(self, ids: Sequence[int], pictures: Pictures) -> Tensor:
         """Return the rotary positions [1, T] of a path of ids: those of text."""

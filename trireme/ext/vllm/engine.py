@@ -28,13 +28,16 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trireme.aio import first_failure
 from trireme.config.lookup import model_shapes, names_in, need_weight_files
+from trireme.data.picture_reader import reader_for
 from trireme.engines.adapter import ENDS, is_adapter
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.composite import is_composite, towers_in_files
 from trireme.engines.torch.shell import end_tokens_of
 from trireme.ext.remote.weight_group import Meeting, WeightGroup
-from trireme.ext.vllm.options import ADAPTER, STREAM, arguments
+from trireme.ext.vllm.options import ADAPTER, SEES, STREAM, arguments
+from trireme.ext.vllm.pictures import PictureInputs
+from trireme.pictures import BEGIN, Picture
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is another, see vllm/sampler.py
@@ -51,7 +54,6 @@ second part."""
 class VllmEngine:
     """An engine that generates with a vLLM server of this process."""
 
-    traits = EngineTraits()
     servers = None
 
     def __init__(
@@ -67,12 +69,16 @@ class VllmEngine:
         keep_kv: bool = False,
         sleeps: bool = False,
         adapts: bool = False,
+        pictures: PictureInputs | None = None,
     ) -> None:
         """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
         them, and `sockets` go with it. `keep_kv` continues with old keys and values after an update
         in flight. `sleeps`: while paused, its keys and values are freed and its weights are in the
-        machine's memory. `adapts`: pushes bring a LoRA adapter.
+        machine's memory. `adapts`: pushes bring a LoRA adapter. `pictures` makes the inputs of
+        prompts that show some; None: it has no tower.
         """
+        self.traits = EngineTraits(sees=pictures is not None)
+        self._pictures = pictures
         self.group_size = group_size
         self._llm: Any = llm
         self._sockets = sockets
@@ -123,8 +129,13 @@ class VllmEngine:
         platforms: Any = import_module("vllm.platforms")
 
         options = dict(options or {})
-        if is_composite(AutoConfig.from_pretrained(model)):
-            # with towers vLLM wants a tokenizer of its own, to prepare pictures
+        reader = reader_for(model) if options.pop(SEES, False) else None
+        if reader is not None:
+            # vLLM makes up pictures to measure its tower, with a tokenizer of its own; those that
+            # are sent to it are normalized, and no cache of its own has to know them
+            options |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0}
+            options["mm_device_do_normalize"] = False
+        elif is_composite(AutoConfig.from_pretrained(model)):
             options["language_model_only"] = True
         sleeps = bool(options.get("enable_sleep_mode"))
         keep_kv = bool(options.pop("keep_kv", False))
@@ -158,6 +169,7 @@ class VllmEngine:
             sleeps=sleeps,
             adapts=bool(engine_arguments.get("enable_lora")),
             sockets=sockets,
+            pictures=reader and PictureInputs(llm.renderer.get_mm_processor(), reader),
         )
         await llm.collective_rpc("trireme_prepare", args=(sorted(engine._names), dtype))
         return engine
@@ -169,8 +181,9 @@ class VllmEngine:
         *,
         key: tuple[Any, ...] = (),
         on_token: OnToken | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> list[Completion]:
-        """Sample `sampling.n` completions of the prompt `ids`."""
+        """Sample `sampling.n` completions of the prompt `ids`, which may show `pictures`."""
         self._check()
         requests = make_requests(
             ids,
@@ -181,6 +194,7 @@ class VllmEngine:
             max_model_len=self._max_model_len,
             vocabulary=self._vocabulary,
             ends=self._ends,
+            pictures=pictures,
         )
         rows = {asyncio.ensure_future(self._sample(r, on_token)): r for r in requests}
         self._rows |= rows
@@ -192,22 +206,30 @@ class VllmEngine:
                 del self._rows[row]
 
     async def logprobs(
-        self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
+        self,
+        ids: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        pictures: Sequence[Picture] = (),
     ) -> list[list[float]]:
-        """Score the rows of token ids. Raises RuntimeError while paused: nothing is
-        computed then.
+        """Score the rows of token ids, 0 for tokens of `pictures`. Raises RuntimeError while
+        paused: nothing is computed then.
         """
         self._check()
         if self._paused:
             raise RuntimeError("the engine is paused: it scores nothing until it is resumed")
         rows = checked_rows(
-            ids, temperature, vocabulary=self._vocabulary, max_model_len=self._max_model_len
+            ids,
+            temperature,
+            vocabulary=self._vocabulary,
+            max_model_len=self._max_model_len,
+            pictures=pictures,
         )
         async with self._scoring:  # all rows of one time have one temperature
             if temperature != self._score_temperature:
                 await self._rpc("trireme_score_at", temperature)
                 self._score_temperature = temperature
-            return list(await asyncio.gather(*map(self._score, rows)))
+            return list(await asyncio.gather(*(self._score(row, pictures) for row in rows)))
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Put new weights to use as `version`. Raises ValueError if names are not the model's."""
@@ -319,7 +341,9 @@ class VllmEngine:
 
     async def _sample(self, request: Request, on_token: OnToken | None) -> Completion:
         name = f"{next(self._count)}"
-        prompt, params = {"prompt_token_ids": request.prompt}, _params(request)
+        prompt, params = self._input(request.prompt, request.pictures), _params(request)
+        if request.pictures and self._pictures is not None:
+            params._bad_words_token_ids = [[token] for token in self._pictures.reader.unsampled]
         stream = self._llm.generate(prompt, params, name, lora_request=self._adapter)
         first = True
         try:
@@ -362,7 +386,14 @@ class VllmEngine:
                 return True
         return False
 
-    async def _score(self, row: list[int]) -> list[float]:
+    def _input(self, ids: list[int], pictures: Sequence[Picture]) -> dict[str, Any]:
+        shown = [token for token in ids if token >= BEGIN] if pictures else []
+        if not shown:
+            return {"prompt_token_ids": ids}
+        assert self._pictures is not None, "an engine without a tower is sent no pictures"
+        return self._pictures.of(ids, pictures)
+
+    async def _score(self, row: list[int], pictures: Sequence[Picture]) -> list[float]:
         vllm: Any = import_module("vllm")
         params = vllm.SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True, temperature=0
@@ -370,11 +401,12 @@ class VllmEngine:
         name = f"score-{next(self._count)}"
         try:
             stream = self._llm.generate(
-                {"prompt_token_ids": row}, params, name, lora_request=self._adapter
+                self._input(row, pictures), params, name, lora_request=self._adapter
             )
             async for output in stream:
                 if output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(row):
-                    return [0.0, *output.prompt_logprobs.logprobs]
+                    scored = zip(row[1:], output.prompt_logprobs.logprobs, strict=True)
+                    return [0.0, *(0.0 if token >= BEGIN else p for token, p in scored)]
         except Exception as error:
             raise self._failed(error) from error
         raise RuntimeError("vLLM has scored no token of a row")

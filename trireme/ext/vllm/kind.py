@@ -30,6 +30,7 @@ from trireme.config.engine_kind import (
 from trireme.config.lookup import model_config
 from trireme.config.section import of
 from trireme.ext.vllm.keys import VllmModel
+from trireme.ext.vllm.options import SEES
 from trireme.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -121,9 +122,11 @@ class VllmKind:
         "enable_chunked_prefill",
         "gpu_memory_utilization",
         "extra_engine_args",
+        SEES,
     )
     sizes = SIZES
     own_python = True
+    sees_with = SEES
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Decide whether the run's engines are vLLM's, and list what prevents it."""

@@ -12,6 +12,8 @@ STREAM = "trireme_stream"
 """Name of a request's random stream among vLLM's `extra_args`."""
 ADAPTER = ("trireme", 1)
 """Name and number, for vLLM, of the one LoRA adapter."""
+SEES = "enable_multimodal"
+"""The option with which it loads the towers of its model."""
 CPU_CACHE_BYTES = 2**30
 """Keys and values on a CPU, where `gpu_memory_utilization` would be a share of all memory."""
 
