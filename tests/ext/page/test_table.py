@@ -110,6 +110,10 @@ def test_hidden_runs_are_left_out_of_the_list_and_notes_are_in_it(
     assert out[0].endswith("note") and out[1].endswith("the best") and out[2] == ""
     assert out[3] == "1 hidden on the page: --all lists them too"
     assert list_runs(tmp_path, hidden=True) == 0 and "b  " in capsys.readouterr().out
+    one.note.write_text("{")
+    (tmp_path / "b/run/starts.json").write_text("[")
+    (left,) = Entries().of([one, two])  # what is damaged hides no other run
+    assert (left["name"], left["note"]) == ("a", "") and one.note.read_text() == "{"
     with pytest.raises(ValueError, match="3,000 characters: expected at most 2,000"):
         write_note(one, "x" * 3000, hidden=False)
 

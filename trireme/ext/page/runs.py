@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from trireme.files import json_or, write_json
+from trireme.files import write_json
 from trireme.monitor import figures
 from trireme.monitor.figures import metric_of
 from trireme.monitor.monitor import FILE_NAME, read_metrics
@@ -280,7 +280,11 @@ def compared(one: RunFolder, other: RunFolder) -> list[dict[str, Any]]:
 
 def note_of(run: RunFolder) -> dict[str, Any]:
     """Return a reader's note on a run, and whether lists leave the run out."""
-    return {"text": "", "hidden": False} | json_or(run.note, dict[str, Any]())
+    try:
+        note = _read(run.note, {})
+    except (OSError, ValueError):  # damaged: a new note replaces it
+        note = {}
+    return {"text": str(note.get("text", "")), "hidden": note.get("hidden") is True}
 
 
 def write_note(run: RunFolder, text: str, *, hidden: bool) -> None:

@@ -109,7 +109,7 @@ class Entries:
         for run in runs:
             try:
                 out.append((run, self.entry(run)))
-            except OSError:  # deleted since it was found, or not ours to read
+            except (OSError, ValueError):  # deleted since it was found, not ours to read, damaged
                 continue
         there = [run for run, _ in out]
         starts = [
@@ -122,13 +122,15 @@ class Entries:
         return [entry for _, entry in out]
 
     def entry(self, run: RunFolder) -> dict[str, Any]:
-        """Return what is known of one run. Raises OSError if a file of it cannot be read."""
+        """Return what is known of one run. Raises OSError if a file of it cannot be read, and
+        ValueError for a damaged one.
+        """
         course = self._courses.setdefault(run.folder, Course())
         course.read(run)
         starts = read_starts(run)
         newest = starts[-1] if starts else {}
         state, error = state_of(run, starts)
-        code = newest.get("code") or {}
+        code, note = newest.get("code") or {}, note_of(run)
         progress = _progress(course, newest, running=state == "running")
         return {
             "name": run.name,
@@ -149,8 +151,8 @@ class Entries:
             "best": course.best,
             "seconds": _seconds(run, course, starts, state),
             "commit": code.get("folder") or code.get("trireme"),
-            "note": note_of(run)["text"],
-            "hidden": note_of(run)["hidden"],
+            "note": note["text"],
+            "hidden": note["hidden"],
         }
 
 

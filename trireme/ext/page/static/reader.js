@@ -16,7 +16,7 @@ const titleOf = (row) => (row.kind === "data" ? `Row ${row.task}, step ${row.ste
 
 export async function reader(element, row, given) {
   const body = h("div.body");
-  const facts = [["id", row.eid], [row.kind === "data" ? "row" : "task", taskName(row.task)], ["tokens", row.response_length], ["trained", row.kind === "data" ? row.trained_tokens : null], ["ended by", row.stop_reason], ["weights", row.model_version],
+  const facts = [["id", row.eid], [row.kind === "data" ? "row" : "task", taskName(row.task)], ["tokens", row.response_length], ["trained", row.kind === "data" ? row.trained_tokens : null], ["ended by", row.stop_reason], ["weight version", row.model_version],
     ...Object.entries(row.metrics ?? {}).map(([name, value]) => [name, number(value)])].filter(([, value]) => value !== null && value !== undefined && value !== "");
   const tabs = TABS[row.info?.reply && row.kind === "data" ? "pair" : row.kind] ?? TABS.train;
   const tab = tabs.some(([name]) => name === given.tab) ? given.tab : "conversation";

@@ -97,7 +97,7 @@ function bar(facts, state) {
       h("input", { type: "search", name: "text", placeholder: "Search prompts and replies  ( / )", "aria-label": "Search prompts and replies", value: query.text ?? "", oninput: typed("text"), style: { flex: "1", "min-width": "180px" } }),
       choose("order", [["", "Newest"], ["oldest", "Oldest"], ["best", "Best"], ["worst", "Worst"], ["longest", "Longest"], ["random", "Random"]], "Order"),
       choose("step", [["", "All steps"], ...steps.map((step) => [step, `Step ${step}`])], "Step"),
-      choose("cut", [["", "Cut or not"], ["1", "Cut"], ["0", "Not cut"]], "Cut")),
+      choose("cut", [["", "Any end"], ["1", "Cut at the limit"], ["0", "Ended itself"]], "End of the reply")),
     h("div.bar", {},
       grouped && segments([["group", "Groups"], ["rollout", "Rollouts"]], byGroup(query, facts) ? "group" : "rollout", (value) => set({ by: value }), "What the list holds"),
       grouped && h("label", { title: "Groups whose rollouts have different rewards: only these have a gradient" }, h("input", { type: "checkbox", name: "disagree", checked: query.disagree === "1", onchange: (event) => set({ disagree: event.target.checked ? "1" : "" }) }), "Groups that disagree"),
