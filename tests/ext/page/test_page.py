@@ -449,6 +449,14 @@ def test_rollouts_of_a_run_that_has_just_begun(tab: Any, url: str, root: Path) -
     record._write([experience(2, task, 0, 1.0) for task in range(120)])
     monitor.log({"rollout/reward/mean": 1.0}, 2, "explorer")
     tab.wait_for_selector(".list .item >> nth=100")
+    for _ in range(12):  # the chosen rollout is always in sight
+        tab.keyboard.press("j")
+    inside = """() => {
+        const [list, item] = [".list", ".item[aria-current]"].map((name) =>
+          document.querySelector(name).getBoundingClientRect());
+        return document.querySelector(".list").scrollTop && item.bottom <= list.bottom + 1;
+      }"""
+    tab.wait_for_function(inside)
     assert tab.locator(".list .item").last.inner_text() == "Show 20 more of 20"
     record._write([experience(3, task, 0, 1.0) for task in range(30)])
     monitor.log({"rollout/reward/mean": 1.0}, 3, "explorer")

@@ -273,9 +273,11 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def compared(one: RunFolder, other: RunFolder) -> list[dict[str, Any]]:
-    """Return the differences between the newest starts of two runs; see `differences`."""
+    """Return the differences between the newest starts of two runs, other than their names; see
+    `differences`.
+    """
     newest = [(starts_of(run) or [{}])[-1] for run in (one, other)]
-    return differences(*newest)
+    return [change for change in differences(*newest) if change["key"] != "name"]
 
 
 def note_of(run: RunFolder) -> dict[str, Any]:

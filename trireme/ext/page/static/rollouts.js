@@ -105,7 +105,7 @@ function bar(facts, state) {
       kind !== "data" && h("label", {}, "to", h("input", { type: "number", step: "any", name: "most", value: query.most ?? "", oninput: typed("most") })),
       query.task && h("button.button", { type: "button", onclick: () => set({ task: "" }) }, `${kind === "data" ? "Row" : "Task"} ${taskName(query.task)}  ×`),
       view.count, view.news, h("span.grow"),
-      !isReport && h("span.row", {}, h("span.quiet", {}, "Export"), ["jsonl", "parquet"].map((form) => h("a.button", { href: exportUrl({ ...view.asked, kind }, form), download: true }, form === "jsonl" ? "JSONL" : "Parquet")))));
+      !isReport && h("span.row", {}, ["jsonl", "parquet"].map((form) => h("a.button", { title: "Export the selected rollouts", href: exportUrl({ ...view.asked, kind }, form), download: true }, form === "jsonl" ? "JSONL" : "Parquet")))));
 }
 
 function listed() {
@@ -187,7 +187,8 @@ function marked() {
     const on = item.dataset.group ? item.dataset.group === view.row?.group : item.id === `item ${view.row?.eid}`;
     if (on) item.setAttribute("aria-current", "true"); else item.removeAttribute("aria-current");
     if (on) {
-      const [above, below] = [item.offsetTop - view.list.offsetTop, item.offsetTop - view.list.offsetTop + item.offsetHeight];
+      const above = item.getBoundingClientRect().top - view.list.getBoundingClientRect().top + view.list.scrollTop;
+      const below = above + item.offsetHeight;
       if (above < view.list.scrollTop) view.list.scrollTop = above;
       else if (below > view.list.scrollTop + view.list.clientHeight) view.list.scrollTop = below - view.list.clientHeight;
     }

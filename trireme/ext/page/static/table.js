@@ -9,12 +9,11 @@ const began = (run) => (run.started ? Date.parse(run.started) / 1000 : run.updat
 // Title, what is shown, what is sorted by; `num`: a column of numbers.
 const COLUMNS = {
   run: ["Run", (run, state, above) => [h("a", { href: state.href("overview", {}, run.name, []) }, run.name.slice(above)), h("div.faint", {}, badge(run), run.kind), run.error && h("div.sentence", { title: run.error }, run.error.split("\n")[0])], (run) => run.name],
-  began: ["Began", (run) => ago(began(run)), began],
+  began: ["Began", (run) => [ago(began(run)), run.commit && h("div.faint.mono", { title: `commit ${run.commit}` }, `${run.commit.slice(0, 8)}${run.commit.endsWith("+") ? "+" : ""}`)], began],
   steps: ["Steps", (run) => `${number(run.step)}${run.total && run.state !== "finished" ? ` of ${number(run.total)}` : ""}`, (run) => run.step, "num"],
   reward: ["Last reward", (run) => (run.reward === null && run.loss !== null ? `loss ${number(run.loss)}` : number(run.reward)), (run) => run.reward, "num"],
   best: ["Best held-out", (run) => (run.best ? [best(run), h("div.faint", {}, `step ${run.best.step}`)] : "–"), (run) => run.best?.value, "num"],
   time: ["Time", (run) => (run.seconds === null ? "–" : clock(run.seconds)), (run) => run.seconds, "num"],
-  code: ["Code", (run) => h("span.mono", { title: run.commit }, run.commit ? `${run.commit.slice(0, 8)}${run.commit.endsWith("+") ? "+" : ""}` : "–"), (run) => run.commit],
 };
 // The length of the folders that all names begin with.
 function shared(names) {
@@ -64,17 +63,17 @@ export async function table(main, state) {
     input.focus();
   };
   const noteOf = (run) => {
-    const cell = h("td.note");
-    return fill(cell, isReport ? run.note : [h("button.sort", { type: "button", title: "Write a note", onclick: () => write(cell, run) }, run.note || h("span.faint", {}, "Add a note")), h("div", {}, h("button.sort.faint", { type: "button", onclick: () => save(run, run.note, !run.hidden) }, run.hidden ? "Show again" : "Hide"))]);
+    const cell = h("div.note");
+    return fill(cell, isReport ? run.note : [h(`button.sort${run.note ? "" : ".faint"}`, { type: "button", title: "Write a note", onclick: () => write(cell, run) }, run.note || "Add a note"), " ", h("button.sort.faint", { type: "button", onclick: () => save(run, run.note, !run.hidden) }, run.hidden ? "Show again" : "Hide")]);
   };
   fill(main, h("div.spaced", {}, failed,
     h("div.card.box", {}, h("div.row", { style: { "margin-bottom": "8px" } }, h("h2", {}, `${rows.length} run${rows.length === 1 ? "" : "s"}`), h("span.grow"),
       hidden > 0 && h("label.quiet", {}, h("input", { type: "checkbox", name: "hidden", checked: query.hidden === "1", onchange: (event) => set({ hidden: event.target.checked ? "1" : "" }) }), ` with the ${hidden} hidden`),
       h("span.quiet", {}, "Tick two to compare their configurations.")),
-      h("div.scroll", {}, h("table.runs", {}, h("thead", {}, h("tr", {}, h("th", {}), Object.entries(COLUMNS).map(head), h("th", { title: "Of runs of one kind; the ones that the fewest share come first" }, "Settings that differ"), h("th", {}, "Note"))),
+      h("div.scroll", {}, h("table.runs", {}, h("thead", {}, h("tr", {}, h("th", {}), Object.entries(COLUMNS).map(head), h("th", { title: "Of runs of one kind; the ones that the fewest share come first" }, "Settings that differ"))),
         h("tbody", {}, rows.map((run) => h("tr", { "aria-selected": chosen.includes(run.name) ? "true" : null },
           h("td", {}, h("input", { type: "checkbox", checked: chosen.includes(run.name), "aria-label": `Compare ${run.name}`, onchange: () => pick(run.name) })),
-          Object.values(COLUMNS).map(([, show, , kind]) => h(kind ? `td.${kind}` : "td", {}, show(run, state, above))), settings(run), noteOf(run))))))),
+          Object.entries(COLUMNS).map(([key, [, show, , kind]]) => h(kind ? `td.${kind}` : "td", {}, show(run, state, above), key === "run" && noteOf(run))), settings(run))))))),
     changes && difference(chosen, changes)));
 }
 
