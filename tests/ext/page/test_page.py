@@ -277,6 +277,10 @@ def test_how_each_run_goes_is_seen_at_a_glance(tab: Any, url: str, root: Path) -
     assert said.startswith("Failed at step 0 of 400")
     assert all(line in said for line in ERROR.split("\n  "))
     assert "failed" in tab.locator("#side .run.main").inner_text()
+    below = "run => run.getBoundingClientRect().bottom <= innerHeight"
+    tab.set_viewport_size({"width": 1280, "height": 300})
+    opened(tab, url, "overview", run="job/broken")
+    assert tab.locator("#side .run.main").evaluate(below)
     start(root / "job/broken", time=datetime.now(UTC).isoformat())
     tab.wait_for_selector("#side .run.main .state.running")
     assert "step 0 of 400" in tab.locator("#side .run.main").inner_text()

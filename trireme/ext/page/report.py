@@ -103,7 +103,7 @@ def _selected(rollouts: RolloutIndex) -> list[dict[str, Any]]:
     for order in ("best", "worst", "newest"):
         some = rollouts.rows(rollouts.select(Filter(kind="train", order=order))[: GROUPS * 32])
         for group in list(dict.fromkeys(row["group"] for row in some))[:GROUPS]:
-            add(Filter(kind="train", group=group))
+            add(Filter(kind="train", group=group, order="oldest"))
     held_out = rollouts.rows(rollouts.select(Filter(kind="eval", order="newest"))[: TASKS * 4])
     for task in list(dict.fromkeys(row["task"] for row in held_out))[:TASKS]:
         add(Filter(kind="eval", task=task))

@@ -85,6 +85,8 @@ async function route() {
   readHash();
   top();
   side();
+  if (state.seen !== state.run) document.querySelector("#side .run.main")?.scrollIntoView({ block: "nearest" });
+  state.seen = state.run;
   document.title = `${state.run} · Trireme`;
   try {
     await VIEWS.find(([name]) => name === state.view)[2](main, state);
