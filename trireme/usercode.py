@@ -37,7 +37,7 @@ _LASTING = (
 
 
 EXPECTED = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
-"""The errors that a run may end with: their text is a sentence. Any other is a bug of ours."""
+"""The errors that a run may end with: their text is a sentence."""
 
 
 class Refused(ValueError):
@@ -119,17 +119,24 @@ def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | 
     return Fault(what, text, _raised_at(raised) or defined, lasting, refused=text != whole)
 
 
-def ending(error: BaseException) -> str:
-    """Return what a run says that ends with this error: the sentence, and below it the place in
-    user code, or else the innermost line that the error passed through.
+def sentence_of(error: BaseException) -> str | None:
+    """Return the sentence about an error that a run ended with, with its place if that is in user
+    code; None for a bug of ours.
     """
     if (fault := fault_of(error)) is not None:
         return str(fault)
-    text = str(error).strip() if isinstance(error, EXPECTED) else _described(error)
+    return (str(error) or type(error).__name__) if isinstance(error, EXPECTED) else None
+
+
+def ending(error: BaseException) -> str:
+    """Return the same for a record, of a bug as well: without a place in user code, with the
+    innermost line that the error passed through.
+    """
+    text = sentence_of(error) or _described(error)
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or "\n" in text:  # which names a place itself
-        return text or type(error).__name__
-    return with_place(text or type(error).__name__, f"{frames[-1].filename}:{frames[-1].lineno}")
+        return text
+    return with_place(text, f"{frames[-1].filename}:{frames[-1].lineno}")
 
 
 def refuse_signature(what: str, code: Any, call: Any, expected: str, **named: Any) -> None:

@@ -29,6 +29,7 @@ from trireme.launch.run import nothing_left
 from trireme.launch.stage import Stage
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.usercode import ending
 
 
 def plan_of(folder: Path) -> Plan:
@@ -168,3 +169,20 @@ def test_a_lone_explorer_that_ends_early_says_who_wanted_no_more() -> None:
     assert said("second", 8, 5) == f"second has explored 5 steps{wanted_no_more}"
     assert said(None, 8, 8) == "explorer has explored 8 steps: all that there were"
     assert said(None, None, 5) == "explorer has explored 5 steps: all that there were"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ValueError("no rows"), "no rows"),
+        (KeyError("milk"), "KeyError: 'milk'"),  # a bug of ours
+        (ValueError("no price\n  prices.py:8: return x"), "no price\n  prices.py:8: return x"),
+    ],
+)
+def test_what_is_recorded_of_an_error_has_its_place(error: Exception, sentence: str) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        said = ending(raised)
+    assert said.startswith(sentence) and "\n  " in said
+    assert ("test_stage.py:" in said) == ("\n" not in sentence)

@@ -20,7 +20,7 @@ from trireme.launch.stop import Stop
 from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
 from trireme.text import say
-from trireme.usercode import EXPECTED, fault_of
+from trireme.usercode import sentence_of
 
 if TYPE_CHECKING:
     from trireme.launch.check import Draft
@@ -99,11 +99,10 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
         complain(str(error))
         return 1
     except Exception as error:
-        fault = fault_of(error)
-        if fault is None and not isinstance(error, EXPECTED):  # Python prints its traceback
+        if (sentence := sentence_of(error)) is None:  # Python prints its traceback
             raise
         console.close()
-        complain(str(fault or error) or type(error).__name__)
+        complain(sentence)
         details = write_failure(log_folder(plans), error)
         if details is not None:
             say(f"details: {details}", file=sys.stderr)
