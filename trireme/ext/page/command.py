@@ -122,7 +122,7 @@ def view(
 
 def list_runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="The folder of one run or several.")
+        Path, typer.Argument(metavar="FOLDER", help="The folder of one run or several.")
     ] = Path("checkpoints"),
     hidden: Annotated[
         bool, typer.Option("--all", help="With the runs that were hidden on the page.")
@@ -135,8 +135,10 @@ def list_runs(
 
 
 def compare(
-    one: Annotated[str, typer.Argument(help="A run's folder, or its name in `trireme list`.")],
-    other: Annotated[str, typer.Argument(help="The other run.")],
+    one: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, or its name in `trireme list`.")
+    ],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="The other run.")],
     folder: Annotated[
         Path, typer.Option("--folder", help="The folder below which runs have these names.")
     ] = Path("checkpoints"),
