@@ -453,8 +453,11 @@ def test_rollouts_of_a_run_that_has_just_begun(tab: Any, url: str, root: Path) -
     record._write([experience(2, task, 0, 1.0) for task in range(120)])
     monitor.log({"rollout/reward/mean": 1.0}, 2, "explorer")
     tab.wait_for_selector(".list .item >> nth=100")
-    for _ in range(12):  # the chosen rollout is always in sight
+    at = "n => document.querySelectorAll('.list .item')[n].hasAttribute('aria-current')"
+    tab.wait_for_function(at, arg=0)
+    for place in range(1, 13):  # the chosen rollout is always in sight
         tab.keyboard.press("j")
+        tab.wait_for_function(at, arg=place)
     inside = """() => {
         const [list, item] = [".list", ".item[aria-current]"].map((name) =>
           document.querySelector(name).getBoundingClientRect());

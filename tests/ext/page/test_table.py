@@ -17,7 +17,7 @@ import yaml
 
 from tests.ext.page.made import make_run
 from trireme.ext.page.listing import compare, list_runs, run_named
-from trireme.ext.page.runs import find_runs, write_note
+from trireme.ext.page.runs import compared, find_runs, write_note
 from trireme.ext.page.table import Entries, differing
 from trireme.monitor.monitor import JsonLinesMonitor
 
@@ -133,6 +133,17 @@ def test_settings_that_differ_have_short_names_and_the_rarest_come_first(tmp_pat
     assert [entry["settings"] for entry in entries.of(find_runs(tmp_path))].count({}) == 1
     JsonLinesMonitor(tmp_path / "f/monitor").log({"actor/loss": 1.0}, 1, "trainer")
     assert [entry["settings"] for entry in entries.of(find_runs(tmp_path))].count({}) == 2
+
+
+def test_a_setting_that_an_older_release_lacks_is_no_difference(tmp_path: Path) -> None:
+    old = {"model": {"path": "m", "lora": None}, "tasks": [{"name": "x"}], "seed": 1}
+    new = {"model": {"path": "m", "lora": {"rank": 4}, "newer": 3}, "tasks": [], "seed": 1}
+    for name, config in (("a", old), ("b", new)):
+        start(tmp_path / name, config=config)
+    one, two = find_runs(tmp_path)
+    keys = ["model.lora.rank", "tasks", "tasks[0].name"]
+    assert [change["key"] for change in compared(one, two)] == keys
+    assert differing([one, two]) == [{"name": "x"}, {"rank": 4, "tasks": []}]
 
 
 def test_list_and_compare_print_what_the_page_shows(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,16 +247,28 @@ def starts_of(run: RunFolder) -> list[dict[str, Any]]:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return keys of configuration, versions, data and code whose values differ between two
-    attempts.
+    attempts. A setting that an older release did not have is no difference.
     """
     out: list[dict[str, Any]] = []
     for section in ("config", "versions", "code", "plugins", "model", "data"):
         left, right = flat(old.get(section), section), flat(new.get(section), section)
         for key in sorted({*left, *right}):
-            if left.get(key) != right.get(key):
+            was_known = section != "config" or (knows(left, key) and knows(right, key))
+            if was_known and left.get(key) != right.get(key):
                 name = key.removeprefix("config.")
                 out.append({"key": name, "old": left.get(key), "new": right.get(key)})
     return out
+
+
+def knows(settings: Mapping[str, Any], key: str) -> bool:
+    """Return whether flat settings have a key, or a value where others have a section: `lora: null`
+    in place of `lora.rank`. An older release may have neither.
+    """
+    above = [key[: sign.start()] for sign in re.finditer(r"[.\[]", key)]
+    below = (f"{key}.", f"{key}[")
+    return any(part in settings for part in (key, *above)) or any(
+        other.startswith(below) for other in settings
+    )
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:

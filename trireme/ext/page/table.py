@@ -22,6 +22,7 @@ from trireme.ext.page.runs import (
     configuration,
     flat,
     has_summary,
+    knows,
     note_of,
     read_starts,
     stage_of,
@@ -241,7 +242,10 @@ def differing(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     out = []
     for values, kind in zip(flats, kinds, strict=True):
         alike = [other for other, k in zip(flats, kinds, strict=True) if k == kind and other]
-        shared = {key: sum(one.get(key) == values[key] for one in alike) for key in values}
+        shared = {
+            key: sum(one.get(key) == value or not knows(one, key) for one in alike)
+            for key, value in values.items()
+        }
         keys = [key for key in values if shared[key] < len(alike)]
         out.append({_end(key, keys): values[key] for key in sorted(keys, key=shared.__getitem__)})
     return out
