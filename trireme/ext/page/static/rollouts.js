@@ -218,7 +218,8 @@ async function open() {
 // A key of the list or the reader; whether it was one.
 export function key(name) {
   if (!view?.rows.length) return false;
-  const at = view.rows.findIndex((row) => (row.rollouts ? row.group === view.row?.group : row.eid === view.row?.eid));
+  const here = view.state.query.eid || view.row?.eid; // which may not have arrived yet
+  const at = view.rows.findIndex((row) => (row.rollouts ? row.rollouts.some((one) => one.eid === here) : row.eid === here));
   const tabs = { c: "", t: "tokens", g: "group", s: "steps" };
   if (name === "j" || name === "k") {
     const next = view.rows[Math.min(Math.max(at + (name === "j" ? 1 : -1), 0), view.rows.length - 1)];
