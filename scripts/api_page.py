@@ -37,6 +37,8 @@ _GROUPS = {
 """Heading -> the names under it; a new public name has to be put under one, or the script fails."""
 
 
+_ONCE = "show_root_heading: false, show_root_toc_entry: false"
+"""The heading above has the name already, on the page and in its table of contents."""
 _ENTRY = re.compile(r"^### `(\w+)`\n\n(?:```text\n[^`]+```\n\n)?::: ([\w.]+)$", re.M)
 
 
@@ -56,10 +58,7 @@ def document() -> str:
         lines.append(f"## {heading}\n")
         for name in names.split():
             lines.append(f"### `{name}`\n")
-            lines.append(
-                f"{_call(name)}::: {paths[name]}\n"
-                "    options: {show_root_heading: false, show_root_toc_entry: false}\n"
-            )
+            lines.append(f"{_call(name)}::: {paths[name]}\n    options: {{{_ONCE}}}\n")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from trireme import __version__
 from trireme.extensions import extensions
 from trireme.registry import ALGORITHMS
 
@@ -98,6 +99,14 @@ def test_the_readme_counts_the_algorithms_that_there_are(page: str) -> None:
     listed = [name for row in table for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     [more] = re.findall(r"(\d+) (?:more|种) \|", "\n".join(table))
     assert set(listed) <= names.keys() and len(listed) + int(more) == count
+
+
+@pytest.mark.whole
+def test_the_changelog_has_a_section_of_this_version_with_the_algorithms_that_there_are() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    section = text[text.index(f"\n## {__version__}\n") :]
+    names = {id(ALGORITHMS.get(name)) for name in ALGORITHMS.built_in()}
+    assert re.findall(r"(\d+) algorithms", section) == [str(len(names))]
 
 
 @pytest.mark.whole
