@@ -15,6 +15,7 @@ from tests.e2e.job import small_config
 from trireme.cli import run as command
 from trireme.cli.main import app
 from trireme.config import ConfigError, Problem
+from trireme.launch.check import refuse_old_rows
 from trireme.launch.stop import Stop
 
 Calls = list[dict[str, Any]]
@@ -121,10 +122,11 @@ def test_a_new_run_of_the_same_yaml_has_the_next_free_name(tmp_path: Path) -> No
     config.write_text(yaml.safe_dump(small_config(tmp_path)))
     [plan] = command.draft_of(config, [], []).plans
     (plan.job_dir / "log").mkdir(parents=True)
-    [fresh] = command.draft_of(config, ["trainer.grad_clip=0.5"], [], True).plans
+    made = command.draft_of(config, ["trainer.grad_clip=0.5"], [], True)
+    [fresh] = made.plans
     assert fresh.job_dir == plan.job_dir.with_name(f"{plan.config.name}_2")
     assert fresh.config.trainer.grad_clip == 0.5
-    command.refuse_old_rows([fresh])
+    refuse_old_rows(made)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +148,10 @@ def test_a_new_run_meets_no_earlier_experiences(
     config = tmp_path / "x.yaml"
     config.write_text(yaml.safe_dump(small_config(tmp_path)))
     with pytest.raises(ConfigError, match=expected):
-        command.refuse_old_rows(command.draft_of(config, overrides, []).plans)
+        refuse_old_rows(command.draft_of(config, overrides, []))
     name = "buffer.trainer_input.experience_buffer.name=job_rows"
     if "explore" not in overrides[0]:
-        command.refuse_old_rows(command.draft_of(config, [*overrides, name], []).plans)
+        refuse_old_rows(command.draft_of(config, [*overrides, name], []))
 
 
 def test_a_stopped_new_run_is_resumed_by_its_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trireme.config import ConfigError, Plan, Problem, load_config
+from trireme.config import ConfigError, Plan, load_config
 from trireme.config.plan import unmet
 from trireme.config.variables import variable
 from trireme.files import InUse
@@ -61,8 +61,10 @@ def run(
             if strict and (lacks := [one for plan in made.plans for one in unmet(plan)]):
                 raise ConfigError([*dict.fromkeys(lacks)])
             if fresh:
+                from trireme.launch.check import refuse_old_rows
+
                 stop.fresh = True
-                refuse_old_rows(made.plans)
+                refuse_old_rows(made)
                 say(f"a new run: name={made.plans[0].config.name}", flush=True)
             if compare:
                 from trireme.launch.run import refuse_comparison
@@ -110,33 +112,6 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
     finally:
         console.close()
     return 0
-
-
-def refuse_old_rows(plans: Sequence[Plan]) -> None:
-    """Raise ConfigError if a new run would meet an earlier one's experiences, or those of another
-    command.
-    """
-    from trireme.algorithms.recipes import row_of
-
-    for plan in plans:
-        if row_of(plan.config.algorithm.algorithm_type).from_data:
-            continue
-        if plan.mode not in ("both", "colocate"):
-            text = f"is {plan.mode}, whose run's folder other commands name: expected name=... in "
-            raise ConfigError([Problem("mode", f"{text}each of them, and no --fresh")])
-        buffer = plan.config.buffer.trainer_input.experience_buffer
-        inside = plan.store.kind == "queue" or str(plan.job_dir) in plan.store.path
-        if not inside and plan.config.name not in buffer.name:
-            raise ConfigError(
-                [
-                    Problem(
-                        "buffer.trainer_input.experience_buffer.name",
-                        f"is {buffer.name!r}, in a database outside the run's folder that may hold "
-                        f"an earlier run's rows: expected one with the new run's name in it, for "
-                        f"example {plan.config.name}, or no --fresh",
-                    )
-                ]
-            )
 
 
 def complain(text: str) -> None:

@@ -74,6 +74,31 @@ def _with_prompt_notes(plan: Plan, completed: Completed) -> Plan:
     return replace(plan, notes=(*plan.notes, *notes))
 
 
+def refuse_old_rows(made: Draft) -> None:
+    """Raise ConfigError if a new run would meet an earlier one's experiences, or those of another
+    command.
+    """
+    for plan, parts in zip(made.plans, made.parts, strict=True):
+        if parts.recipe is not None and parts.recipe.from_data:
+            continue
+        if plan.mode not in ("both", "colocate"):
+            text = f"is {plan.mode}, whose run's folder other commands name: expected name=... in "
+            raise ConfigError([Problem("mode", f"{text}each of them, and no --fresh")])
+        buffer = plan.config.buffer.trainer_input.experience_buffer
+        inside = plan.store.kind == "queue" or str(plan.job_dir) in plan.store.path
+        if not inside and plan.config.name not in buffer.name:
+            raise ConfigError(
+                [
+                    Problem(
+                        "buffer.trainer_input.experience_buffer.name",
+                        f"is {buffer.name!r}, in a database outside the run's folder that may hold "
+                        f"an earlier run's rows: expected one with the new run's name in it, for "
+                        f"example {plan.config.name}, or no --fresh",
+                    )
+                ]
+            )
+
+
 def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     """Check a file and collect every problem, except follow-up problems of a section with an
     unknown key.
