@@ -117,7 +117,11 @@ class Console:
         due = (counts or (first and step > first_of_part)) and now - self._last_line >= self.every
         if not self.live and (done or due):
             self._last_line = now
-            self.note(self._progress_line())
+            self.progress(self._progress_line())
+
+    def progress(self, text: str) -> None:
+        """Print a line of progress, where nothing is shown live."""
+        self.note(text)
 
     def note(self, text: str, style: str = "") -> None:
         """Print a permanent line."""

@@ -7,6 +7,7 @@ so that Ctrl-C, or a notebook's stop button, ends it at its next safe point with
 from __future__ import annotations
 
 import hashlib
+import html
 import inspect
 import json
 import sqlite3
@@ -26,14 +27,16 @@ from trireme.config.schema import Config
 from trireme.config.stages import used_tasksets
 from trireme.data.rows import NoRows, load_rows
 from trireme.experience import Experience
+from trireme.ext.train.figure import Figure, figure_of
+from trireme.ext.train.notebook import CellConsole, in_notebook
 from trireme.files import write_text
 from trireme.launch.check import checked
 from trireme.launch.run import run_stages
 from trireme.launch.stop import Stop
-from trireme.monitor.console import Console
+from trireme.monitor.console import Console, summary_rows
 from trireme.monitor.figures import Summary
 from trireme.monitor.monitor import FILE_NAME, read_metrics
-from trireme.registry import ORMS, REWARDS, TOOLS, TRACKERS, WORKFLOWS, Registry
+from trireme.registry import ORMS, REWARDS, TOOLS, TRACKERS, WORKFLOWS, Registry, did_you_mean
 from trireme.serialize import decode
 from trireme.text import say
 from trireme.trainer.steering import EVENTS
@@ -77,6 +80,44 @@ class Run:
         names = dict.fromkeys(name for figures in steps.values() for name in figures)
         columns: dict[str, list[float | None]] = {"step": [float(step) for step in sorted(steps)]}
         return columns | {name: [steps[step].get(name) for step in sorted(steps)] for name in names}
+
+    def plot(self, *names: str) -> Figure:
+        """Draw figures of the last stage over its steps; without names the mean reward of the
+        rollouts, or the loss, and what the evaluations measured. Raises ValueError for unknown
+        names.
+        """
+        metrics = self.metrics
+        if unknown := [name for name in names if name not in metrics]:
+            hint = did_you_mean(unknown[0], metrics) or f": it has {', '.join(metrics)}"
+            raise ValueError(f"there is no metric '{unknown[0]}'{hint}")
+        usual = [name for name in metrics if name == "rollout/reward/mean"]
+        usual = usual or [name for name in metrics if name.endswith("_loss")][:1]
+        measured = [f"{kind}/mean@" for kind in ("accuracy", "reward")]
+        for begins in measured:
+            found = [n for n in metrics if n.startswith("eval/") and f"/{begins}" in n]
+            usual += found
+            if found:
+                break
+        steps = metrics["step"]
+        curves = {}
+        for name in names or usual:
+            pairs = zip(steps, metrics[name], strict=True)
+            curves[name] = [(x, y) for x, y in pairs if x is not None and y is not None]
+        return figure_of(curves)
+
+    def _repr_html_(self) -> str:
+        """The run in a notebook: its curves, and the table of its end."""
+        rows = summary_rows(self.summary)
+        cells = "".join(
+            f"<tr><th style='text-align: left'>{html.escape(label)}</th><td><pre style='margin: 0; "
+            f"text-align: left'>{html.escape(text)}</pre></td></tr>"
+            for label, text in rows
+        )
+        table = f"<table>{cells}</table>"
+        try:
+            return f"{self.plot().svg}{table}"
+        except ValueError:  # a run without a step
+            return table
 
     def rollouts(self, step: int | None = None) -> list[Experience]:
         """Read the rollouts of an explore step of the last stage; None: all that are stored."""
@@ -369,8 +410,9 @@ def _in_thread(plans: list[Plan]) -> Summary:
     stop, summaries, failed = Stop(), list[Summary](), list[BaseException]()
     ended = threading.Event()  # an interrupted `Thread.join` takes a living thread for ended
 
+    console = CellConsole() if in_notebook() else Console()
+
     def work() -> None:
-        console = Console()
         try:
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):
                 console.note(note)
@@ -384,12 +426,15 @@ def _in_thread(plans: list[Plan]) -> Summary:
     threading.Thread(target=work, name="trireme.train", daemon=True).start()
     try:
         while not ended.wait(WAKE_S):
-            pass
+            if isinstance(console, CellConsole):
+                console.show()
     except KeyboardInterrupt:
         stop.request()
         say(f"interrupted: ending at the next safe point, in {stop.limit:g} s at most "
               "(cluster.stop_timeout)", flush=True)  # fmt: skip
         ended.wait(stop.limit)
+    if isinstance(console, CellConsole):
+        console.show()
     if failed and isinstance(failed[0], KeyboardInterrupt):
         raise KeyboardInterrupt(stop.what_is_left().replace("command", "call")) from None
     if failed:
