@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from tests.test_documents import ROOT
+from trireme.config import load_config
 
 pytestmark = pytest.mark.whole
 
@@ -94,3 +96,20 @@ def test_the_menu_of_languages_leads_to_pages_that_are_there() -> None:
         assert (ROOT / "docs" / link.replace(".html", ".md")).is_file()
     assert {"navigation.tabs", "navigation.sections"} <= set(CONFIG["theme"]["features"])
     assert len(CONFIG["nav"]) <= 8  # tabs in one row
+
+
+@pytest.mark.parametrize("what", ["texts", "commands"])
+def test_the_table_of_what_learned_is_that_of_the_runs_records(what: str) -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "outcomes_page.py"))
+    if what == "texts":
+        written = page["written"]()
+        assert len(written) > 10 and {p.name for p in page["PICTURES"].iterdir()} == {
+            path.name for path in written if path.suffix == ".svg"
+        }
+        for path, text in written.items():
+            assert path.read_text(encoding="utf-8") == text, "run: python scripts/outcomes_page.py"
+        return
+    for rows in page["trainings"]().values():
+        words = shlex.split(page["command"](rows[0]))
+        yaml_file, *overrides = words[words.index("run") + 1 :]
+        assert load_config(ROOT / yaml_file, overrides).seed == rows[0]["seed"]

@@ -65,8 +65,7 @@ def figure_of(curves: Mapping[str, Points]) -> Figure:
         dots = [place(*point) for point in curve] if len(curve) <= 12 else []
         parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in dots]
         parts.append(
-            f'<text x="{LEFT}" y="{TOP + 16 * number}" fill="{colour}">'
-            f"{html.escape(name)}</text>"
+            f'<text x="{LEFT}" y="{TOP + 16 * number}" fill="{colour}">{html.escape(name)}</text>'
         )
     style = 'font-family="sans-serif" font-size="12" fill="currentColor"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {style}'
