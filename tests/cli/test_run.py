@@ -11,6 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import trireme
 from tests.e2e.job import small_config
 from trireme.cli import run as command
 from trireme.cli.main import app
@@ -171,7 +172,11 @@ def test_a_stopped_new_run_is_resumed_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "waits"),
     [
-        (["run", "none.yaml"], "loading torch, and checking model, data and workflows"),
+        (
+            ["run", "none.yaml"],
+            f"trireme {trireme.__version__}: none.yaml; loading torch, and checking model, data "
+            "and workflows",
+        ),
         (["debug", "none.yaml"], "none.yaml: loading torch and the task"),
         (["eval", "-c", "none.yaml", "-m", "m"], "loading torch, and checking models and tasks"),
         (["rollout", "--model", "none"], "loading none"),

@@ -111,7 +111,7 @@ def command(place: Path, folder: Path, *flags: str, port: int = 0) -> Iterator[t
 
 
 def fails(place: Path, folder: Path, *flags: str) -> tuple[int, str]:
-    """The exit code and what is said, of a command that cannot serve."""
+    """The exit code and what is said after what it waits for, of a command that cannot serve."""
     words = ("rollout", "--model", str(folder), *flags)
     ended = trireme(place, *words, CUDA_VISIBLE_DEVICES="")
-    return ended.returncode, ended.stderr
+    return ended.returncode, ended.stderr.removeprefix(f"loading {folder}\n")

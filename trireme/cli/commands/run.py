@@ -39,8 +39,8 @@ def run(
     config, keys = yaml_and_keys(config, words, ctx.obj)
     # before the other imports, which take seconds
     what = config or "the demo: a tiny model learns word problems, on this machine's cores"
-    say(f"trireme {trireme.__version__}: {what}", flush=True)
-    say("loading torch, and checking model, data and workflows", flush=True)
+    waits = "loading torch, and checking model, data and workflows"
+    say(f"trireme {trireme.__version__}: {what}; {waits}", flush=True)
     from trireme.cli.run import run as command
 
     raise typer.Exit(
