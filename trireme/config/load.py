@@ -79,9 +79,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
 
 def _tab(path: Path, error: Exception) -> str:
     """Return the line with the tab that made YAML's reader fail; '' if it was something else."""
-    mark = getattr(error, "problem_mark", None)
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if mark else []
-    line = lines[mark.line] if mark and mark.line < len(lines) else ""
+    if (mark := getattr(error, "problem_mark", None)) is None:
+        return ""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
     if "\t" not in line[: len(line) - len(line.lstrip())]:
         return ""
     return f"line {mark.line + 1} is indented with a tab: expected spaces"
