@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import io
 import sys
+from importlib import import_module
 from typing import Any
 
 from trireme.monitor.console import Console
@@ -57,8 +58,7 @@ class CellConsole(Console):
         text = self._text.getvalue()[-MOST_CHARACTERS:] + self._progress
         if text == self._shown:
             return
-        from IPython.display import display
-
+        display = import_module("IPython.display").display  # a notebook has it
         self._shown = text
         page = f'<pre style="{STYLE}">{html.escape(text)}</pre>'
         data = {"text/plain": text, "text/html": page}
