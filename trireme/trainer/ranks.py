@@ -42,7 +42,7 @@ from trireme.checkpoint.export import SharedFiles, Spec
 from trireme.checkpoint.layout import rank_file
 from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import my_parts
-from trireme.engines.rendezvous import open_store
+from trireme.engines.rendezvous import choose_interface, open_store
 from trireme.engines.torch.composite import text_model
 from trireme.engines.torch.vision import vision_of
 from trireme.files import CannotWrite, naming
@@ -116,6 +116,7 @@ class Ranks:
         self._meet()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        choose_interface(spec.address.rpartition(":")[0])
         dist.init_process_group(
             "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=self.store,

@@ -335,7 +335,6 @@ class Failed:
 
 def test_a_broadcast_that_ends_in_an_error_of_nccl_brings_no_tensor() -> None:
     trainer, engine = pair()
-    trainer.connect({1: "worker 0 of http://a"})
     doubles: list[Any] = [LikeNccl(Failed), LikeNccl(Failed)]
     trainer._group, engine._group = doubles
     for member in (trainer, engine):

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,7 +35,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from trireme.engines.rendezvous import open_store
+from trireme.engines.rendezvous import GLOO_INTERFACE, address_towards, open_store
 from trireme.engines.weights import dtype_named
 from trireme.ext.remote.bucket_handles import Borrower, Lender
 
@@ -90,22 +89,18 @@ def unpack(parts: Iterable[BucketEntry], data: Tensor) -> Iterator[tuple[str, Te
 def gloo_group(
     store: Store, rank: int, size: int, *, timeout: float, address: str
 ) -> ProcessGroupGloo:
-    """Make a group whose member listens on `address`, if that belongs to this machine alone;
-    otherwise where torch does, on the address of this machine's name.
+    """Make a group whose member listens where it reaches `address`, the meeting point's: on this
+    machine alone, if that is a loopback address, else on the interface that leads there, or the one
+    that GLOO_SOCKET_IFNAME names.
     """
     wait = timedelta(seconds=timeout)
     options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = wait
-    try:
-        alone = ip_address(socket.gethostbyname(address)).is_loopback
-    except OSError:
-        alone = False
-    device = (
-        ProcessGroupGloo.create_device(hostname=address)
-        if alone
-        else ProcessGroupGloo.create_default_device()
-    )
-    options._devices = [device]
+    own = address_towards(address)
+    if own is None or (GLOO_INTERFACE in os.environ and not ip_address(own).is_loopback):
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    else:
+        options._devices = [ProcessGroupGloo.create_device(hostname=own)]
     return ProcessGroupGloo(store, rank, size, options)
 
 
