@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,8 +88,81 @@ whole = log_probabilities(logits.float() / 0.7).gather(-1, ids[:, None])
 print(json.dumps([torch.equal(found.logprobs, whole), largest.numbers]))
 """
 
+# The same rows with the one log-softmax that serves both numbers, and by the way of cuts.
+ONE = """
+import json
+from types import SimpleNamespace
+import numpy, torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from trireme.ext.vllm import worker
+from trireme.ext.vllm.options import STREAM
 
-def said(script: str, *args: str) -> object:
+def sampled(heats, dtype, **cut):
+    count, made = len(heats), []
+    names = [f"{n}" for n in range(count)]
+    given = [SamplingParams(temperature=heat, extra_args={STREAM: 7 + n}, **cut)
+             for n, heat in enumerate(heats)]
+    batch = SimpleNamespace(req_ids=names, num_reqs=count, num_tokens_no_spec=numpy.full(count, 9),
+                            num_prompt_tokens=numpy.full(count, 4))
+    requests = {n: SimpleNamespace(sampling_params=p) for n, p in zip(names, given)}
+    sampler = worker.ContractSampler(SimpleNamespace(input_batch=batch, requests=requests))
+    own, calls = worker.log_probabilities, []
+    worker.log_probabilities = lambda logits: (calls.append(1), own(logits))[1]
+    heat = torch.tensor(heats)
+    cold = heat < worker.GREEDY_BELOW
+    none = torch.zeros(count)
+    metadata = SamplingMetadata(
+        temperature=None if bool(cold.all()) else heat, all_greedy=bool(cold.all()),
+        all_random=not bool(cold.any()), top_p=None, top_k=None, generators={},
+        max_num_logprobs=3, no_penalties=True, prompt_token_ids=None, frequency_penalties=none,
+        presence_penalties=none, repetition_penalties=none, output_token_ids=[[]] * count,
+        allowed_token_ids_mask=None, bad_words_token_ids={}, logitsprocs=LogitsProcessors())
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(count, 500)).to(dtype)
+    out = sampler(logits, metadata)
+    worker.log_probabilities = own
+    tensors = out.logprobs_tensors
+    return len(calls), [out.sampled_token_ids, tensors.logprob_token_ids, tensors.logprobs]
+
+counts, equal = [], []
+for dtype in (torch.float32, torch.bfloat16):
+    for heats in ([1.0] * 8, [0.7, 1.3, 1.0], [0.7, 0.0, 1.0], [0.0, 0.0]):
+        one, plain = sampled(heats, dtype)
+        # a minimum that is reached cuts nothing
+        two, cut = sampled(heats, dtype, min_tokens=1)
+        counts.append([one, two])
+        equal.append(all(torch.equal(a, b) for a, b in zip(plain, cut)))
+print(json.dumps([counts, equal]))
+"""
+
+# 40 tokens, read along and not: how often vLLM hands some over.
+WAKES = """
+import asyncio, json, sys
+from transformers import AutoTokenizer
+from trireme.engines.engine import Sampling
+from trireme.ext.vllm.engine import VllmEngine
+
+async def main(path):
+    engine = await VllmEngine.start(path, tokenizer=AutoTokenizer.from_pretrained(path),
+                                    max_model_len=64, dtype="float32")
+    take, wakes, found = engine._take, [], []
+    engine._take = lambda *given: (wakes.append(1), take(*given))[1]
+    for on_token in (None, lambda *_: None):
+        wakes.clear()
+        asked = Sampling(max_tokens=40, ignore_eos=True, seed=3)
+        [reply] = await engine.generate([5, 6, 7], asked, key=(1,), on_token=on_token)
+        found.append([len(wakes), reply.ids, reply.logprobs])
+    await engine.close()
+    return found
+
+if __name__ == "__main__":
+    print("\\n" + json.dumps(asyncio.run(main(sys.argv[1]))))
+"""
+
+
+def said(script: str, *args: str) -> Any:
     """The last line that a script prints in vLLM's environment."""
     done = subprocess.run(
         [PYTHON, "-c", script, *args],
@@ -111,3 +185,13 @@ def test_workers_of_replicas_have_ranks_of_their_own() -> None:
 
 def test_a_long_prompt_is_scored_some_rows_at_a_time() -> None:
     assert said(SCORES) == [True, 7000]
+
+
+def test_rows_without_cuts_need_one_log_softmax_and_sample_the_same() -> None:
+    counts, equal = said(ONE)
+    assert counts == [[1, 2]] * 8 and equal == [True] * 8
+
+
+def test_tokens_come_some_at_a_time_where_nobody_reads_along(tmp_path: Path) -> None:
+    (few, *reply), (many, *same) = said(WAKES, str(make_model(tmp_path / "model", head_dim=32)))
+    assert (few, many) == (4, 40) and reply == same  # the first token at once, and two parts

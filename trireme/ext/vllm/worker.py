@@ -48,8 +48,9 @@ class ContractSampler(Sampler):
         """`runner` knows each row's request, and the number of its tokens."""
         super().__init__("processed_logprobs")
         self._runner = runner
-        self._streams: tuple[list[str], Tensor] = ([], torch.zeros(0, dtype=torch.long))
-        """Ids of the last step's requests, and their random streams."""
+        self._rows: tuple[list[str], Tensor, bool] = ([], torch.zeros(0, dtype=torch.long), False)
+        """Ids of the last step's requests, their random streams, and whether all of them sample
+        from the model's own distribution."""
         self.version = 0
         self.score_temperature = 1.0
         """Of prompts that are scored."""
@@ -70,10 +71,20 @@ class ContractSampler(Sampler):
             greedy = heat < GREEDY_BELOW
             full = full / torch.where(greedy, 1.0, heat)[:, None]
         full = log_probabilities(full)  # before the logits are changed in place
-        bent = self.apply_logits_processors(
-            logits.to(torch.float32), sampling_metadata, predict_bonus_token
-        )
-        sampled, drawn = self.sample(bent, sampling_metadata)
+        if self._known()[2]:
+            drawn = full
+            if greedy is None:
+                sampled = self.greedy_sample(logits.float())
+            else:
+                sampled = self._draw(full)
+                if not sampling_metadata.all_random:
+                    likeliest = self.greedy_sample(logits.float()).long()
+                    sampled = torch.where(greedy, likeliest, sampled)
+        else:
+            bent = self.apply_logits_processors(
+                logits.to(torch.float32), sampling_metadata, predict_bonus_token
+            )
+            sampled, drawn = self.sample(bent, sampling_metadata)
         at = sampled.long()[:, None]
         tensors = None
         if wanted:
@@ -111,25 +122,32 @@ class ContractSampler(Sampler):
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
         drawn = log_probabilities(logits)
-        sampled = inverse_cdf(drawn, self._uniforms(len(drawn)).to(drawn.device, non_blocking=True))
+        sampled = self._draw(drawn)
         if likeliest is not None:
             sampled = torch.where(heat < GREEDY_BELOW, likeliest.long(), sampled)
         return sampled, drawn
 
-    def _uniforms(self, rows: int) -> Tensor:
-        """Return the random number of each row's next token, however often its request was
-        interrupted.
+    def _draw(self, logprobs: Tensor) -> Tensor:
+        """Sample ids [B] from log p [B, V], with each row's random number of its next token, which
+        is the same however often its request was interrupted.
         """
-        batch = self._runner.input_batch
+        batch, rows = self._runner.input_batch, len(logprobs)
         if batch.num_reqs != rows:
             raise RuntimeError(f"{rows} rows are sampled for {batch.num_reqs} requests of vLLM's")
-        if self._streams[0] != batch.req_ids:
+        positions = batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]
+        drawn = uniforms(self._known()[1], torch.from_numpy(positions).long())
+        return inverse_cdf(logprobs, drawn.to(logprobs.device, non_blocking=True))
+
+    def _known(self) -> tuple[list[str], Tensor, bool]:
+        """Return what is known of this step's requests."""
+        batch = self._runner.input_batch
+        if self._rows[0] != batch.req_ids:
             params = [self._runner.requests[name].sampling_params for name in batch.req_ids]
             # scored rows have none, and their samples are ignored
             streams = [(one.extra_args or {}).get(STREAM, 0) for one in params]
-            self._streams = list(batch.req_ids), torch.tensor(streams)
-        positions = batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]
-        return uniforms(self._streams[1], torch.from_numpy(positions).long())
+            plain = all(map(_is_plain, params))
+            self._rows = list(batch.req_ids), torch.tensor(streams), plain
+        return self._rows
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
         """Return the logits of prompts unchanged: `gather_logprobs` computes the requested values.
@@ -154,6 +172,14 @@ class ContractSampler(Sampler):
         )
         ranks = torch.zeros_like(token_ids)
         return _outputs.LogprobsTensors(at.to(torch.int32), scores, ranks)
+
+
+def _is_plain(params: Any) -> bool:
+    """True if nothing is cut off the distribution of these sampling parameters, nor added: one
+    log-softmax is then both numbers of a token. By the parameters that `_params` of engine.py sets.
+    """
+    cut = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    return not cut and params.repetition_penalty == 1 and params.min_tokens == 0
 
 
 class TriremeWorker:
