@@ -229,3 +229,23 @@ def test_strict_says_why_an_engine_is_another_one(
     out = io.StringIO()
     assert check(path, [name], Terminal(file=out, soft_wrap=True), strict=True) == 1
     assert f"problem: {expected}" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "runners"),
+    [
+        (0, ("buffer.batch_size=128",), 8),
+        (1, ("buffer.batch_size=128", "algorithm.repeat_times=8"), 64),
+        (1, ("buffer.batch_size=128", "algorithm.repeat_times=2"), 128),
+        (1, ("buffer.batch_size=128", "algorithm.repeat_times=128"), 8),
+        (1, ("buffer.batch_size=4", "algorithm.repeat_times=8"), 8),
+        (1, ("buffer.batch_size=128", "explorer.runner_per_model=3"), 3),
+        (8, ("buffer.batch_size=128", "cluster.gpu_per_node=8", f"{ENGINES}=4"), 4 * 32),
+    ],
+)
+def test_on_gpus_runners_follow_from_the_tasks_of_a_step(
+    gpus, overrides, runners, tmp_path, machine
+):
+    machine(gpus)
+    given = (*overrides, "buffer.total_epochs=9")
+    assert plan_of(tmp_path, *given).engine.runners == runners

@@ -40,6 +40,9 @@ SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 LEAST_SHARE = 0.25
 """The smallest share of a GPU's memory for an engine that takes turns with the trainer, and the
 share if that GPU's size is not known."""
+FEWEST_RUNNERS = 8
+ROLLOUTS = 512
+"""Rollouts of an engine at once, for the default of runners."""
 _NOT_IN_BLOCKS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
 """Names of layers outside the blocks: heads and embeddings."""
 
@@ -219,12 +222,23 @@ def choose_engine(stage: StageFacts, places: Places) -> tuple[EnginePlan, Findin
         hosts=0 if places.spread else choice.hosts,
         urls=tuple(model.base_urls) if stage.remote else (),
         key=model.api_key,
-        runners=explorer.runner_per_model * max(places.num_engines, model.engine_num),
+        runners=runners_of(stage.config, max(places.num_engines, model.engine_num), places.present),
         shares=choice.shares,
         sleeps=choice.sleeps,
         largest_adapter=choice.largest_adapter,
     )
     return engine, findings
+
+
+def runners_of(config: Config, engines: int, gpus: int) -> int:
+    """Return the number of tasks that are tried at once: as requested for each engine; else 8, and
+    on GPUs, whose engines are faster the more rows they have, up to the tasks of a step.
+    """
+    each = config.explorer.runner_per_model
+    if each is None:
+        tasks = math.ceil(config.buffer.batch_size / engines) if gpus and engines else 0
+        each = max(min(tasks, ROLLOUTS // config.algorithm.repeat_times), FEWEST_RUNNERS)
+    return each * engines
 
 
 def _choose(stage: StageFacts, gpus: int, spread: bool) -> tuple[EngineChoice, Findings]:

@@ -135,7 +135,7 @@ def derive(stage: StageFacts, root: Path, gpus: Gpus | None = None) -> tuple[Pla
     findings.add(_check_explorer(stage))
     job_dir = root / stage.name if stage.name else root
     store = findings.take(store_of(stage, job_dir))
-    findings.add(_note_engine(stage, places.spread or engine.hosts > 0))
+    findings.add(_note_engine(stage, places.spread or engine.hosts > 0, engine.runners))
     findings.add(note_idle(stage, steps))
     half = dtype == "bfloat16"
     free = gpus.memory if gpus else None
@@ -190,7 +190,7 @@ def _note_dtype(stage: StageFacts, dtype: str) -> Findings:
     return findings
 
 
-def _note_engine(stage: StageFacts, several: bool) -> Findings:
+def _note_engine(stage: StageFacts, several: bool, runners: int) -> Findings:
     """Note if another engine is used than requested."""
     findings = Findings()
     key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
@@ -210,7 +210,7 @@ def _note_engine(stage: StageFacts, several: bool) -> Findings:
     if model.engine_num > 1 and not several:
         findings.note(
             f"{key}.engine_num ({model.engine_num}): one engine generates, and runners are "
-            f"{model.engine_num} x {stage.config.explorer.runner_per_model}"
+            f"{model.engine_num} x {runners // model.engine_num}"
         )
     return findings
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trireme.config import Findings
-from trireme.config.engine_kind import LEAST_SHARE, adapter_rank_of
+from trireme.config.engine_kind import LEAST_SHARE, adapter_rank_of, runners_of
 from trireme.config.lookup import model_config
 from trireme.config.memory import (
     GIB,
@@ -158,6 +158,7 @@ def _engine_of(
     rests: bool,
     length: int,
     width: int,
+    gpus: int,
 ) -> dict[str, Any]:
     """Return the fields of `Use` about an engine on the trainer's device; on a CPU, in its process.
     Engine processes that do not alternate with the trainer have GPUs of their own, and a trainer
@@ -168,7 +169,7 @@ def _engine_of(
         return {}
     if hosts:
         return {"engine_sleeps": True} if stage.colocated else {}
-    runners = explorer.runner_per_model * explorer.rollout_model.engine_num
+    runners = runners_of(config, explorer.rollout_model.engine_num, gpus)
     rows = min(min(runners, config.buffer.batch_size) * config.algorithm.repeat_times, MAX_ROWS)
     tokens = min(rows * length, KV_TOKENS) + PREFIX_TOKENS
     # beside the layers with an adapter in them the engine keeps these without
@@ -217,6 +218,7 @@ def plan_memory(
     if not spread or (device == "cuda" and takes_turns):
         facts: dict[str, Any] = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
         facts |= {"shared": shared, "apart": places.paired, "rests": lock_step}
+        facts["gpus"] = places.present
         engine = _engine_of(stage, shape, **facts)
         engine["auxiliary"] = _auxiliary_of(stage, facts["width"])
     shards = max(places.trainer_ranks, 1)
