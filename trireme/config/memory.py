@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 GIB = 2**30
 LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
 """Most float32 logits of a chunk: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
+MICRO_BATCHES = 2**15, 2**14
+"""Tokens of a GPU's micro-batch, unless a number is asked for: a block's products then take several
+times as long as to gather its weights and to start its kernels."""
 MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
 """Limits of the embedded engine: rollouts that decode at once, their tokens, and the cached tokens
 of finished ones."""
@@ -109,6 +112,25 @@ def plan_memory(
             "leave one extension with a [memory_planner]"
         )
     return findings.take(MEMORY_PLANNERS[first](stage, places, request)), findings
+
+
+def fitting_tokens(stage: StageFacts, places: Places, request: MemoryRequest) -> int:
+    """Return the tokens of a micro-batch: as many as a GPU computes well, as far as they fit, leave
+    a tenth of its memory, and do not make recomputation necessary; else those of the request.
+    """
+    if request.free is None:
+        return request.tokens
+    least, _ = plan_memory(stage, places, request)
+    for tokens in MICRO_BATCHES:
+        plan, found = plan_memory(stage, places, request._replace(tokens=tokens))
+        fits = plan.needs and sum(plan.needs.values()) <= 0.9 * request.free and not found.problems
+        if (
+            tokens > request.tokens
+            and fits
+            and plan.gradient_checkpointing == least.gradient_checkpointing
+        ):
+            return tokens
+    return request.tokens
 
 
 def in_gib(parts: Mapping[str, int]) -> str:

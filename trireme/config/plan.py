@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trireme.config import Findings, Problem
@@ -11,7 +11,7 @@ from trireme.config.check import check_kernels, note_idle
 from trireme.config.engine_kind import EnginePlan, choose_engine, kind_named, kind_of
 from trireme.config.external import ExternalModel, external_of
 from trireme.config.gpus import Gpus, gpu_bytes, num_gpus, why_no_gpu
-from trireme.config.memory import MemoryPlan, plan_memory, request_of
+from trireme.config.memory import MemoryPlan, fitting_tokens, plan_memory, request_of
 from trireme.config.placement import Places, note_places, places_of
 from trireme.config.schema import Config
 from trireme.config.sizes import Lengths, Steps, lengths_of, steps_of
@@ -142,6 +142,9 @@ def derive(stage: StageFacts, root: Path, gpus: Gpus | None = None) -> tuple[Pla
     if gpus is None and present and not places.elsewhere:
         free = gpu_bytes()
     request = request_of(lengths, places, engine, sync, half=half, free=free)
+    if config.trainer.max_token_len_per_gpu is None:
+        request = request._replace(tokens=fitting_tokens(stage, places, request))
+        lengths = replace(lengths, max_token_len=request.tokens)
     memory = findings.take(plan_memory(stage, places, request))
     listen_address = findings.take(_listen_address(stage))
     device = "cuda" if present else "cpu"

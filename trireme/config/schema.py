@@ -312,7 +312,8 @@ class TrainerConfig(Section, place="trainer"):
     ] = True
     """Cut batches into micro-batches by tokens instead of rows."""
     max_token_len_per_gpu: Annotated[int | None, Ge(1)] = None
-    """Tokens of a micro-batch; not given: twice `max_model_len`, and at least 1,024."""
+    """Tokens of a micro-batch; not given: twice `max_model_len`, and at least 1,024; on a GPU
+    32,768 or 16,384, if these are more and the memory plan has room for them."""
     ulysses_sequence_parallel_size: Annotated[
         Count, Mapped("one process trains, on whole sequences", on="spread")
     ] = 1

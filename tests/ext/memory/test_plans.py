@@ -165,6 +165,39 @@ def test_the_copy_that_saves_behind_is_asked_for_and_its_memory_is_noted(tmp_pat
     assert note.endswith("in which trainer.offload keeps weights and moments already")
 
 
+HALF = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gib", "shape", "overrides", "tokens"),
+    [
+        (None, HALF, (), 1024),
+        (80, HALF, (), 32768),
+        (48, HALF, (), 16384),  # more would have to be computed again
+        (24, HALF, (), 1024),
+        (24, HALF, ("trainer.enable_gradient_checkpointing=true",), 32768),
+        (80, HALF, ("trainer.max_token_len_per_gpu=2000",), 2000),
+        (80, HALF, ("model.max_model_len=20000",), 40000),
+        (80, SEVEN, ("ignore_validator_suggestions=true",), 1024),  # it does not fit anyway
+    ],
+)
+def test_a_micro_batch_on_a_gpu_is_as_large_as_the_plan_has_room_for(
+    gib, shape, overrides, tokens, tmp_path, machine, monkeypatch
+):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: gib and gib * 2**30)
+    machine(1)
+    (plan,), found, _ = draft(config_of(tmp_path, values_with(tmp_path, **shape), *overrides))
+    assert not found
+    assert plan.lengths.max_token_len == tokens
+    if gib and shape is HALF:
+        needed = sum(plan.memory.needs.values()) / (gib * 2**30)
+        assert needed <= (0.9 if 2**14 <= tokens <= 2**15 else 1)
+
+
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_where_the_gpu_is_not_known_activations_are_computed_again_unless_asked(
     asked, tmp_path, machine, monkeypatch
