@@ -207,6 +207,8 @@ NOT_RUN = {
     "python3": "verl's command line",
     "swift": "ms-swift's own",
     "docker": "not on every machine; tests/test_package.py lints the images",
+    "nvidia-smi": "the driver's own",
+    ".venv-vllm-cuda/bin/python": "for GPUs; tests/ext/vllm/test_kind.py holds its constraints",
     "sed": "tests/e2e/test_tutorials.py runs it",
     **dict.fromkeys(("cd", "export", "source", "git"), "the shell's"),
 }
