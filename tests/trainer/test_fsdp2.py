@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.tiny import make_model
 from tests.trainer.ranks import run
-from tests.trainer.samples import apart, backend_of, experiences, first_gradients, gap
+from tests.trainer.samples import (
+    apart,
+    backend_of,
+    critic_of,
+    experiences,
+    first_gradients,
+    gap,
+)
 from trireme.algorithms.recipes import algorithm, get_recipe
 from trireme.batch import flatten
 from trireme.registry import policy_loss
@@ -118,6 +126,34 @@ def test_two_copies_of_two_shards_learn_what_one_process_learns(tmp_path):
         expected = _learned(_make(path, LAYOUTS[name][1]))
         for got in ranks:
             _same(got[name], expected)
+
+
+def _sums(place: RankSpec, path: Path) -> list[list[int]]:
+    """Micro-batches, and how often gradients travel between copies, policy's and critic's."""
+    ranks = Ranks(place)
+    found, sums, batch = [], [], flatten(experiences())
+    own = dist.all_reduce
+    dist.all_reduce = lambda *given, **options: (sums.append(1), own(*given, **options))[1]
+    for tokens in (999, 10):
+        backend = _make(path, {"max_token_len": tokens}, ranks)
+        critic = critic_of(path, ranks, max_token_len=tokens)
+        values = critic.values(batch)
+        sums.clear()
+        backend.forward_backward(batch, lambda part, logprobs, _: -logprobs.sum())
+        policy = len(sums)
+        critic.optimizer.step = lambda: (0.0, 0.0)
+        critic.update(batch.with_fields(values=values, returns=values + 1))
+        found.append([backend._micro_batches, policy, len(sums) - policy])
+    ranks.close()
+    return found
+
+
+def test_gradients_travel_between_copies_once_a_step(tmp_path):
+    path = make_model(tmp_path / "model", tie=True)
+    counted = run(_sums, tmp_path / "ranks", path, world=4, shards=2)
+    assert max(few[0] for few, _ in counted) == 1 < max(many[0] for _, many in counted)
+    for few, many in counted:
+        assert few[1:] == many[1:] and min(few[1:]) > 0  # a sum for each block, and the root
 
 
 def test_ranks_that_each_hold_the_model_whole_learn_what_one_process_learns(tmp_path):

@@ -106,7 +106,7 @@ class Backend:
         self._since_step.append((batch, loss, entropy))
         self._root.train(self._train_mode)
         error: Exception | None = None
-        for part in self._team.parts(batch):
+        for part in self._team.rounds(batch, self._root):
             self._micro_batches += part is not None
             error = self._gradient(part if error is None else None, loss, entropy) or error
         self._root.eval()

@@ -90,7 +90,7 @@ class Critic:
         """
         total = clipped = 0.0
         self.model.train(self._settings.gradient_checkpointing)
-        for part in self._team.parts(batch):
+        for part in self._team.rounds(batch, self._root):
             values = self._values(part or dummy())
             if part is None:
                 (values.sum() * 0).backward()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -309,6 +309,17 @@ class Team:
         parts.sort(key=lambda part: -packed_tokens(part, share_prefix=self._share_prefix))
         rounds = max(self.gather(len(parts)))
         return [*parts, *[None] * (rounds - len(parts))]
+
+    def rounds(self, batch: Batch, root: Root) -> Iterator[Batch | None]:
+        """Yield the `parts` for backward passes through `root`. Copies of the model add their
+        gradients up after the last one alone: until then the shards of each do, and little travels
+        between machines.
+        """
+        parts = self.parts(batch)
+        for number, part in enumerate(parts, 1):
+            if isinstance(root, FSDPModule):
+                root.set_requires_all_reduce(number == len(parts))
+            yield part
 
     def scores(
         self, batch: Batch, compute: Callable[[Batch], Sequence[Tensor | None]], *, num: int = 1
