@@ -289,6 +289,13 @@ def test_the_configuration_is_not_changed_by_planning(tmp_path):
     assert repr(config) == before
 
 
+@pytest.mark.parametrize(("gpus", "said"), [(1, "the trainer computes in float32"), (0, "a CPU")])
+def test_float16_is_not_the_trainers(gpus, said, tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
+    notes = plan_of(tmp_path, "explorer.rollout_model.dtype=float16").notes
+    assert any(f"rollout_model.dtype (float16): {said}" in note for note in notes)
+
+
 def test_one_gpu_is_shared(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 1)
     plan = plan_of(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ def test_a_gpus_memory_grows_in_place_except_in_colocate_or_where_the_user_has_a
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+    switches: list[float] = []
+    monkeypatch.setattr(sys, "setswitchinterval", switches.append)
     recipe: Any = SimpleNamespace(needs_reference=False, needs_critic=False, parts={})
     for takes_turns in (False, True, False):
         plan: Any = SimpleNamespace(
@@ -108,6 +111,7 @@ def test_a_gpus_memory_grows_in_place_except_in_colocate_or_where_the_user_has_a
             models.make_models(plan, "", recipe, make=MagicMock())
     each = [f"expandable_segments:{expands}" for expands in (True, False, True)]
     assert told == ([] if said else each)
+    assert switches == [5e-4] * 3  # threads beside the launches get shorter turns
 
 
 def _fails_in_its_thread(place: RankSpec) -> str:

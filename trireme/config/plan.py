@@ -185,9 +185,14 @@ def _dtype(stage: StageFacts, gpus: int) -> str:
 
 
 def _note_dtype(stage: StageFacts, dtype: str) -> Findings:
-    """Note if a CPU computes in another format than requested."""
+    """Note if a CPU, or the trainer, computes in another format than requested."""
     findings = Findings()
     asked = stage.config.explorer.rollout_model.dtype
+    if asked == "float16" == dtype and stage.config.mode in ("both", "train"):
+        findings.note(
+            f"explorer.rollout_model.dtype ({asked}): the trainer computes in float32, since "
+            "gradients of float16 overflow; with bfloat16 it needs half the memory and time"
+        )
     if asked == "float16" != dtype:
         findings.note(f"explorer.rollout_model.dtype ({asked}): a CPU computes in float32")
     return findings

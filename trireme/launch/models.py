@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,10 @@ from trireme.trainer.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
 
+SWITCH_S = 5e-4
+"""Seconds after which Python's interpreter goes on with another thread. Torch's launches give it up
+at each operator, and a thread that computes, such as one that reads JSON, takes Python's 5 ms each
+time: the GPU would wait."""
 FIXED_SUMS = {
     "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     "cpu": {"MKL_CBWR": "AUTO"},
@@ -77,6 +82,8 @@ def make_models(
     backend.
     """
     config, settings = plan.config, _settings(plan)
+    if plan.device == "cuda":
+        sys.setswitchinterval(SWITCH_S)
     if plan.device == "cuda" and not plan.places.spread:  # actors have it in the environment
         # CUDA cannot hand expandable segments to an engine
         expand_segments(not plan.sync.takes_turns)

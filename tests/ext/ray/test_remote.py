@@ -18,12 +18,14 @@ from tests.odd import ALL
 pytest.importorskip("ray")
 
 import ray
+import torch
 
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.config.gpus import Gpus
 from trireme.config.schema import ClusterConfig
 from trireme.experience import EID, Experience
 from trireme.ext.ray import cluster as ray_cluster
+from trireme.ext.ray import remote as ray_remote
 from trireme.ext.ray.actors import SideWorker
 from trireme.ext.ray.cluster import gpus_of
 from trireme.ext.ray.remote import (
@@ -211,13 +213,12 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     kept |= {"HF_TOKEN": "secret", "VLLM_API_KEY": "secret", "HF_S3_SECRET": "secret"}
     for name, value in (steered | kept).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "cpu_count", lambda: 32)
     plan: Any = SimpleNamespace(device="cuda", places=SimpleNamespace(per_node=8))
     plan.sync = SimpleNamespace(takes_turns=False)
     trainer, engine = (environment_of(plan, trains=trains) for trains in (True, False))
     assert steered.items() <= trainer.items() and steered.items() <= engine.items()
     assert not kept.keys() & (trainer.keys() | engine.keys())
-    assert trainer["OMP_NUM_THREADS"] == "4"
+    assert trainer["TRIREME_PLACES"] == "8" and "OMP_NUM_THREADS" not in trainer
     assert trainer["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in engine  # vLLM's sleep does without it
     theirs = {"TMPDIR": "/fast", "OMP_NUM_THREADS": "2", "MY_KEY": "secret", "PYTHONPATH": "x"}
@@ -229,6 +230,21 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment_of(plan, trains=True)
     plan.device = "cpu"
     assert environment_of(plan, trains=True)["OMP_NUM_THREADS"] == "1"
+
+
+def test_an_actor_has_its_share_of_its_own_machines_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command may be given on a machine with fewer."""
+    found: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("TRIREME_PLACES", raising=False)
+    ray_remote.share_cores()
+    assert not found and os.environ["OMP_NUM_THREADS"] == "1"
+    for places, threads in (("8", 4), ("64", 1)):
+        monkeypatch.setenv("TRIREME_PLACES", places)
+        ray_remote.share_cores()
+        assert found.pop() == threads and os.environ["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_a_process_that_is_in_a_cluster_counts_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,9 @@ ANSWER_S = 30.0
 """Seconds in which a cluster has to answer."""
 JOIN_S = 60.0
 """Seconds that machines of a cluster get to join it."""
+STORE_BYTES = 2**31
+"""Memory for what Ray passes on between our own cluster's processes: by default it takes a third of
+the machine's, of which containers have little; a step's experiences are some 100 MB."""
 RUNNING = Path("ray/ray_current_cluster")
 """The file in which `ray start` stores the address of the cluster on this machine."""
 
@@ -142,6 +145,7 @@ def _init(plan: Plan, address: str | None) -> None:
     places = max(plan.places.total, os.cpu_count() or 1)
     # in this thread: Ray's processes end with the one that started them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options["object_store_memory"] = STORE_BYTES
     ray.init(address="local", num_cpus=places, include_dashboard=False, **options)
 
 

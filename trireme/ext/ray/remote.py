@@ -19,6 +19,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -91,6 +92,22 @@ class Failure:
             return RuntimeError(self.text)
 
 
+PLACES = "TRIREME_PLACES"
+"""The variable with the number of places of a machine, among which its cores are divided."""
+
+
+def share_cores() -> None:
+    """Set this process's threads, and those of its children, to its share of this machine's cores:
+    the command's machine may have others. Without PLACES it has been set.
+    """
+    if not (places := os.environ.get(PLACES)):
+        return
+    threads = max(len(os.sched_getaffinity(0)) // int(places), 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray's own is 1 for each place
+    if (torch := sys.modules.get("torch")) is not None:  # which has read it already
+        torch.set_num_threads(threads)
+
+
 class Actor:
     """One worker in a separate process."""
 
@@ -101,6 +118,7 @@ class Actor:
         """
         with suppress(FileNotFoundError):  # another machine may lack it, and need it for nothing
             os.chdir(folder)
+        share_cores()
         self._scratch = scratch if scratch and not Path(scratch).exists() else None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="worker", daemon=True).start()

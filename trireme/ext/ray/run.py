@@ -33,6 +33,7 @@ from trireme.ext.ray.actors import (
 from trireme.ext.ray.cluster import PlacementGroups, cluster, python_path
 from trireme.ext.ray.engines import EngineActor, EngineWorker, ServersOfSides
 from trireme.ext.ray.remote import (
+    PLACES,
     RayActor,
     Watched,
     Worker,
@@ -319,11 +320,10 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[str, str]:
     """Return the environment variables that an actor's process needs of ours: the paths of modules,
-    its number of threads, and the settings of the network, torch and its engine. `trains`: the
-    process is one of the trainer's. `explores`: it gets `explorer.env_vars` from the beginning,
-    except secrets, which it sets itself.
+    its number of threads or its machine's places (see `share_cores`), and the settings of the
+    network, torch and its engine. `trains`: the process is one of the trainer's. `explores`: it
+    gets `explorer.env_vars` from the beginning, except secrets, which it sets itself.
     """
-    threads = 1
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -333,8 +333,11 @@ def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[
     }
     theirs = plan.config.explorer.env_vars.items() if explores else ()
     own = {n: v for n, v in theirs if n != "PYTHONPATH" and not any(s in n for s in _SECRET)}
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None or plan.device != "cuda":
+        variables["OMP_NUM_THREADS"] = threads or "1"
     if plan.device == "cuda":
-        threads = max((os.cpu_count() or 1) // plan.places.per_node, 1)
+        variables[PLACES] = str(plan.places.per_node) if threads is None else ""
         # CUDA cannot lend memory of that kind to other processes everywhere
         expands = trains and not plan.sync.takes_turns
         if expands and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(variables):
@@ -342,7 +345,6 @@ def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return {
         "PYTHONPATH": python_path(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         **variables,
         **own,
     }
