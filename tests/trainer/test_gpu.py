@@ -23,6 +23,7 @@ from trireme.engines.torch.shell import TorchSettings
 from trireme.engines.weights import fingerprint
 from trireme.sync.probe import compare_weights
 from trireme.trainer.backend import Backend
+from trireme.trainer.head import _product
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
 
@@ -47,6 +48,14 @@ def learned_by_rank(place: RankSpec, folder: Path) -> torch.Tensor:
     scores = learned(backend_of(folder, ranks, reference=True))
     ranks.close()
     return torch.tensor(scores)
+
+
+def test_logits_of_bfloat16_factors_are_float32_and_not_rounded() -> None:
+    torch.manual_seed(0)
+    states, weight = torch.randn(50, 64).cuda().bfloat16(), torch.randn(300, 64).cuda().bfloat16()
+    bias = torch.randn(300).cuda().bfloat16()
+    exact = states.double() @ weight.double().t() + bias.double()
+    assert float((_product(states, weight, bias) - exact).abs().max()) < 1e-4
 
 
 def test_a_gpu_learns_in_float32_what_a_cpu_learns(tiny_dir: Path) -> None:

@@ -9,11 +9,13 @@ terms.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -76,13 +78,16 @@ def score_entries(
     size = LOGIT_NUMBERS[hidden.device.type] // model.config.get_text_config().vocab_size
     chunks = list(_chunks(len(unique_keys), node_of[order], max(size, 1)))
     nodes, targets, scale = select(hidden, unique_keys >> 32), targets[order], _scale(model)
+    plain = type(head) in (nn.Linear, QuickLinear)
     if not torch.is_grad_enabled():
-        parts = [
-            _score(scale.of(head(nodes[c.nodes])), heat, targets, c, 1 + 2 * entropy)
-            for c in chunks
-        ]
+        weight = head.weight.to(_dtype_of(head.weight)) if plain else None
+        parts = []
+        for c in chunks:
+            few = nodes[c.nodes]
+            raw = head(few) if weight is None else _product(few, weight, head.bias)
+            parts.append(_score(scale.of(raw), heat, targets, c, 1 + 2 * entropy))
         rows = torch.cat(parts, dim=1)
-    elif type(head) in (nn.Linear, QuickLinear):
+    elif plain:
         inputs = nodes, head.weight, head.bias, heat, targets, chunks, scale, entropy
         rows = torch.stack(_LinearHead.apply(*inputs))
     else:  # for example, with an adapter
@@ -144,6 +149,35 @@ def _again(
     return checkpoint(score, nodes[chunk.nodes], use_reentrant=False)
 
 
+def _dtype_of(weight: Tensor) -> torch.dtype:
+    """Return the dtype of the head's factors: autocast's, or the weight's own."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply states [N, D] by weight [V, D], plus bias: [N, V], without gradients. Logits of
+    16-bit factors are float32: rounded to bfloat16, those from 16 on would be 0.125 apart.
+    """
+    states = states.to(weight.dtype)
+    bias = None if bias is None else bias.to(weight.dtype)
+    if weight.dtype not in _HALF:
+        return linear(states, weight, bias)
+    with torch.autocast(weight.device.type, enabled=False):
+        if weight.device.type == "cpu":
+            raw = F.linear(states.float(), weight.float())
+        elif _MM_WIDENS:
+            raw = torch.mm(states, weight.t(), out_dtype=torch.float32)
+        else:
+            raw = F.linear(states, weight).float()
+        return raw if bias is None else raw + bias.float()
+
+
+_HALF = torch.bfloat16, torch.float16
+_MM_WIDENS = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 8)
+"""Whether torch's product can have a wider result than its factors, on a GPU."""
+
+
 class _LinearHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -158,13 +192,11 @@ class _LinearHead(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, ...]:
         """Compute nodes [N, D], weight [V, D], heat [N], targets [M] -> [M], and [M] again."""
-        kind = nodes.device.type
-        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        ctx.dtype = ctx.dtype or weight.dtype
+        ctx.dtype = _dtype_of(weight)
         ctx.chunks, ctx.scale, ctx.entropy = chunks, scale, entropy
         cast, num, parts, raw = weight.to(ctx.dtype), 1 + entropy, [], None
         for c in chunks:
-            raw = _LinearHead._product(nodes[c.nodes], cast, bias)
+            raw = _product(nodes[c.nodes], cast, bias)
             parts.append(_score(scale.of(raw), heat, targets, c, num))
         kept = raw if len(chunks) == 1 else None
         ctx.save_for_backward(nodes, weight, bias, heat, targets, kept)
@@ -183,7 +215,7 @@ class _LinearHead(torch.autograd.Function):
         d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=wide)
         for c in ctx.chunks:
             states = nodes[c.nodes].to(ctx.dtype)
-            raw = _LinearHead._product(states, cast, bias) if kept is None else kept
+            raw = _product(states, cast, bias) if kept is None else kept
             logits = ctx.scale.of(raw)
             d_logits = _gradient(logits, heat[c.nodes], c, targets, gradients, ctx.entropy)
             d_raw = d_logits.mul_(ctx.scale.slope(logits))
@@ -193,17 +225,14 @@ class _LinearHead(torch.autograd.Function):
             d_nodes[c.nodes] = linear(d_raw, cast.T)
             if d_weight is not None:
                 for at in range(0, len(d_weight), _BLOCK):
-                    d_weight[at : at + _BLOCK] += transposed_product(
-                        d_raw[:, at : at + _BLOCK], states
-                    )
+                    some = d_raw[:, at : at + _BLOCK]
+                    if ctx.dtype in _HALF:
+                        d_weight[at : at + _BLOCK] += _product(some.t(), states.t(), None)
+                    else:
+                        d_weight[at : at + _BLOCK] += transposed_product(some, states)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
         return d_nodes, d_weight, d_bias, None, None, None, None, None
-
-    @staticmethod
-    def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        bias = None if bias is None else bias.to(weight.dtype)
-        return linear(states.to(weight.dtype), weight, bias)
 
 
 def _gradient(
