@@ -389,7 +389,7 @@ def step(machine: Machine) -> Lines:
                 peak = machine.peak(lambda batch=batch: train(batch))
             except torch.cuda.OutOfMemoryError:
                 peak = machine.most_held()
-                figures = {"peak_bytes": peak, "planned_bytes": plan}
+                figures: dict[str, float] = {"peak_bytes": peak, "planned_bytes": plan}
                 why = f"{peak / GIB:.2f} GiB at most, planned {plan / GIB:.2f}"
                 yield Row("step", what, f"failed: out of memory, {why}", mark, False, figures)
                 return

@@ -29,6 +29,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ARGUMENTS = ("max_num_seqs", "block_size", "seed", "weight_transfer_config")
 ROOT = Path(__file__).parents[3]
+SHAPE = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 FOUND = vllm_kind.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS, ("Qwen3ForCausalLM",))
 
 
@@ -245,6 +250,17 @@ def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
         "enable_sleep_mode"
         not in engine_spec(plan_of(tmp_path, VLLM, head_dim=64), "model").options
     )
+
+
+@pytest.mark.usefixtures("vllm")
+def test_the_memory_of_a_sleeping_engines_weights_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 1)
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
+    notes = plan_of(tmp_path, "mode=colocate", VLLM, **SHAPE).notes
+    said = "it sleeps while the trainer works, its weights (1.1 GiB for each engine) in the machine"
+    assert any(said in note for note in notes)
 
 
 @pytest.mark.parametrize(("model_type", "rank"), [("qwen3", 8), ("gpt2", 0)])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -122,9 +123,10 @@ def _memory_of(nodes: Sequence[str]) -> int | None:
         there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         asked = [task.options(scheduling_strategy=t, runtime_env=path).remote() for t in there]
         sizes = ray.get(asked, timeout=ANSWER_S)
-    except ray.exceptions.RayError:  # the machines lack Trireme, or are too busy to answer
+    except RayError:  # the machines lack Trireme, or are too busy to answer
         return None
-    return None if None in sizes else min(sizes, default=None)
+    known = [size for size in sizes if size is not None]
+    return min(known, default=None) if len(known) == len(nodes) else None
 
 
 def namespace_of(plan: Plan) -> str:

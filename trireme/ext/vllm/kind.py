@@ -28,7 +28,9 @@ from trireme.config.engine_kind import (
     size_of,
 )
 from trireme.config.lookup import model_config
+from trireme.config.memory import GIB
 from trireme.config.section import of
+from trireme.config.shape import shape_at
 from trireme.ext.vllm.keys import VllmModel
 from trireme.ext.vllm.options import SEES
 from trireme.registry import did_you_mean
@@ -160,7 +162,7 @@ class VllmKind:
         if colocated:
             rests = "it only pauses while the trainer works: on a CPU vLLM has no sleep mode"
             if gpus:
-                rests = "it sleeps while the trainer works"
+                rests = "it sleeps while the trainer works" + _copied(config)
             notes.append(f"{prefix}: {rests}")
         if not gpus:
             notes.append(
@@ -245,6 +247,16 @@ def _wrong(key: str, text: str) -> EngineChoice:
     return EngineChoice(problems=(Problem(f"{KEY}.{key}", text),))
 
 
+def _copied(config: Config) -> str:
+    """Return the rest of a sentence on the memory that sleeping engines' weights take, if their
+    number is known: two bytes each.
+    """
+    if (shape := shape_at(config.model.model_path)) is None:
+        return ""
+    size = 2 * shape.weights / GIB
+    return f", its weights ({size:.1f} GiB for each engine) in the machine's own memory meanwhile"
+
+
 def _against(request: EngineRequest) -> str | None:
     """Return the reason why vLLM, though installed, cannot generate for this stage."""
     config, gpus, on_ray, colocated = request
@@ -289,8 +301,8 @@ def _probe(python: str) -> Vllm:
         last = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
         raise ValueError(f"expected a Python that has vLLM: {last[0]}")
     facts = json.loads(done.stdout)
-    lists = {name: tuple(facts.pop(name)) for name in ("arguments", "models")}
-    return Vllm(python, **facts, **lists)
+    arguments, models = (tuple(facts.pop(name)) for name in ("arguments", "models"))
+    return Vllm(python, arguments=arguments, models=models, **facts)
 
 
 def version_of(*packages: str) -> str:
