@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.e2e.job import run as run_job
-from tests.ext.images.seeing import make_seeing
+from tests.ext.images.seeing import make_seeing, reader_for
 from tests.ext.images.test_exact import known, samples
 from tests.ext.images.test_runs import config_of, gaps
 from tests.ext.vllm.host import vllm_host
@@ -53,7 +53,7 @@ def compared(
 )
 def test_vllm_sees_what_the_trainer_sees(family: str, learns: bool, tmp_path: Path) -> None:
     folder = make_seeing(tmp_path / family, family, **WIDE)
-    rows = samples(folder)
+    rows, reader = samples(folder), reader_for(folder)
     shown = known(rows)
     trained: Any = {"trains_tower": True, "trains_projector": True} if learns else {}
     backend = backend_of(folder, max_token_len=999, **trained)
@@ -86,6 +86,15 @@ def test_vllm_sees_what_the_trainer_sees(family: str, learns: bool, tmp_path: Pa
             learn(backend, 0.05)
             await way.push(version)
             await compare(version)
+        # a model that would write nothing but placeholders writes none where it sees a picture
+        head, unsampled = backend.module.get_output_embeddings().weight, reader.unsampled
+        head.data.zero_()
+        head.data[list(unsampled)] = 1.0
+        await way.push(3)
+        [reply] = await engine.generate(
+            prompts[0], Sampling(max_tokens=8, ignore_eos=True), pictures=pictures
+        )
+        assert not {*unsampled} & {*reply.ids}
         device.close()
 
     host = vllm_host(folder, max_model_len=128, **{SEES: True})

@@ -176,9 +176,9 @@ class ContractSampler(Sampler):
 
 def _is_plain(params: Any) -> bool:
     """True if nothing is cut off the distribution of these sampling parameters, nor added: one
-    log-softmax is then both numbers of a token. By the parameters that `_params` of engine.py sets.
+    log-softmax is then both numbers of a token. By the parameters that engine.py sets.
     """
-    cut = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    cut = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params._bad_words_token_ids
     return not cut and params.repetition_penalty == 1 and params.min_tokens == 0
 
 
