@@ -133,7 +133,7 @@ def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
     key = "explorer.rollout_model.api_key=secret7"
     keys = (key, "explorer.env_vars={OPENAI_KEY: secret7, DB_PASS: secret7}")
     out, _ = started(tmp_path, capsys, "buffer.total_steps=2", *keys)
-    assert "changed" not in out
+    assert "changed since" not in out
     assert "sync_method" not in out  # nobody has set it
     make_model(tmp_path / "other", seed=1, max_len=256)
     other = ("algorithm.optimizer.lr=0.01", f"model.model_path={tmp_path}/other")
