@@ -247,6 +247,61 @@ def test_an_actor_has_its_share_of_its_own_machines_cores(monkeypatch: pytest.Mo
         assert found.pop() == threads and os.environ["OMP_NUM_THREADS"] == str(threads)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "auxiliary", "engines", "size", "turns", "bundles"),
+    [
+        (4, 0, 2, 2, False, [4, 2, 2]),
+        (16, 1, 3, 2, False, [8, 8, 1, 2, 2, 2]),
+        (0, 1, 2, 1, False, [1, 1, 1]),
+        (2, 0, 2, 1, True, [1, 1]),
+        (0, 0, 0, 1, False, None),
+    ],
+)
+def test_all_places_of_a_run_are_reserved_at_once(
+    ranks: int,
+    auxiliary: int,
+    engines: int,
+    size: int,
+    turns: bool,
+    bundles: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two runs that start together could else hold half of their places each, and both fail."""
+    made: list[tuple[list[float], str]] = []
+
+    def group(bundles: list[dict[str, float]], strategy: str) -> object:
+        made.append(([bundle["GPU"] for bundle in bundles], strategy))
+        return SimpleNamespace(id=None)
+
+    monkeypatch.setattr(ray_cluster, "placement_group", group)
+    places = SimpleNamespace(
+        trainer_ranks=ranks, per_node=8, auxiliary=auxiliary, num_engines=engines, engine_size=size
+    )
+    plan: Any = SimpleNamespace(device="cuda", places=places)
+    plan.engine, plan.sync = SimpleNamespace(urls=()), SimpleNamespace(takes_turns=turns)
+    reserved = ray_cluster.Reservation(plan)
+    assert made == ([(bundles, "STRICT_PACK" if turns else "PACK")] if bundles else [])
+    if bundles is None:
+        assert reserved.explorer() == {"num_cpus": 0}
+        return
+
+    def at(options: dict[str, Any]) -> tuple[int, float]:
+        strategy = options["scheduling_strategy"]
+        return strategy.placement_group_bundle_index, options["num_gpus"]
+
+    share = 0.5 if turns else 1
+    if ranks:
+        assert [at(reserved.rank(n)) for n in (0, ranks - 1)] == [
+            (0, share),
+            ((ranks - 1) // 8 if not turns else ranks - 1, share),
+        ]
+    found = [at(reserved.engine(n)) for n in range(engines)]
+    first = 0 if turns else len(bundles) - engines
+    assert found == [(first + n, 0.5 if turns else size) for n in range(engines)]
+    expected = (first - 1, 1) if auxiliary else (0, 0)
+    assert at(reserved.explorer()) == expected
+
+
 def test_a_process_that_is_in_a_cluster_counts_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [
         {"Alive": True, "Resources": {"GPU": 4.0}, "NodeID": "a"},

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -188,28 +188,36 @@ def _reach(address: str) -> None:
         ) from error
 
 
-class PlacementGroups:
-    """The run's places, reserved: a bundle an engine, the trainer's on one or on whole machines; or
-    a bundle a place, of which a rank and an engine have half each.
+class Reservation:
+    """The run's places, reserved at once: of two runs that start together one gets all of its own,
+    not each a part.
+
+    A bundle for each engine, the trainer's on one or on whole machines; or a bundle for each place,
+    of which a rank and an engine have half each.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._gpu = plan.device == "cuda"
-        self._groups: list[PlacementGroup] = []
-        ranks, per_node = plan.places.trainer_ranks, plan.places.per_node
+        places, self._group = plan.places, None
+        ranks, per_node = places.trainer_ranks, places.per_node
         self._ranks_per_bundle = 1 if plan.sync.takes_turns else min(ranks, per_node)
+        sizes: list[int] = []
+        strategy = "PACK"
+        self._auxiliary = self._engines = 0
+        """Indices of the auxiliary models' bundle, and of the first engine's."""
         if plan.sync.takes_turns:
-            self._reserve([self._bundle(1)] * ranks, "STRICT_PACK")
-            return
-        if ranks:
-            bundles = max(ranks // per_node, 1)
-            strategy = "STRICT_SPREAD" if bundles > 1 else "STRICT_PACK"
-            self._reserve([self._bundle(self._ranks_per_bundle)] * bundles, strategy)
-        if plan.places.auxiliary:
-            self._reserve([self._bundle(plan.places.auxiliary)], "PACK")
-        if plan.places.num_engines and not plan.engine.urls:
-            self._reserve([self._bundle(plan.places.engine_size)] * plan.places.num_engines, "PACK")
+            sizes, strategy = [1] * ranks, "STRICT_PACK"
+        else:
+            sizes += [self._ranks_per_bundle] * (max(ranks // per_node, 1) if ranks else 0)
+            self._auxiliary = len(sizes)
+            sizes += [places.auxiliary] * bool(places.auxiliary)
+            self._engines = len(sizes)
+            if not plan.engine.urls:
+                sizes += [places.engine_size] * places.num_engines
+        if sizes:  # without a name: commands of one job share a namespace
+            bundles = [self._bundle(size) for size in sizes]
+            self._group = placement_group(bundles, strategy=strategy)
 
     async def ready(self, *, may_grow: bool, note: Any) -> None:
         """Wait until all places are reserved. Raises RuntimeError with the requested and the
@@ -220,23 +228,22 @@ class PlacementGroups:
         limit = min(self._plan.config.cluster.start_timeout, JOIN_S) if may_grow else 5.0
         deadline = time.monotonic() + limit
         noted = False
-        for group in self._groups:
-            while not await asyncio.to_thread(group.wait, 0.5):
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"{self._lack()} after {limit:g} s")
-                if may_grow and not noted and time.monotonic() > deadline - limit + 3:
-                    noted = True
-                    note(f"{self._lack()}: waiting {limit:g} s for more machines")
+        while self._group is not None and not await asyncio.to_thread(self._group.wait, 0.5):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self._lack()} after {limit:g} s")
+            if may_grow and not noted and time.monotonic() > deadline - limit + 3:
+                noted = True
+                note(f"{self._lack()}: waiting {limit:g} s for more machines")
 
     def engine(self, index: int) -> dict[str, Any]:
         """Return options of the actor that hosts an engine."""
         places = 0.5 if self._plan.sync.takes_turns else self._plan.places.engine_size
-        return self._options(self._groups[-1], index, places)
+        return self._options(self._engines + index, places)
 
     def rank(self, index: int) -> dict[str, Any]:
         """Return options of the actor of a trainer rank."""
         places = 0.5 if self._plan.sync.takes_turns else 1
-        return self._options(self._groups[0], index // self._ranks_per_bundle, places)
+        return self._options(index // self._ranks_per_bundle, places)
 
     def explorer(self) -> dict[str, Any]:
         """Return options of the explorer's actor: a place for its auxiliary models, else next to
@@ -244,23 +251,22 @@ class PlacementGroups:
         """
         if not self._plan.places.auxiliary:
             beside = self._plan.places.trainer_ranks > 0
-            return self._options(self._groups[0], 0, 0) if beside else {"num_cpus": 0}
-        return self._options(self._groups[bool(self._plan.places.trainer_ranks)], 0, 1)
+            return self._options(0, 0) if beside else {"num_cpus": 0}
+        return self._options(self._auxiliary, 1)
 
     def release(self) -> None:
         """Release all places."""
-        for group in self._groups:
-            remove_placement_group(group)
-
-    def _reserve(self, bundles: list[dict[str, float]], strategy: str) -> None:
-        # without a name: commands of one job share a namespace
-        self._groups.append(placement_group(bundles, strategy=strategy))
+        if self._group is not None:
+            remove_placement_group(self._group)
 
     def _bundle(self, places: int) -> dict[str, float]:
         return {"GPU": places, "CPU": places} if self._gpu else {"CPU": places}
 
-    def _options(self, group: PlacementGroup, bundle: int, places: float) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    def _options(self, bundle: int, places: float) -> dict[str, Any]:
+        assert self._group is not None
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=bundle
+        )
         return {
             "num_cpus": places,
             "num_gpus": places if self._gpu else 0,
@@ -271,7 +277,8 @@ class PlacementGroups:
         kind = "GPU" if self._gpu else "CPU"
         there = int(ray.cluster_resources().get(kind, 0))
         free = int(ray.available_resources().get(kind, 0))
-        held = sum(int(bundle.get(kind, 0)) for g in self._groups for bundle in g.bundle_specs)
+        bundles = self._group.bundle_specs if self._group is not None else ()
+        held = sum(int(bundle.get(kind, 0)) for bundle in bundles)
         asked, nodes = self._plan.places.total, self._plan.places.nodes
         alive = sum(node["Alive"] for node in ray.nodes())
         return (

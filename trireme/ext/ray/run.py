@@ -30,7 +30,7 @@ from trireme.ext.ray.actors import (
     SideWorker,
     TrainerWorker,
 )
-from trireme.ext.ray.cluster import PlacementGroups, cluster, python_path
+from trireme.ext.ray.cluster import Reservation, cluster, python_path
 from trireme.ext.ray.engines import EngineActor, EngineWorker, ServersOfSides
 from trireme.ext.ray.remote import (
     PLACES,
@@ -97,7 +97,7 @@ class Actors:
         self._stage, self._scratch = stage, scratch
         self._plan = stage.plan
         self._watched: list[Watched] = []
-        self._places: PlacementGroups | None = None
+        self._places: Reservation | None = None
         self._trainer: Any = None
         self._explorer: Any = None
         self._followers: list[Any] = []
@@ -114,7 +114,7 @@ class Actors:
     async def start(self, *, may_grow: bool) -> None:
         """Reserve places, start all processes concurrently, then open engines and the two sides."""
         plan, stage = self._plan, self._stage
-        places = self._places = PlacementGroups(plan)
+        places = self._places = Reservation(plan)
         await places.ready(may_grow=may_grow, note=lambda text: stage.emit(Noted(text)))
         engines = 0 if plan.engine.urls else plan.places.num_engines
         for index in range(engines):
