@@ -137,6 +137,52 @@ for dtype in (torch.float32, torch.bfloat16):
 print(json.dumps([counts, equal]))
 """
 
+# A batch as vLLM's asynchronous scheduling leaves it: numbers of tokens go up by a placeholder
+# before a token is known; a request is interrupted, the last row takes its place, it comes back.
+SCHEDULED = """
+import json
+from types import SimpleNamespace
+import numpy, torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from trireme.ext.vllm import worker
+from trireme.ext.vllm.options import STREAM
+
+def logits_of(name, position):
+    return 3 * torch.randn(200, generator=torch.Generator().manual_seed(100 * int(name) + position))
+
+def run(steps):
+    params = {name: SamplingParams(extra_args={STREAM: 7 + int(name)}) for name in "0123"}
+    requests = {name: SimpleNamespace(sampling_params=params[name]) for name in params}
+    batch = SimpleNamespace(req_ids=[], num_reqs=0)
+    sampler = worker.ContractSampler(SimpleNamespace(input_batch=batch, requests=requests))
+    drawn, done = {name: [] for name in requests}, dict.fromkeys(requests, 0)
+    for names in steps:
+        batch.req_ids[:], batch.num_reqs = names, len(names)  # the same list, as vLLM's
+        batch.num_prompt_tokens = numpy.full(8, 5)  # rows behind the last are left over
+        batch.num_tokens_no_spec = numpy.zeros(8, dtype=int)
+        batch.num_tokens_no_spec[:len(names)] = [5 + done[n] for n in names]
+        none, heat = torch.zeros(len(names)), torch.ones(len(names))
+        metadata = SamplingMetadata(
+            temperature=heat, all_greedy=False, all_random=True, top_p=None, top_k=None,
+            generators={}, max_num_logprobs=1, no_penalties=True, prompt_token_ids=None,
+            frequency_penalties=none, presence_penalties=none, repetition_penalties=none,
+            output_token_ids=[[-1] * done[n] for n in names], allowed_token_ids_mask=None,
+            bad_words_token_ids={}, logitsprocs=LogitsProcessors())
+        out = sampler(torch.stack([logits_of(n, done[n]) for n in names]), metadata)
+        for name, token in zip(names, out.sampled_token_ids[:, 0].tolist()):
+            drawn[name].append(token)
+            done[name] += 1  # before anyone has read the token
+    return drawn
+
+together = run(["0123", "0123", "032", "032", "0321", "1302", "1", "1"])
+alone = {}
+for name, tokens in together.items():
+    alone[name] = run([name] * len(tokens))[name]
+print(json.dumps([together, alone]))
+"""
+
 # 40 tokens, read along and not: how often vLLM hands some over.
 WAKES = """
 import asyncio, json, sys
@@ -195,3 +241,9 @@ def test_rows_without_cuts_need_one_log_softmax_and_sample_the_same() -> None:
 def test_tokens_come_some_at_a_time_where_nobody_reads_along(tmp_path: Path) -> None:
     (few, *reply), (many, *same) = said(WAKES, str(make_model(tmp_path / "model", head_dim=32)))
     assert (few, many) == (4, 40) and reply == same  # the first token at once, and two parts
+
+
+def test_a_request_draws_the_same_tokens_however_it_is_scheduled() -> None:
+    together, alone = said(SCHEDULED)
+    assert together == alone and len(set(map(tuple, alone.values()))) == 4
+    assert [len(tokens) for tokens in together.values()] == [6, 6, 6, 6]
