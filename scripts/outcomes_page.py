@@ -39,6 +39,7 @@ LEARNS = {
     "qwen3_vl": "colours and numbers in pictures (a tiny Qwen3-VL)",
     "qwen2_5_vl": "the same, with a tiny Qwen2.5-VL",
     "qwen3_5": "the same, with a tiny Qwen3.5",
+    "gemma3": "the same, with a tiny Gemma 3",
 }
 """A training's name -> what its model learns; one that is not here is named as it is."""
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -747,7 +748,7 @@ def made_reward(task, answer, *, most: int = 400):
 
 def test_a_reward_may_be_a_mapping_with_its_options(tmp_path: Path) -> None:
     (tmp_path / "made_reward.py").write_text(MADE_REWARD)
-    tree = values(tmp_path) | {"plugins": ["made_reward.py"]}
+    tree: Any = values(tmp_path) | {"plugins": ["made_reward.py"]}
     del tree["buffer"]["explorer_input"]["taskset"]["default_workflow_type"]
     for place in ("explorer_input", "explorer_input.taskset"):
         key = f"buffer.{place}.default_reward_fn_type"
@@ -774,7 +775,7 @@ def test_a_reward_beside_a_workflow_that_sets_its_own_is_noted(tmp_path: Path) -
         "async def asking_flow(task, model):\n"
         "    return model.experiences(reward=task.reward_fn is None)\n"
     )
-    tree = values(tmp_path) | {"plugins": ["own_flow.py"]}
+    tree: Any = values(tmp_path) | {"plugins": ["own_flow.py"]}
     taskset = tree["buffer"]["explorer_input"]["taskset"]
     for reward in ("math_reward", ["math_reward", "format_reward"]):
         taskset |= {"default_workflow_type": "own_flow", "default_reward_fn_type": reward}

@@ -87,7 +87,8 @@ def test_vllm_sees_what_the_trainer_sees(family: str, learns: bool, tmp_path: Pa
             await way.push(version)
             await compare(version)
         # a model that would write nothing but placeholders writes none where it sees a picture
-        head, unsampled = backend.module.get_output_embeddings().weight, reader.unsampled
+        module: Any = backend.module
+        head, unsampled = module.get_output_embeddings().weight, reader.unsampled
         head.data.zero_()
         head.data[list(unsampled)] = 1.0
         await way.push(3)

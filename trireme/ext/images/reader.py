@@ -56,7 +56,7 @@ class ImageReader:
         `around`, with the placeholder in it.
         """
         self.placeholder = placeholder
-        self.unsampled = tuple(unsampled)
+        self.unsampled: Sequence[int] = tuple(unsampled)
         self._processor = processor
         self._merged, self._patch = merged, patch
         self._written, self._around = written, around

@@ -174,7 +174,9 @@ class VllmEngine:
             sleeps=sleeps,
             adapts=bool(engine_arguments.get("enable_lora")),
             sockets=sockets,
-            pictures=reader and PictureInputs(llm.renderer.get_mm_processor(), reader),
+            pictures=None
+            if reader is None
+            else PictureInputs(llm.renderer.get_mm_processor(), reader),
         )
         await llm.collective_rpc("trireme_prepare", args=(sorted(engine._names), dtype))
         return engine
