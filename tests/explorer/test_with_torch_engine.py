@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoTokenizer
 
 from tests.explorer.made import Models, make_runner, run, task
@@ -16,6 +18,7 @@ from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
 from trireme.explorer.runner import Outcome
+from trireme.explorer.scheduler import Scheduler
 from trireme.workflows.workflow import resolve
 
 
@@ -112,3 +115,42 @@ def test_a_time_out_in_the_middle_of_a_reply_frees_its_row(tiny_dir: Path) -> No
         assert (health.running, health.waiting) == (0, 0)
 
     with_engine(tiny_dir, main)
+
+
+def test_the_engine_waits_for_a_rollout_that_is_about_to_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the speed of a thread, such as one that reads pictures, would decide which requests
+    are computed together, and with it the last bits of a run.
+    """
+    barrier, begin = RolloutBarrier(), asyncio.Event()
+
+    async def ends(task: Any, model: Any) -> Any:
+        return []
+
+    async def go() -> None:
+        runners = [make_runner(barrier=barrier) for _ in range(2)]
+        for runner in runners:
+            monkeypatch.setattr(runner, "run", partial(later, runner.run))
+        scheduler = Scheduler(runners, max_repeats_per_runner=None)
+        scheduler.start()
+        await asyncio.sleep(0)
+        assert barrier.open([])
+        await scheduler.submit(1, [task(ends, task_id=n) for n in range(3)])
+        assert not barrier.open([])  # two are free, and three wait
+        await asyncio.sleep(0.05)
+        assert not barrier.live and not barrier.open([])  # taken, and not begun
+        begin.set()
+        assert len(await scheduler.results(1)) == 3
+        await asyncio.sleep(0)
+        assert barrier.open([])
+        await scheduler.submit(2, [task(ends, task_id=n) for n in range(3)])
+        assert not barrier.open([])
+        await scheduler.close()
+        assert barrier.open([])  # nothing begins any more
+
+    async def later(run: Any, *args: Any) -> Any:
+        await begin.wait()
+        return await run(*args)
+
+    run(go())

@@ -121,6 +121,7 @@ class RolloutBarrier:
     def __init__(self) -> None:
         self.live: set[tuple[Any, ...]] = set()
         self._listeners: list[Any] = []
+        self._begins: list[Callable[[], bool]] = []
         self._held: dict[tuple[Any, ...], float] = {}
         """Seconds that live rollouts have waited, without those since `_since`."""
         self._since: dict[tuple[Any, ...], float] = {}
@@ -128,6 +129,17 @@ class RolloutBarrier:
     def on_change(self, wake: Any) -> None:
         """Call `wake()` whenever a rollout ends, since the barrier may open then."""
         self._listeners.append(wake)
+
+    def wait_while(self, begins: Callable[[], bool]) -> None:
+        """Stay closed while `begins()`: a rollout is about to begin, and how soon it does must not
+        decide which requests are computed together.
+        """
+        self._begins.append(begins)
+
+    def wake(self) -> None:
+        """Make the engine ask again whether the barrier is open."""
+        for wake in self._listeners:
+            wake()
 
     @contextmanager
     def rollout(self, key: tuple[Any, ...]) -> Iterator[None]:
@@ -139,13 +151,14 @@ class RolloutBarrier:
             self.live.discard(key)
             self._held.pop(key, None)
             self._since.pop(key, None)
-            for wake in self._listeners:
-                wake()
+            self.wake()
 
     def open(self, waiting: Iterable[tuple[Any, ...]]) -> bool:
-        """Return whether every live rollout has a request waiting at the engine."""
+        """Return whether every live rollout has a request waiting at the engine, and none is about
+        to begin.
+        """
         ready = {key[:3] for key in waiting}
-        is_open = self.live <= ready
+        is_open = self.live <= ready and not any(begins() for begins in self._begins)
         for key in [key for key in self._since if is_open or key not in ready]:
             self._held[key] = self.held(key)
             del self._since[key]

@@ -159,10 +159,20 @@ class Runner:
             self.limit.add(outcome.seconds)
         return outcome
 
+    def is_live(self, task: Task, runs: Sequence[int]) -> bool:
+        """Return whether one of a task's rollouts has begun and not ended, where a barrier counts
+        them.
+        """
+        live = self.barrier.live if self.barrier else ()
+        return any(self._key(task, run) in live for run in runs)
+
+    def _key(self, task: Task, run: int) -> tuple[Any, ...]:
+        return ((*batch_order(task), *self.explorer), task.task_id, run)
+
     async def _rollout(self, task: Task, spec: WorkflowSpec, runs: list[int]) -> Outcome:
         """Call the workflow (for one run, or for all of a repeatable one), with retries."""
         outcome = Outcome(task)
-        key = ((*batch_order(task), *self.explorer), task.task_id, runs[0])
+        key = self._key(task, runs[0])
         with self.barrier.rollout(key) if self.barrier else nullcontext():
             for attempt in range(self.max_retries + 1):
                 outcome.retries = attempt

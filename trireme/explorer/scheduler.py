@@ -86,6 +86,11 @@ class Scheduler:
         self._further = further
         self._close_last = close_last
         self._busy: dict[int, tuple[str, float]] = {}
+        self._running: dict[int, _Share] = {}
+        """What each runner has taken."""
+        self._barrier = self._runners[0].barrier if self._runners else None
+        if self._barrier is not None:
+            self._barrier.wait_while(self._begins)
         self.dropped_tasks = 0
         self._closing = False
         self._watch: LoopWatch | None = None
@@ -209,6 +214,7 @@ class Scheduler:
                 share.done.cancel()
                 continue
             share.running = asyncio.ensure_future(runner.run(share.task, share.spec, share.runs))
+            self._running[index] = share
             name = f"task {share.task.batch_id}/{share.task.task_id}, runs {share.runs}"
             self._busy[index] = name, time.monotonic()
             try:
@@ -228,6 +234,22 @@ class Scheduler:
                     share.done.set_result(outcome)
             finally:
                 self._busy.pop(index, None)
+                self._running.pop(index, None)
+                if self._barrier is not None:
+                    self._barrier.wake()
+
+    def _begins(self) -> bool:
+        """Return whether a rollout is about to begin: a runner is free for a share that waits, or
+        is between the rollouts of what it has taken.
+        """
+        if self._closing or not self._workers:
+            return False
+        if self._heap and len(self._running) < len(self._runners):
+            return True
+        return not all(
+            self._runners[index].is_live(share.task, share.runs)
+            for index, share in self._running.items()
+        )
 
 
 def split(repeat_times: int, most: int | None) -> list[list[int]]:
