@@ -176,7 +176,7 @@ def test_an_empty_section_holds_its_defaults(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("explorer:\nstages:\nbuffer: {explorer_input: {taskset: {workflow_args: }}}")
     config = load_config(path)
-    assert config.explorer.runner_per_model == 8
+    assert config.explorer.max_timeout == 1800
     assert config.stages == []
 
 
