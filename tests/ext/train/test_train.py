@@ -259,7 +259,7 @@ def test_a_function_of_the_same_name_is_another_reward(tiny_dir: Path, tmp_path:
     assert first == "accuracy_2", "the built-in one keeps its name"
     assert _named(REWARDS, accuracy) == first
     others = [_named(REWARDS, lambda task, answer: 0.0) for _ in range(2)]  # of one line, two
-    assert len({*others}) == 2 and all(name.startswith("reward") for name in others)
+    assert len({*others}) == 2 and all(str(name).startswith("reward") for name in others)
 
 
 def test_an_interrupted_run_saves_and_goes_on(
