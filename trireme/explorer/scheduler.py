@@ -85,9 +85,8 @@ class Scheduler:
         self._report_interval = report_interval
         self._further = further
         self._close_last = close_last
-        self._busy: dict[int, tuple[str, float]] = {}
-        self._running: dict[int, _Share] = {}
-        """What each runner has taken."""
+        self._running: dict[int, tuple[_Share, float]] = {}
+        """What each runner has taken, and when."""
         self._barrier = self._runners[0].barrier if self._runners else None
         if self._barrier is not None:
             self._barrier.wait_while(self._begins)
@@ -190,13 +189,15 @@ class Scheduler:
 
     def states(self) -> list[str]:
         """Describe what each runner does: its task and for how long, or idle."""
-        now = time.monotonic()
-        return [
-            f"runner {i}: {self._busy[i][0]} for {now - self._busy[i][1]:.0f} s"
-            if i in self._busy
-            else f"runner {i}: idle"
-            for i in range(len(self._runners))
-        ]
+        now, out = time.monotonic(), []
+        for number in range(len(self._runners)):
+            text = "idle"
+            if (taken := self._running.get(number)) is not None:
+                share, began = taken
+                text = f"task {share.task.batch_id}/{share.task.task_id}, runs {share.runs}"
+                text += f" for {now - began:.0f} s"
+            out.append(f"runner {number}: {text}")
+        return out
 
     async def _report(self) -> None:
         while True:
@@ -214,9 +215,7 @@ class Scheduler:
                 share.done.cancel()
                 continue
             share.running = asyncio.ensure_future(runner.run(share.task, share.spec, share.runs))
-            self._running[index] = share
-            name = f"task {share.task.batch_id}/{share.task.task_id}, runs {share.runs}"
-            self._busy[index] = name, time.monotonic()
+            self._running[index] = share, time.monotonic()
             try:
                 outcome = await share.running
             except asyncio.CancelledError:
@@ -233,7 +232,6 @@ class Scheduler:
                 if not share.done.done():  # its waiter may have been cancelled
                     share.done.set_result(outcome)
             finally:
-                self._busy.pop(index, None)
                 self._running.pop(index, None)
                 if self._barrier is not None:
                     self._barrier.wake()
@@ -248,7 +246,7 @@ class Scheduler:
             return True
         return not all(
             self._runners[index].is_live(share.task, share.runs)
-            for index, share in self._running.items()
+            for index, (share, _) in self._running.items()
         )
 
 

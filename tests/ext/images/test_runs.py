@@ -60,14 +60,23 @@ def gaps(folder: Path) -> list[float]:
     return [row["metrics"][name] for row in read_jsonl(file) if name in row["metrics"]]
 
 
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    """Of a family whose layers have a state as well."""
-    family = "qwen3_5"
+@pytest.mark.parametrize(
+    ("family", "trained"), [("qwen3_5", False), ("gemma3", True)], ids=["states", "tower"]
+)
+def test_a_killed_run_resumes_to_the_same_bytes(family: str, trained: bool, tmp_path: Path) -> None:
+    """Of a family whose layers have a state, and of one whose tower is trained."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = run(whole, config_of(whole, family))
+    keys = {"freeze_vision_tower": not trained, "freeze_projector": not trained}
+
+    def config_in(folder: Path) -> dict[str, Any]:
+        config = config_of(folder, family)
+        config["model"] |= keys
+        return config
+
+    done = run(whole, config_in(whole))
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(gaps(whole)) < 1e-4
-    config = config_of(killed, family)
+    config = config_in(killed)
     started(killed, config).kill_when(killed / "checkpoints/tests/job/global_step_2")
     done = run(killed, config)
     assert done.returncode == 0, done.stdout + done.stderr

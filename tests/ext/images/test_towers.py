@@ -17,18 +17,17 @@ from transformers import AutoModelForImageTextToText
 from tests.e2e.job import run as run_job
 from tests.ext.images.seeing import make_seeing
 from tests.ext.images.test_exact import known, own_scores, samples
+from tests.ext.images.test_ranks import learned
 from tests.ext.images.test_runs import config_of, gaps
 from tests.trainer.ranks import run
-from tests.trainer.samples import apart, backend_of, first_gradients, gap, gradients_of, move
+from tests.trainer.samples import apart, backend_of, gap, gradients_of, move
 from trireme.algorithms.recipes import get_recipe
-from trireme.batch import flatten, of_tokens
+from trireme.batch import of_tokens
 from trireme.config.schema import AlgorithmConfig
 from trireme.engines.torch.composite import towers
 from trireme.experience import Experience
 from trireme.pictures import BEGIN
-from trireme.trainer.backend import Backend
 from trireme.trainer.ranks import Ranks, RankSpec
-from trireme.trainer.step import train_step
 
 BOTH: Any = {"trains_tower": True, "trains_projector": True}
 
@@ -84,19 +83,6 @@ def test_each_part_is_trained_alone(folder: Path, key: str) -> None:
         wanted = projects == (key == "trains_projector")
         assert tensor.requires_grad == (wanted and isinstance(tensor, torch.nn.Parameter)), name
     assert not backend.towers  # a push sends all of them
-
-
-def learned(backend: Backend, folder: Path) -> dict[str, Any]:
-    recipe: Any = get_recipe(AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none"))
-    gradients = first_gradients(backend)
-    shown = samples(folder)
-    for batch in (shown, shown[:1], shown[6:]):  # one sample for two ranks; and text alone
-        train_step(backend, recipe, batch, version=0)
-    return {
-        "gradients": gradients,
-        "weights": {name: tensor.clone() for name, tensor in backend.each_weight()},
-        "scores": backend.logprobs(flatten(shown)),
-    }
 
 
 def on_rank(place: RankSpec, folder: Path) -> dict[str, Any]:

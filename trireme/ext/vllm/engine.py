@@ -203,7 +203,8 @@ class VllmEngine:
             ends=self._ends,
             pictures=pictures,
         )
-        rows = {asyncio.ensure_future(self._sample(r, on_token)): r for r in requests}
+        prompt = self._input(requests[0].prompt, requests[0].pictures)  # with pixels, once
+        rows = {asyncio.ensure_future(self._sample(r, prompt, on_token)): r for r in requests}
         self._rows |= rows
         try:
             return list(await asyncio.gather(*rows))
@@ -346,13 +347,14 @@ class VllmEngine:
         self._llm = None
         self._sockets.cleanup()
 
-    async def _sample(self, request: Request, on_token: OnToken | None) -> Completion:
+    async def _sample(
+        self, request: Request, prompt: Mapping[str, Any], on_token: OnToken | None
+    ) -> Completion:
         name = f"{next(self._count)}"
-        prompt = self._input(request.prompt, request.pictures)
         params = _params(request, at_once=1 if on_token is not None else AT_ONCE)
         if request.pictures and self._pictures is not None:
             params._bad_words_token_ids = [[token] for token in self._pictures.reader.unsampled]
-        stream = self._llm.generate(prompt, params, name, lora_request=self._adapter)
+        stream = self._llm.generate(dict(prompt), params, name, lora_request=self._adapter)
         first = True
         try:
             async for output in stream:

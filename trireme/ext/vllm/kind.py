@@ -7,6 +7,7 @@ vLLM is not imported to find out: its files are read.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -71,13 +72,6 @@ tables = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.val
 known = [n.value.keys for n in tables if "PREVIOUSLY" not in n.targets[0].id]
 models = [k.value for keys in known for k in keys if isinstance(k, ast.Constant)]
 dists = metadata.packages_distributions().get("vllm", ["vllm"])
-def version_of(*packages):
-    for package in packages:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
 libraries = {"torch": version_of("torch"), "nccl": version_of(*sys.argv[1:])}
 found = {"version": metadata.version(dists[0]), "arguments": names, "models": models}
 print(json.dumps(found | libraries))
@@ -291,9 +285,10 @@ def find_vllm(asked: str | None) -> Vllm | None:
 @lru_cache(maxsize=8)
 def _probe(python: str) -> Vllm:
     """Inspect a Python. Raises ValueError if it is not one, or has no vLLM."""
+    program = inspect.getsource(version_of) + _PROBE
     try:
         done = subprocess.run(
-            [python, "-I", "-c", _PROBE, *_NCCL], capture_output=True, text=True, timeout=PROBE_S
+            [python, "-I", "-c", program, *_NCCL], capture_output=True, text=True, timeout=PROBE_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"it cannot be run: {error}") from error
