@@ -35,16 +35,19 @@ class Command:
         return not self.paths or any(file.is_relative_to(path) for path in self.paths)
 
 
+def make(*words: str) -> str:
+    """What make prints when a user calls it: not with the flags of a make that runs these tests."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    made = subprocess.run(["make", *words], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
 @pytest.fixture(scope="module")
 def commands() -> list[Command]:
     """Those of the targets that `.ci/run` calls, whatever time CI has left for them."""
     targets = re.findall(r"^make (\S+)$", (ROOT / ".ci/run").read_text(), re.M)
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    made = subprocess.run(
-        ["make", "-n", "UNTIL=", *targets], cwd=ROOT, env=variables, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
-    lines = made.stdout.replace("\\\n", " ").splitlines()
+    lines = make("-n", "UNTIL=", *targets).replace("\\\n", " ").splitlines()
     return [command_of(line) for line in lines if " -m pytest " in line]
 
 
@@ -139,8 +142,7 @@ def test_every_skip_is_seen() -> None:
 def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = makefile[makefile.index(".PHONY:") :].split("\n\n")[0].replace("\\\n", " ").split()[1:]
-    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    listed = [line.split()[1] for line in said.stdout.splitlines()]
+    listed = [line.split()[1] for line in make("help").splitlines()]
     assert sorted(listed) == sorted(phony)
 
 
