@@ -45,6 +45,17 @@ PLANNED: dict[str, tuple[str, tuple[str, ...]]] = {
         "words",
         ("synchronizer.sync_style=fully_async", "synchronizer.sync_method=checkpoint"),
     ),
+    "words_replay": (
+        "words",
+        (
+            "synchronizer.sync_style=fully_async",
+            "synchronizer.sync_method=checkpoint",
+            "buffer.trainer_input.experience_buffer.replay_buffer={enable: true, "
+            "reuse_cooldown_time: 1, priority_fn: decay_limit_randomization, "
+            "priority_fn_args: {use_count_limit: 2, sigma: 0.0}}",
+            SHORT,
+        ),
+    ),
     "constraints": ("constraints", ()),
     "constraints_cool": (
         "constraints",

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from tests.config.made import SEEDS, config_of, values
+from trireme.cli.check import plan_rows
 from trireme.config import ConfigError, load_config
 from trireme.config.check import UNASKED_SAVE_INTERVAL
 from trireme.launch.check import draft, make_plans
@@ -169,6 +170,17 @@ STORE = "buffer.trainer_input.experience_buffer"
 def test_tensors_are_shared_only_in_lock_step(tmp_path, override, shared, deterministic):
     plan = plan_of(tmp_path, override)
     assert (plan.sync.share_tensors, plan.deterministic) == (shared, deterministic)
+
+
+@pytest.mark.extension("replay")
+def test_a_replay_that_uses_groups_again_has_no_known_number_of_train_steps(tmp_path):
+    once, again = "enable: true", "enable: true, reuse_cooldown_time: 1"
+    plans = [plan_of(tmp_path, f"{STORE}.replay_buffer={{{keys}}}") for keys in (once, again)]
+    assert [plan.steps.train for plan in plans] == [plans[0].steps.schedule, None]
+    assert plans[1].counted == ("explorer", plans[1].steps.explore)
+    rows = [dict(plan_rows(plan)) for plan in plans]
+    assert all(row["buffer"].startswith("queue with replay, ") for row in rows)
+    assert "train until the data ends" in rows[1]["steps"]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,9 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.mode in ("both", "explore"):
         rows.append(("sync", _sync(plan.sync)))
     if trains or explores:
-        rows.append(("buffer", f"{plan.store.kind}, {plan.store.path}"))
+        replays = plan.config.buffer.trainer_input.experience_buffer.replay_buffer.enable
+        kind = f"{plan.store.kind}{' with replay' * replays}"
+        rows.append(("buffer", f"{kind}, {plan.store.path}"))
     gpus = ", ".join(f"{role} {count}" for role, count in plan.places.gpus.items())
     if plan.places.spread:
         rows.append(("places", _places(plan.places, plan.sync.takes_turns)))

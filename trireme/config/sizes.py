@@ -122,9 +122,11 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
     schedule = config.trainer.total_steps or expected
     train = None if config.mode == "explore" else config.trainer.total_steps
     one_each = stage.whole_steps or stage.one_experience
-    if train is None and config.mode == "both" and one_each:
+    replay = buffer.trainer_input.experience_buffer.replay_buffer
+    replays = replay.enable
+    again = replays and replay.reuse_cooldown_time is not None  # as often as time allows
+    if train is None and config.mode == "both" and one_each and not again:
         train = expected
-    replays = buffer.trainer_input.experience_buffer.replay_buffer.enable
     if config.mode == "both" and not replays and (train or 0) > (expected or math.inf):
         condition = "" if one_each else " where each rollout is one experience"
         findings.note(
