@@ -47,7 +47,7 @@ WALKS = {
         "make_scheduler",
         "run_both",
         "Explorer.explore",
-        "Trainer._train",
+        "Trainer.train",
         "TrainerSide.final_push",
         "ExplorerSide.evaluate",
         "StageResult.add",

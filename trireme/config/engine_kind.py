@@ -102,6 +102,11 @@ class EnginePlan:
     largest_adapter: int | None
     """The largest rank of a LoRA adapter that it can load besides its weights; None: any."""
 
+    @property
+    def served(self) -> bool:
+        """Return True if it is in other processes: those that a run starts, or the user's own."""
+        return self.hosts > 0 or bool(self.urls)
+
 
 class Interpreter(NamedTuple):
     """A Python interpreter that has the engine."""

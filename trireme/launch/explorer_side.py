@@ -86,6 +86,7 @@ class ExplorerSide:
             emit=stage.emit,
             folder=stage.folder if plan.mode == "explore" else None,
         )
+        self.explore = self.explorer.explore
         # several explorers would write the same files, and bench would overwrite the run's
         # evaluations
         if not plan.explorer_name and plan.mode != "bench":
@@ -93,10 +94,6 @@ class ExplorerSide:
             stage.copy(FAILED, most=FAILED_BYTES)
         if stage.resumed is not None and plan.mode == "both":
             self.explorer.load_state(stage.resumed.run_state["explorer"])
-
-    async def explore(self) -> None:
-        """Explore until there are no tasks left, or the trainer wants no more."""
-        await self.explorer.explore()
 
     async def load(self, step: int) -> None:
         """Load a checkpoint's weights into the engine, and verify them."""

@@ -34,7 +34,7 @@ from trireme.launch.models import load_models
 from trireme.launch.modes import run_mode
 from trireme.launch.open_run import open_run
 from trireme.launch.results import StageResult, accuracy, explored, rewards_of, sampled, summarise
-from trireme.launch.servers import with_servers
+from trireme.launch.servers import engine_servers
 from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
 from trireme.launch.trainer_side import TrainerSide
@@ -193,9 +193,11 @@ async def run_plan(
         with open_run(plan, model_path, device, console) as (stage, following):
             if plan.places.spread:
                 result = await launcher_named(plan.places.launcher).run(stage, stop, measure_end)
-            else:
+            elif plan.engine.served:
                 work = partial(_run_here, stage, stop, measure_end)
-                result = await with_servers(plan, model_path, work)
+                result = await engine_servers().run(plan, model_path, work)
+            else:
+                result = await _run_here(stage, stop, measure_end)
             result.warnings = [warning for one in following for warning in one.end()]
     finally:
         device.close()
@@ -225,7 +227,7 @@ def nothing_left(plan: Plan, steps: int) -> str:
 
 
 async def _run_here(
-    stage: Stage, stop: Stop, measure_end: bool, remote: ServedEngine | None
+    stage: Stage, stop: Stop, measure_end: bool, remote: ServedEngine | None = None
 ) -> StageResult:
     """Run the plan's mode with its sides in this process, and with an embedded engine if there is
     no `remote` one.

@@ -47,12 +47,3 @@ class EngineServers(Protocol):
 def engine_servers() -> EngineServers:
     """Return what reaches engines of other processes. Raises ValueError where nothing does."""
     return SERVERS.get(REMOTE)()
-
-
-async def with_servers(
-    plan: Plan, model_path: str, use: Callable[[ServedEngine | None], Awaitable[T]]
-) -> T:
-    """Return what `use` returns of the plan's engine in other processes; None: it is embedded."""
-    if not plan.engine.hosts and not plan.engine.urls:
-        return await use(None)
-    return await engine_servers().run(plan, model_path, use)

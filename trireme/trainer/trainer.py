@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,43 +147,37 @@ class Trainer:
 
     async def train(self) -> None:
         """Run the loop. Always ends with a checkpoint of the last step."""
-        try:
-            await self._train()
-        except (Exception, asyncio.CancelledError):  # cancelled if the explorer has failed
-            await self._finish_save()
-            raise
-
-    async def _train(self) -> None:
-        self._saved = self.step
-        self._looked = time.monotonic(), self.device.busy
-        for event in ("on_init_end", "on_train_begin"):
-            await self._notify(event)
-        while not self._enough():
-            began = time.monotonic()
-            try:
-                sample = await self._take()
-            except Closed:
-                break
-            if sample is not None:
-                await self._train_on(*sample, waited=time.monotonic() - began)
-            if self._saving is not None and self._saving.done():
-                await self._end_save()
-            if self._stopping:
-                await self._stop_here()
-            interval = self.settings.save_interval
-            due = interval and self.step % interval == 0
-            asked = any(one.saves for one in self.steering)
-            if (due or asked) and not self._enough():
-                await self._save(last=False)
-        self.ended_by = self._ended_by()
-        await self._save(last=True)
-        await self._notify("on_train_end")
-        if self.sync is not None:
-            await self.sync.stopped(self.step)
-        await self.buffer.close()
-        if self.step == 0:
-            ended = f"no train step was made: {self.ended_by}"
-            raise RuntimeError(ended if self.ended_by else NOTHING)
+        async with self._finishing_saves():
+            self._saved = self.step
+            self._looked = time.monotonic(), self.device.busy
+            for event in ("on_init_end", "on_train_begin"):
+                await self._notify(event)
+            while not self._enough():
+                began = time.monotonic()
+                try:
+                    sample = await self._take()
+                except Closed:
+                    break
+                if sample is not None:
+                    await self._train_on(*sample, waited=time.monotonic() - began)
+                if self._saving is not None and self._saving.done():
+                    await self._end_save()
+                if self._stopping:
+                    await self._stop_here()
+                interval = self.settings.save_interval
+                due = interval and self.step % interval == 0
+                asked = any(one.saves for one in self.steering)
+                if (due or asked) and not self._enough():
+                    await self._save(last=False)
+            self.ended_by = self._ended_by()
+            await self._save(last=True)
+            await self._notify("on_train_end")
+            if self.sync is not None:
+                await self.sync.stopped(self.step)
+            await self.buffer.close()
+            if self.step == 0:
+                ended = f"no train step was made: {self.ended_by}"
+                raise RuntimeError(ended if self.ended_by else NOTHING)
 
     def stop(self) -> bool:
         """Save and end at the next safe point: now, if it waits for experiences. False if it is not
@@ -338,16 +333,21 @@ class Trainer:
             saving, self._saving = self._saving, None
             saving.result()
 
-    async def _finish_save(self) -> None:
-        """Finish the save of a training that has failed, for at most `save_timeout`, so that
-        earlier progress is not lost. The failure is raised; the fate of the checkpoint is logged.
+    @asynccontextmanager
+    async def _finishing_saves(self) -> AsyncIterator[None]:
+        """Finish the save of a training that fails, for at most `save_timeout`, so that earlier
+        progress is not lost. The failure is raised; the fate of the checkpoint is logged.
         """
-        if (saving := self._saving) is None:
-            return
-        await asyncio.wait({saving}, timeout=self.settings.save_timeout)
-        if not saving.done():
-            saving.cancel()
-            text = "the checkpoint of step %d was not written in %g s (cluster.stop_timeout)"
-            logger.error(text, self._saved, self.settings.save_timeout)
-        elif not saving.cancelled() and (error := saving.exception()) is not None:
-            logger.error("the checkpoint of step %d failed too: %s", self._saved, error)
+        try:
+            yield
+        except (Exception, asyncio.CancelledError):  # cancelled if the explorer has failed
+            if (saving := self._saving) is None:
+                raise
+            await asyncio.wait({saving}, timeout=self.settings.save_timeout)
+            if not saving.done():
+                saving.cancel()
+                text = "the checkpoint of step %d was not written in %g s (cluster.stop_timeout)"
+                logger.error(text, self._saved, self.settings.save_timeout)
+            elif not saving.cancelled() and (error := saving.exception()) is not None:
+                logger.error("the checkpoint of step %d failed too: %s", self._saved, error)
+            raise

@@ -39,7 +39,7 @@ from trireme.launch.check import checked
 from trireme.launch.data import Text, make_text
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary
 from trireme.launch.explorer_side import make_scheduler
-from trireme.launch.servers import with_servers
+from trireme.launch.servers import engine_servers
 from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
@@ -229,11 +229,11 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
         )
     if plan.places.spread:
         return await launcher_named(plan.places.launcher).evaluate(plan, rollouts)
-    return await with_servers(
-        plan,
-        plan.model_path,
-        lambda engine: measured((lambda _: engine) if engine else None, engine),
-    )
+    if plan.engine.served:
+        return await engine_servers().run(
+            plan, plan.model_path, lambda engine: measured(lambda _: engine, engine)
+        )
+    return await measured(None)
 
 
 @asynccontextmanager
