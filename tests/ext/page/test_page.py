@@ -118,7 +118,8 @@ def test_is_it_learning_and_what_is_wrong(tab: Any, url: str) -> None:
     assert "all rewards are equal." in warning and "What to do: make tasks easier" in warning
     tab.wait_for_selector(".panel .plot canvas")
     titles = tab.locator(".panel h3").all_inner_texts()
-    assert titles[:2] == ["Reward", "Held-out tasks"] and "Entropy" in titles
+    assert titles[:3] == ["Reward", "Distribution of rewards", "Held-out tasks"]
+    assert "Entropy" in titles
     assert "KL to the reference" not in titles  # all of it was no number
     tab.get_by_label("Show job/first").check()
     tab.wait_for_function("() => document.querySelector('.bar h2').textContent === '2 runs'")
@@ -306,6 +307,25 @@ def test_runs_are_a_table_and_any_two_are_compared(tab: Any, url: str, root: Pat
     tab.wait_for_selector(".difference", state="detached")
 
 
+def test_runs_are_found_by_words_and_by_tags_of_their_notes(tab: Any, url: str, root: Path) -> None:
+    for name, text in (("job/first", "too fast #sweep"), ("job/second", "#sweep #best")):
+        (root / name / "run/note.json").write_text(json.dumps({"text": text, "hidden": False}))
+    opened(tab, url, "runs")
+    count = "text => document.querySelector('.count').textContent === text"
+    tab.get_by_role("button", name="#sweep", exact=True).click()
+    tab.wait_for_function(count, arg="2 runs")
+    tab.get_by_label("Filter the runs").press("End")
+    tab.keyboard.type(" FAST", delay=20)  # drawn anew at each letter
+    tab.wait_for_function(count, arg="1 run")
+    assert tab.inner_text(".runs tbody a") == "job/first"
+    assert tab.evaluate("document.activeElement.value") == "#sweep FAST"
+    tab.get_by_role("button", name="#sweep", exact=True).click()
+    tab.get_by_role("button", name="#best", exact=True).click()
+    tab.wait_for_function(count, arg="0 runs")
+    for name in ("job/first", "job/second"):
+        (root / name / "run/note.json").unlink()
+
+
 def test_a_run_gets_a_note_and_may_be_hidden(tab: Any, url: str, root: Path) -> None:
     opened(tab, url, "runs")
     row = tab.locator(".runs tbody tr", has_text="pairs")
@@ -418,6 +438,64 @@ def test_charts_show_what_is_possible_and_leave_out_what_is_zero(
     tab.wait_for_selector("details.section")
     sections = tab.locator("details.section > summary b").all_inner_texts()
     assert sections == ["Is it learning?", "The update of the policy", "Rollouts", "Time"]
+    tab.locator("details.section summary", has_text="Rollouts").click()
+    level = tab.locator("details.section", has_text="Rollouts").locator(".flat")
+    assert level.inner_text() == "The same at every step: rollout/failed 0, rollout/runs 4."
+    shutil.rmtree(run)
+
+
+def test_rewards_of_0_and_1_are_two_bands_and_a_click_shows_their_rollouts(
+    tab: Any, url: str, root: Path
+) -> None:
+    run = make_run(root / "job/bimodal")
+    opened(tab, url, "overview", run="job/bimodal")
+    card = tab.locator(".panel", has_text="Distribution of rewards")
+    card.locator(".now:has-text('50% at 0 · 50% at 1')").wait_for()
+    at = "card => [...document.querySelectorAll('.panel')].indexOf(card)"
+    assert card.evaluate(at) == 1  # beside the mean
+    card.locator(".u-over").wait_for()
+    shades = """plot => {
+        const { ctx, bbox } = plot.chart;
+        const shade = (part) => ctx.getImageData(
+          bbox.left + 0.1 * bbox.width, bbox.top + part * bbox.height, 1, 1).data[3];
+        return [0.05, 0.3, 0.95].map(shade);
+      }"""
+    top, between, bottom = card.locator(".plot").evaluate(shades)
+    assert top > 0 and bottom > 0 and between == 0
+    over = card.locator(".u-over")
+    box = over.bounding_box()
+    assert box is not None
+    over.hover(position={"x": 0.2 * box["width"], "y": 0.97 * box["height"]})
+    said = card.locator(".tooltip").inner_text().split("\n")
+    assert said[:2] == ["step 1", "reward 0: 4 of 8, 50.0%"] and said[-4:] == ["1", "4", "0", "4"]
+    over.click(position={"x": 0.2 * box["width"], "y": 0.97 * box["height"]})
+    tab.wait_for_selector("main[data-ready=rollouts] .count")
+    assert "step=1&least=0&most=0" in tab.url
+    dots = tab.locator(".item.group .dot")
+    assert tab.locator(".count").inner_text() == "2 groups" and dots.count() == 8
+    shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("axis", ["By step", "By time", "By tokens"])
+def test_the_distribution_has_the_axis_of_the_curves(
+    tab: Any, url: str, root: Path, axis: str
+) -> None:
+    run = make_run(root / "job/bimodal")
+    monitor = JsonLinesMonitor(run / "monitor")
+    for step in (1, 2, 3):
+        monitor.log({"perf/trained_tokens": 2000.0}, step, "trainer")
+    opened(tab, url, "overview", run="job/bimodal")
+    tab.get_by_role("button", name=axis).click()
+    tab.wait_for_selector(f"button[aria-pressed=true]:text-is('{axis}')")
+    tab.wait_for_function("() => document.querySelectorAll('.plot')[1]?.chart?.data[0].length")
+    mean, cells = tab.locator(".plot").evaluate_all(
+        "all => all.slice(0, 2).map((plot) => [...plot.chart.data[0]])"
+    )
+    assert mean == cells
+    low, high = tab.locator(".plot >> nth=1").evaluate(
+        "plot => [plot.chart.scales.x.min, plot.chart.scales.x.max]"
+    )
+    assert low < cells[0] < cells[-1] < high
     shutil.rmtree(run)
 
 

@@ -97,6 +97,24 @@ def test_the_figures_are_read_on_and_read_anew_where_a_file_was_replaced(tmp_pat
     assert (entry["reward"], entry["step"], entry["best"]["step"]) == (0.2, 2, 2)
 
 
+def test_a_run_that_was_deleted_and_made_again_is_read_anew_even_with_the_same_inode(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run/monitor/metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    entries = Entries()
+    for number, reward in enumerate((0.25, 0.5, 0.75)):
+        rows = [
+            {"time": 1e9 + number, "part": "explorer", "step": step,
+             "metrics": {"rollout/reward/mean": reward}}
+            for step in range(1, 4 + number)
+        ]  # fmt: skip
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))  # which keeps its inode
+        (found,) = find_runs(tmp_path / "run")
+        entry = entries.entry(found)
+        assert (entry["reward"], entry["step"]) == (reward, 3 + number)
+
+
 def test_hidden_runs_are_left_out_of_the_list_and_notes_are_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +134,29 @@ def test_hidden_runs_are_left_out_of_the_list_and_notes_are_in_it(
     assert (left["name"], left["note"]) == ("a", "") and one.note.read_text() == "{"
     with pytest.raises(ValueError, match="3,000 characters: expected at most 2,000"):
         write_note(one, "x" * 3000, hidden=False)
+
+
+def test_list_finds_runs_by_words_of_name_note_and_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path / "a", config={"seed": 7}, **ended("stopped"))
+    start(tmp_path / "b", config={"seed": 8}, **ended("failed", ERROR))
+    for run in find_runs(tmp_path):
+        write_note(run, "#sweep" if run.name == "a" else "#sweeping", hidden=False)
+    found = {}
+    for words in ("#SWEEP", "#sweep stopped", "seed=8", "b failed"):
+        assert list_runs(tmp_path, find=words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found[words] = [line[0] for line in lines if line[:2] in ("a ", "b ")]
+    assert found == {
+        "#SWEEP": ["a", "b"],
+        "#sweep stopped": ["a"],
+        "seed=8": ["b"],
+        "b failed": ["b"],
+    }
+    assert list_runs(tmp_path, find="c stopped") == 1
+    error = f"error: none of 2 runs below {tmp_path} has 'c stopped' in its name, state,"
+    assert capsys.readouterr().err.startswith(error)
 
 
 def test_settings_that_differ_have_short_names_and_the_rarest_come_first(tmp_path: Path) -> None:

@@ -158,6 +158,12 @@ class Page:
         total, rows = rollouts.groups(filter_of(query), _number(query, "offset", 0), count)
         return {"total": total, "rows": rows, "facts": rollouts.facts()}
 
+    def rewards(self, query: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return how a run's rewards are distributed, step by step; None if all are equal."""
+        rollouts = self.rollouts(self.run_of(query))
+        rollouts.refresh()
+        return rollouts.rewards()
+
     def rollout(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return one whole rollout, with its messages if a database of the run has them."""
         run, kind, eid = self.run_of(query), query.get("kind", "train"), query.get("eid", "")
@@ -254,6 +260,7 @@ def create_app(page: Page, token: str) -> ASGIApp:
         Route("/api/compare", answer(page.compare)),
         Route("/api/rollouts", answer(page.search)),
         Route("/api/groups", answer(page.groups)),
+        Route("/api/rewards", answer(page.rewards)),
         Route("/api/rollout", answer(page.rollout)),
         Route("/api/tokens", answer(page.tokens)),
         Route("/api/picture", answer(page.picture)),

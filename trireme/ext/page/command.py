@@ -127,11 +127,19 @@ def list_runs(
     hidden: Annotated[
         bool, typer.Option("--all", help="With the runs that were hidden on the page.")
     ] = False,
+    find: Annotated[
+        str,
+        typer.Option(
+            "--find",
+            help="Only runs with these words in their name, state, note or settings; '#word' is a "
+            "tag in a note.",
+        ),
+    ] = "",
 ) -> None:
     """List runs: their state, figures, and the settings in which they differ."""
     from trireme.ext.page.listing import list_runs as command
 
-    raise typer.Exit(command(folder, hidden=hidden))
+    raise typer.Exit(command(folder, hidden=hidden, find=find))
 
 
 def compare(

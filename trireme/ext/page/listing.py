@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trireme.cli.listing import print_table
 from trireme.ext.page.runs import RunFolder, compared, find_runs, note_of
-from trireme.ext.page.table import HEADINGS, Entries, lines, text_of
+from trireme.ext.page.table import HEADINGS, Entries, finds, lines, text_of
 from trireme.registry import did_you_mean
 from trireme.text import say
 
 
-def list_runs(folder: Path, *, hidden: bool = False) -> int:
-    """Print a table of the runs below a folder, with the `hidden` ones or without; the exit code is
-    1 for an error.
+def list_runs(folder: Path, *, hidden: bool = False, find: str = "") -> int:
+    """Print a table of the runs below a folder in which each word of `find` occurs, `hidden` ones
+    too or without them; the exit code is 1 for an error.
     """
     try:
         runs = find_runs(folder)
         shown = [run for run in runs if hidden or not note_of(run)["hidden"]]
-        _print(shown)
+        entries = Entries().of(shown)
+        wanted = [entry for entry in entries if finds(entry, find)]
+        if not wanted and entries:
+            raise ValueError(
+                f"none of {len(entries)} runs below {folder} has '{find}' in its name, state, "
+                "kind, note or settings"
+            )
+        _print(wanted)
         if len(shown) < len(runs):
             say(f"{len(runs) - len(shown)} hidden on the page: --all lists them too")
     except (ValueError, OSError) as error:
@@ -36,7 +44,7 @@ def compare(one: str, other: str, folder: Path) -> int:
     try:
         runs = [run_named(name, folder) for name in (one, other)]
         changes = compared(*runs)
-        _print(runs)
+        _print(Entries().of(runs))
     except (ValueError, OSError) as error:
         say(f"error: {error}", file=sys.stderr)
         return 1
@@ -67,8 +75,7 @@ def run_named(name: str, folder: Path) -> RunFolder:
     return found[-1]
 
 
-def _print(runs: Sequence[RunFolder]) -> None:
-    entries = Entries().of(runs)
+def _print(entries: Sequence[Mapping[str, Any]]) -> None:
     rows = list(lines(entries))
     last = len(HEADINGS) if any(row[-1] for row in rows) else len(HEADINGS) - 1
     print_table(HEADINGS[:last], [row[:last] for row in rows])

@@ -78,6 +78,7 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
         "curves": page.curves.of(run),
         "meanings": page.meanings({"run": run.name}),
         "about": about(run),
+        "rewards": rollouts.rewards(),
         "rollouts": rows,
         "tokens": token_views,
         "facts": facts,

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
+from trireme.ext.page.rewards import distribution
 from trireme.ext.page.search import Columns, Mask, Search, Selection
 from trireme.monitor.figures import spoken
 from trireme.text import as_json, storable
@@ -394,6 +395,13 @@ class RolloutIndex:
             if index is None:
                 raise ValueError(f"there is no rollout '{eid}' of kind '{kind}' in {self.buffer}")
             return self._row(self._first + index)
+
+    def rewards(self) -> dict[str, Any] | None:
+        """Return how the rewards of sampled rollouts are distributed, step by step."""
+        with self._lock:
+            kinds, steps, rewards = (self.column(name) for name in ("kind", "step", "reward"))
+        sampled = kinds == KINDS.index("train")
+        return distribution(steps[sampled], rewards[sampled])
 
     def facts(self) -> dict[str, Any]:
         """Return what the page's filters offer: for each kind the number of rollouts and of groups,

@@ -32,6 +32,8 @@ from trireme.monitor.figures import STEPS_TIMED, clock_time, pace
 
 SILENT_S = 120.0
 """Seconds without a step after which a run of another machine counts as ended."""
+HEAD = 200
+"""Bytes of a file of metrics that tell it from another: the first line begins with its time."""
 STATES = ("failed", "killed", "running", "stopped", "unknown", "finished")
 """Of a run's parts the first of these is the run's."""
 KINDS = {"explore": "explores", "bench": "measures", "serve": "serves"}
@@ -56,15 +58,18 @@ class Course:
     loss: float | None = None
     best: dict[str, Any] | None = None
     """The best held-out result: its `measure`, `value` and `step`."""
-    _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    _read: dict[Path, tuple[bytes, int]] = field(default_factory=dict)
+    """The beginning of each file, which a rewritten one with the same inode has not, and how far it
+    was read.
+    """
 
     def read(self, run: RunFolder) -> None:
         """Read what the run has logged since; all of it, if a file was replaced."""
         for path in run.metric_files:
             with path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                inode, at = self._read.get(path, (stat.st_ino, 0))
-                if inode != stat.st_ino or stat.st_size < at:
+                head = file.read(HEAD)
+                known, at = self._read.get(path, (b"", 0))
+                if not head.startswith(known) or os.fstat(file.fileno()).st_size < at:
                     self.__init__()
                     return self.read(run)
                 file.seek(at)
@@ -73,7 +78,7 @@ class Course:
                         break  # still being written
                     at += len(line)
                     self._add(json.loads(line))
-                self._read[path] = stat.st_ino, at
+                self._read[path] = head[:at], at
 
     def _add(self, row: Mapping[str, Any]) -> None:
         part, step, when, metrics = row["part"], row["step"], row["time"], row["metrics"]
@@ -263,6 +268,17 @@ def _end(key: str, keys: Sequence[str]) -> str:
 def text_of(value: Any) -> str:
     """Return the value of a setting in a table."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def finds(entry: Mapping[str, Any], text: str) -> bool:
+    """Return whether each word of a text occurs in a run's name, state, kind, note or settings, in
+    any case. The page does the same (`static/table.js`).
+    """
+    settings = [f"{key}={text_of(value)}" for key, value in entry["settings"].items()]
+    said = "\n".join(
+        [entry["name"], entry["state"], entry["kind"] or "", entry["note"], *settings]
+    ).lower()
+    return all(word in said for word in text.lower().split())
 
 
 HEADINGS = ("run", "state", "steps", "reward", "best held-out", "time", "code", "settings", "note")

@@ -54,7 +54,7 @@ export function percents(values) {
 export const within = (values, low, high) => values.map((value) => (value === null ? null : Math.min(Math.max(value, low), high)));
 
 // What is on the horizontal axis: its ticks, and a place in words.
-const AXES = {
+export const AXES = {
   step: { incrs: WHOLE, tick: short, place: (x) => `step ${x}` },
   time: { incrs: CLOCK, tick: clock, place: (x) => `after ${clock(x)}` },
   tokens: { incrs: WHOLE, tick: (x) => (x >= 1e6 ? `${Number((x / 1e6).toPrecision(3))}M` : x >= 1e3 ? `${Number((x / 1e3).toPrecision(3))}k` : String(x)), place: (x) => `${Math.round(x).toLocaleString("en")} tokens` },
@@ -76,7 +76,8 @@ function tooltip(lines, place, show) {
 }
 
 // lines: {name, x, y, low, high, colour, dotted}; `low` and `high` make a band. `axis` says what x is: step, time or tokens.
-export function draw(element, lines, { log = false, axis: along = "step", weight = 0, share = false, zero = false } = {}) {
+// `ends`: of the axes {x, y} where they do not follow from the lines; `plugin`: in place of the lines' values under the pointer.
+export function draw(element, lines, { log = false, axis: along = "step", weight = 0, share = false, zero = false, ends = null, plugin = null } = {}) {
   for (const one of drawn) if (!one.isConnected || one === element) forget(one);
   if (!element.isConnected) return;
   const flat = lines.every((line) => line.y.every((value) => !value));
@@ -104,14 +105,14 @@ export function draw(element, lines, { log = false, axis: along = "step", weight
     ...size(element), padding: [6, 14, 0, 0], legend: { show: false }, series, bands,
     cursor: { y: false, hover: { prox: NEAR, skip: [null] } },
     scales: {
-      x: { time: false, range: (chart, least, most) => (chart.data[0].length === 1 ? [chart.data[0][0] - 0.5, chart.data[0][0] + 0.5] : [least, most]) },
-      y: logarithmic ? { distr: 3 } : { range: (_, least, most) => (flat || least === null ? [0, 1] : uPlot.rangeNum(zero ? Math.min(least, 0) : least, most, 0.1, true)) },
+      x: { time: false, range: (chart, least, most) => (ends && least === chart.data[0][0] && most === chart.data[0].at(-1) ? ends.x : chart.data[0].length === 1 ? [chart.data[0][0] - 0.5, chart.data[0][0] + 0.5] : [least, most]) },
+      y: ends ? { range: ends.y } : logarithmic ? { distr: 3 } : { range: (_, least, most) => (flat || least === null ? [0, 1] : uPlot.rangeNum(zero ? Math.min(least, 0) : least, most, 0.1, true)) },
     },
     axes: [
       { ...axis, size: 26, space: 55, grid: { show: false }, incrs, values: (_, values) => values.map(tick) },
       { ...axis, size: 46, space: 30, grid: { stroke: style("--line"), width: 1, filter: decades }, ...(logarithmic ? { filter: (_, values) => roomy(values) } : {}), values: (_, values) => labels(values) },
     ],
-    plugins: [tooltip(shown, place, share ? (value) => `${(100 * value).toFixed(1)}%` : number)],
+    plugins: [plugin ?? tooltip(shown, place, share ? (value) => `${(100 * value).toFixed(1)}%` : number)],
   };
   element.chart = new uPlot(options, uPlot.join(tables), element);
   drawn.add(element);

@@ -2,6 +2,7 @@
 import { ask } from "./api.js";
 import { colour, draw, within } from "./charts.js";
 import { empty, fill, first, h, last, number, percent, seconds, segments } from "./dom.js";
+import { rewards } from "./rewards.js";
 import { ending, progress } from "./states.js";
 import { figures } from "./table.js";
 
@@ -153,7 +154,6 @@ export async function overview(main, state) {
     for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); entry.target.draw(); }
   }, { rootMargin: "300px" });
   const weight = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: settings.weight, "aria-label": "Smoothing", oninput: (event) => { settings.weight = Number(event.target.value); redraw(); } });
-  const isFlat = (panel) => panel.lines.every((line) => line.y.every((value) => !value));
   const flat = panels.filter(isFlat);
   const redraw = () => { for (const plot of main.querySelectorAll(".plot")) plot.draw(); };
   const everything = h("div.spaced");
@@ -168,14 +168,32 @@ export async function overview(main, state) {
     h("div.bar", {}, h("h2.grow", {}, chosen.length > 1 ? `${chosen.length} runs` : short(principal.name)),
       h("label", {}, "Smoothing", weight),
       segments([["step", "By step"], ["time", "By time"], ["tokens", "By tokens"]], settings.axis, (value) => { settings.axis = value; state.again(); }, "Horizontal axis")),
-    h("div.panels", {}, panels.filter((panel) => !isFlat(panel)).map((panel) => panelCard(panel, principal.name))),
-    flat.length > 0 && h("p.card.flat", {}, h("b", {}, "Zero at every step: "), flat.map((panel, at) => h("span", { title: panel.what || null }, `${at ? ", " : ""}${panel.title}`)), "."),
+    h("div.panels", {}, panels.filter((panel) => !isFlat(panel)).map((panel) => [panelCard(panel, principal.name), panel.title === "Reward" && distributions(chosen, state)])),
+    level("Zero at every step", flat),
     more);
   const scroll = scrollY;
   fill(main, page);
   scrollTo(0, scroll);
   for (const plot of main.querySelectorAll(".plot")) watcher.observe(plot);
   if (settings.open) showAll(everything, chosen);
+}
+
+const isFlat = (panel) => panel.lines.every((line) => line.y.every((value) => !value));
+
+const isConstant = ({ lines }) => { const values = lines.flatMap((line) => known(line.y)); return values.length > lines.length && values.every((value) => value === values[0]); };
+
+// Charts that would be a level line, in one line of text.
+const level = (how, panels, more = () => "") => panels.length > 0 && h("p.card.flat", {}, h("b", {}, `${how}: `), panels.map((panel, at) => h("span", { title: panel.what || null }, `${at ? ", " : ""}${panel.title}${more(panel)}`)), ".");
+
+// The cards of runs whose rewards differ within a step, each beside the mean.
+function distributions(runs, state) {
+  return runs.map(({ name, info, curves, place }) => {
+    const { steps, metrics } = curves.explorer ?? { steps: [], metrics: {} };
+    const y = metrics["rollout/reward/mean"];
+    const [low, high] = [known(metrics["rollout/reward/min"]), known(metrics["rollout/reward/max"])];
+    if (!y || (low.length && low.every((value) => value === low[0]) && high.every((value) => value === low[0]))) return null;
+    return rewards({ run: name, generation: info.generation, steps, line: { name, x: along(curves, curves.explorer), y, colour: colour(place) }, axis: settings.axis, weight: () => settings.weight, several: runs.length > 1 && short(name), state });
+  });
 }
 
 function panelCard(panel, principal) {
@@ -203,6 +221,6 @@ function showAll(element, chosen) {
   }
   fill(element, [...sections].map(([name, all]) => [all.filter((panel) => panel.lines.length), name]).filter(([all]) => all.length).map(([all, name]) => h("details.section", { open: Boolean(settings.all) || settings.sections.has(name),
     ontoggle: (event) => { if (event.target.open) settings.sections.add(name); else settings.sections.delete(name); } },
-  h("summary", {}, h("b", {}, name), h("span.faint", {}, `  ${all.length}`)), h("div.panels", {}, all.map((panel) => panelCard(panel, chosen[0].name))))));
+  h("summary", {}, h("b", {}, name), h("span.faint", {}, `  ${all.length}`)), h("div.panels", {}, all.filter((panel) => !isConstant(panel)).map((panel) => panelCard(panel, chosen[0].name))), level("The same at every step", all.filter(isConstant), ({ lines }) => ` ${number(first(lines[0].y))}`))));
   for (const plot of element.querySelectorAll(".plot")) watcher.observe(plot);
 }

@@ -26,6 +26,11 @@ function shared(names) {
 const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 const MOST = 3; // settings of a run in its row
 
+// Words beginning with # in notes are tags.
+const tagsOf = (run) => [...run.note.matchAll(/(?:^|\s)(#[\p{L}\p{N}_-]+)/gu)].map(([, tag]) => tag);
+const said = (run) => [run.name, run.state, run.kind ?? "", run.note, ...Object.entries(run.settings ?? {}).map(([key, value]) => `${key}=${text(value)}`)].join("\n").toLowerCase();
+const finds = (wanted) => { const words = wanted.toLowerCase().split(/\s+/); return (run) => { const all = said(run); return words.every((word) => all.includes(word)); }; };
+
 export async function table(main, state) {
   const { turn, query } = state;
   const chosen = [query.a, query.b].filter((name) => state.runs.some((run) => run.name === name));
@@ -36,7 +41,7 @@ export async function table(main, state) {
   const down = (query.down ?? (sort === "began" ? "1" : "")) === "1";
   const known = (run) => { const value = COLUMNS[sort][2](run); return value ?? null; };
   const hidden = state.runs.filter((run) => run.hidden).length;
-  const rows = state.runs.filter((run) => query.hidden === "1" || !run.hidden).sort((a, b) => {
+  const rows = state.runs.filter((run) => query.hidden === "1" || !run.hidden).filter(finds(query.find ?? "")).sort((a, b) => {
     const [x, y] = [known(a), known(b)];
     if (x === null || y === null) return Number(x === null) - Number(y === null);
     return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
@@ -50,10 +55,10 @@ export async function table(main, state) {
     return h("td.settings", { title: all.join("\n") || null }, all.slice(0, MOST).map((one) => h("div", {}, one)), all.length > MOST && h("div.faint", {}, `and ${all.length - MOST} more`));
   };
   const failed = h("p.error", { role: "alert", hidden: true });
-  const save = async (run, said, hide) => {
+  const save = async (run, words, hide) => {
     try {
-      await note(run.name, said, hide);
-      Object.assign(run, { note: said, hidden: hide });
+      await note(run.name, words, hide);
+      Object.assign(run, { note: words, hidden: hide });
       state.again();
     } catch (error) { fill(failed, error.message); failed.hidden = false; }
   };
@@ -64,10 +69,16 @@ export async function table(main, state) {
   };
   const noteOf = (run) => {
     const cell = h("div.note");
-    return fill(cell, isReport ? run.note : [h(`button.sort${run.note ? "" : ".faint"}`, { type: "button", title: "Write a note", onclick: () => write(cell, run) }, run.note || "Add a note"), " ", h("button.sort.faint", { type: "button", onclick: () => save(run, run.note, !run.hidden) }, run.hidden ? "Show again" : "Hide")]);
+    return fill(cell, isReport ? run.note : [h(`button.sort${run.note ? "" : ".faint"}`, { type: "button", title: "Write a note; words that begin with # are tags", onclick: () => write(cell, run) }, run.note || "Add a note"), " ", h("button.sort.faint", { type: "button", onclick: () => save(run, run.note, !run.hidden) }, run.hidden ? "Show again" : "Hide")]);
   };
+  const words = (query.find ?? "").split(/\s+/).filter(Boolean);
+  const tags = [...new Set(state.runs.flatMap(tagsOf))].sort();
+  const put = (tag) => set({ find: (words.includes(tag) ? words.filter((word) => word !== tag) : [...words, tag]).join(" ") });
+  const caret = document.activeElement?.name === "find" ? document.activeElement.selectionStart : null;
   fill(main, h("div.spaced", {}, failed,
-    h("div.card.box", {}, h("div.row", { style: { "margin-bottom": "8px" } }, h("h2", {}, `${rows.length} run${rows.length === 1 ? "" : "s"}`), h("span.grow"),
+    h("div.card.box", {}, h("div.bar", { style: { "margin-bottom": "8px" } }, h("h2.count", {}, `${rows.length} run${rows.length === 1 ? "" : "s"}`),
+      h("input", { type: "search", name: "find", value: query.find ?? "", placeholder: "Filter by name, note, setting, state", "aria-label": "Filter the runs", oninput: (event) => set({ find: event.target.value }), style: { flex: "1 1 180px", "max-width": "320px" } }),
+      tags.map((tag) => h("button.button.tag", { type: "button", "aria-pressed": String(words.includes(tag)), onclick: () => put(tag) }, tag)), h("span.grow"),
       hidden > 0 && h("label.quiet", {}, h("input", { type: "checkbox", name: "hidden", checked: query.hidden === "1", onchange: (event) => set({ hidden: event.target.checked ? "1" : "" }) }), ` with the ${hidden} hidden`),
       h("span.quiet", {}, "Tick two to compare their configurations.")),
       h("div.scroll", {}, h("table.runs", {}, h("thead", {}, h("tr", {}, h("th", {}), Object.entries(COLUMNS).map(head), h("th", { title: "Of runs of one kind; the ones that the fewest share come first" }, "Settings that differ"))),
@@ -75,6 +86,7 @@ export async function table(main, state) {
           h("td", {}, h("input", { type: "checkbox", checked: chosen.includes(run.name), "aria-label": `Compare ${run.name}`, onchange: () => pick(run.name) })),
           Object.entries(COLUMNS).map(([key, [, show, , kind]]) => h(kind ? `td.${kind}` : "td", {}, show(run, state, above), key === "run" && noteOf(run))), settings(run))))))),
     changes && difference(chosen, changes)));
+  if (caret !== null) { const input = main.querySelector("[name=find]"); input.focus(); input.setSelectionRange(caret, caret); }
 }
 
 function difference([one, other], changes) {
