@@ -8,7 +8,11 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +32,11 @@ CHINESE = {
     **{
         f"docs/zh/{name}.md": f"docs/{name}.md"
         for name in (
+            "index",
+            "migrate/index",
             "migrate/ms_swift",
             "migrate/trinity",
+            "quick_start",
             "tutorials/101_first_run",
             "tutorials/201_own_reward",
             "tutorials/301_own_environment",
@@ -96,6 +103,39 @@ def test_the_menu_of_languages_leads_to_pages_that_are_there() -> None:
         assert (ROOT / "docs" / link.replace(".html", ".md")).is_file()
     assert {"navigation.tabs", "navigation.sections"} <= set(CONFIG["theme"]["features"])
     assert len(CONFIG["nav"]) <= 8  # tabs in one row
+
+
+def test_each_language_has_its_own_navigation_and_leads_to_the_same_page_of_the_other(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(ROOT / "theme", tmp_path / "theme")
+    for name in pages(CONFIG["nav"]):
+        page = tmp_path / "docs" / name
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(f"# {name}\n")
+    config = CONFIG | {"plugins": ["search"], "validation": {}}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config, sort_keys=False))
+    words = [sys.executable, "-m", "zensical", "build", "--clean"]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    seen = {}
+    for name in ("quick_start", "view", "zh/quick_start", "zh/migrate/trinity"):
+        text = (tmp_path / f"site/{name}.html").read_text(encoding="utf-8")
+        language = re.findall(r'<html lang="(\w+)"', text)[0]
+        assert '<body dir="ltr"' in text
+        tabs = re.findall(r'class="md-tabs__link">\s*(.*?)\s*</a>', text)
+        others = dict(re.findall(r'<a href="(.*)" hreflang="(.*)" class="md-select__link">', text))
+        seen[name] = language, tabs, {value: key for key, value in others.items()}
+    english = [next(iter(section)) for section in CONFIG["nav"]][:-1]
+    chinese = [next(iter(section)) for section in CONFIG["nav"][-1]["中文"]]
+    assert english[0] == "Home" and chinese[0] == "首页"
+    assert seen == {
+        "quick_start": ("en", english, {"en": "quick_start.html", "zh": "./zh/quick_start.html"}),
+        "view": ("en", english, {"en": "view.html", "zh": "./zh/index.html"}),
+        "zh/quick_start": ("zh", chinese, {"en": "../quick_start.html", "zh": "quick_start.html"}),
+        "zh/migrate/trinity": (
+            "zh", chinese, {"en": "../../migrate/trinity.html", "zh": "trinity.html"}
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ["texts", "commands"])
