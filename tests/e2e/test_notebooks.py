@@ -42,6 +42,49 @@ def played(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str
     return told
 
 
+NOISY = """
+import sys
+import warnings
+import trireme
+
+
+def never(task, answer):
+    if task.task_id % 2:
+        warnings.warn("of the reward's own: " + "x" * 300)
+    print("\\r7%", end="", file=sys.stderr)
+    return 0.0
+
+
+rows = [{"question": f"{n} + 1?", "answer": n + 1} for n in range(8)]
+run = trireme.train(
+    model=MODEL, tasks=rows, reward=never, buffer={"total_steps": 12, "batch_size": 4},
+    algorithm="grpo", **{"model.max_response_tokens": 8, "model.max_model_len": 64},
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_warnings_has_one_output_of_less_than_20_kb(
+    tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    nbformat = import_module("nbformat")
+    source = f"MODEL = {str(tiny_dir)!r}\n{NOISY}"
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    import_module("nbclient").NotebookClient(
+        book, timeout=int(HANG_S), resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    path = tmp_path / "saved.ipynb"
+    nbformat.write(book, path)
+    [output] = json.loads(path.read_text("utf-8"))["cells"][0]["outputs"]
+    assert output["output_type"] == "display_data"
+    text = "".join(output["data"]["text/plain"])
+    assert "warning: explorer step 3: zero_rewards: " in text and "of the reward's own" in text
+    assert "\nrun 12/12" in text and "\r" not in text
+    assert path.stat().st_size < 20_000 and text.count("\n") <= 61
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_has_the_outputs_of_a_run_to_its_end(path: Path) -> None:
     cells = cells_of(path.stem)

@@ -123,6 +123,10 @@ class Console:
         """Print a line of progress, where nothing is shown live."""
         self.note(text)
 
+    def sample(self, text: str) -> None:
+        """Print a rollout, where nothing is shown live."""
+        self.note(text)
+
     def note(self, text: str, style: str = "") -> None:
         """Print a permanent line."""
         self.output.print(Text(text, style=style), soft_wrap=True)
@@ -151,9 +155,8 @@ class Console:
         reward = "none" if experience.reward is None else f"{experience.reward:.3g}"
         self._sample.append("reward   ", style="bold").append(reward)
         if not self.live:
-            self.note("a rollout:")
-            for line in self._sample.plain.splitlines():
-                self.note(f"    {line}")
+            lines = self._sample.plain.splitlines()
+            self.sample("\n".join(["a rollout:", *(f"    {line}" for line in lines)]))
 
     def finish(self, summary: Summary, rewards: Sequence[float] = (), sampled: str = "") -> None:
         """Print the end of a run: its curve of `rewards`, the replies to the first held-out task,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -9,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.buffer.made import experience
 from trireme.ext.train import notebook
-from trireme.ext.train.figure import figure_of
+from trireme.ext.train.figure import _ticks, figure_of
 from trireme.ext.train.notebook import CellConsole, in_notebook
 from trireme.ext.train.train import Run
 from trireme.monitor.figures import Summary
@@ -46,21 +50,49 @@ def test_a_run_has_one_output_that_is_updated(shown: list[tuple[str, Any]]) -> N
     console.show()
     assert [kind for kind, _ in shown] == ["display"] + ["update"] * 4
     texts = [data["text/plain"] for _, data in shown]
-    assert texts[0] == "run: 3 steps\n"
+    assert texts[0] == "run: 3 steps"
     assert texts[2].startswith("run: 3 steps\nrun 2/3  reward 0.500") and "1/3" not in texts[2]
     assert texts[2].splitlines()[-1].startswith("reward ")
     assert "run 3/3" in texts[-1] and "wall time" in texts[-1] and "\x1b" not in texts[-1]
     assert shown[-1][1]["text/html"].startswith("<pre style=")
 
 
-def test_a_long_run_shows_its_last_lines(shown: list[tuple[str, Any]]) -> None:
+@pytest.mark.parametrize("length", [10, 150, 3000, 50_000])
+def test_a_long_run_shows_its_last_lines(shown: list[tuple[str, Any]], length: int) -> None:
     console = CellConsole()
     for number in range(1000):
-        console.note(f"line {number} <b>")
+        console.note(f"line {number} <b>{'é<' * length}")
     console.show()
     data = shown[0][1]
-    assert len(data["text/plain"]) <= notebook.MOST_CHARACTERS
-    assert "line 999 &lt;b&gt;" in data["text/html"]
+    assert len(json.dumps(data)) <= notebook.MOST_BYTES
+    lines = data["text/plain"].split("\n")
+    assert len(lines) <= notebook.MOST_LINES + 1 and lines[-1].startswith("line 999 <b>")
+    if length == 10:
+        assert lines[:2] == ["(940 earlier lines)", f"line 940 <b>{'é<' * length}"]
+        assert "line 999 &lt;b&gt;" in data["text/html"]
+
+
+def test_warnings_and_the_newest_rollout_are_in_the_run_s_output(
+    shown: list[tuple[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = CellConsole()
+    with console.warnings():
+        console.stage("run", 3)
+        print("warning: rewards are equal", file=sys.stderr)
+        for text in ("one", "two"):
+            console.rollout(experience(1, 0, 0, 1.0, response_text=text, messages=None))
+            console._last_rollout = -math.inf
+        print("\rloading 10%\rloading 20%", end="", file=sys.stderr)
+        console.progress("run 1/3")
+        console.show()
+    assert capsys.readouterr().err == ""
+    first, warned, bar, progress, rollout, *rest = shown[0][1]["text/plain"].split("\n")
+    assert (first, warned, bar) == ("run: 3 steps", "warning: rewards are equal", "loading 20%")
+    assert (progress, rollout) == ("run 1/3", "a rollout:")
+    assert "two" in "".join(rest) and "one" not in "".join(rest)
+    console.close()
+    console.show()
+    assert "a rollout" not in shown[-1][1]["text/plain"]
 
 
 def test_only_a_notebook_s_shell_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +123,36 @@ def test_a_run_draws_its_reward_and_what_was_measured(tmp_path: Path) -> None:
     assert run.plot().save(tmp_path / "a.svg").read_text() == svg
     with pytest.raises(ValueError, match="no metric 'actor/entrop'; did you mean 'actor/entropy'"):
         run.plot("actor/entrop")
+    assert run.plot()._repr_svg_() == svg and "currentColor" not in svg
     page = run._repr_html_()
     assert page.startswith("<svg ") and "<table>" in page and "after RL" in page
+
+
+def test_a_figure_of_a_long_run_is_small_and_has_its_highest_and_lowest_point() -> None:
+    curve = [(float(step), math.sin(step)) for step in range(20_000)]
+    curve[777], curve[13_000] = (777.0, 9.0), (13_000.0, -5.0)
+    svg = figure_of({"a": curve}).svg
+    assert len(svg) < 8000
+    drawn = re.findall(r'points="([^"]*)"', svg)[0].split()
+    heights = [float(point.split(",")[1]) for point in drawn]
+    ticks = [float(text) for text in re.findall(r'end">([-.\d]+)</text>', svg)]
+    assert ticks == [-5, 0, 5, 10]
+    rows = [float(y) for y in re.findall(r'y1="([\d.]+)"', svg)]
+    assert max(heights) == pytest.approx(rows[0])  # -5
+    assert min(heights) == pytest.approx(rows[-1] + (rows[0] - rows[-1]) / 15, abs=0.2)  # 9
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 0.79, [0, 0.2, 0.4, 0.6, 0.8]),
+        (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+        (1, 20, [0, 5, 10, 15, 20]),
+        (-3e-8, 2e-8, [-4e-8, -2e-8, 0, 2e-8]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
+    assert list(_ticks(low, high)) == ticks
 
 
 def test_a_run_without_a_step_is_a_table(tmp_path: Path) -> None:

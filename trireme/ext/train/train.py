@@ -13,6 +13,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,6 @@ from trireme.monitor.figures import Summary
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 from trireme.registry import ORMS, REWARDS, TOOLS, TRACKERS, WORKFLOWS, Registry, did_you_mean
 from trireme.serialize import decode
-from trireme.text import say
 from trireme.trainer.steering import EVENTS
 
 BATCH_SIZE = 32
@@ -108,9 +108,10 @@ class Run:
     def _repr_html_(self) -> str:
         """The run in a notebook: its curves, and the table of its end."""
         rows = summary_rows(self.summary)
+        style = "text-align: left; white-space: pre-wrap; font-family: monospace"
         cells = "".join(
-            f"<tr><th style='text-align: left'>{html.escape(label)}</th><td><pre style='margin: 0; "
-            f"text-align: left'>{html.escape(text)}</pre></td></tr>"
+            f"<tr><th style='text-align: left'>{html.escape(label)}</th>"
+            f"<td style='{style}'>{html.escape(text)}</td></tr>"
             for label, text in rows
         )
         table = f"<table>{cells}</table>"
@@ -405,6 +406,11 @@ def _has_function(reward: Reward | None) -> bool:
     return any(callable(r.get("name") if isinstance(r, Mapping) else r) for r in several)
 
 
+def _show(console: Console) -> None:
+    if isinstance(console, CellConsole):
+        console.show()
+
+
 def _in_thread(plans: list[Plan]) -> Summary:
     """Run the stages in a thread. KeyboardInterrupt: it was asked to end, and has ended."""
     stop, summaries, failed = Stop(), list[Summary](), list[BaseException]()
@@ -423,18 +429,20 @@ def _in_thread(plans: list[Plan]) -> Summary:
             console.close()
             ended.set()
 
-    threading.Thread(target=work, name="trireme.train", daemon=True).start()
-    try:
-        while not ended.wait(WAKE_S):
-            if isinstance(console, CellConsole):
-                console.show()
-    except KeyboardInterrupt:
-        stop.request()
-        say(f"interrupted: ending at the next safe point, in {stop.limit:g} s at most "
-              "(cluster.stop_timeout)", flush=True)  # fmt: skip
-        ended.wait(stop.limit)
-    if isinstance(console, CellConsole):
-        console.show()
+    with console.warnings() if isinstance(console, CellConsole) else nullcontext():
+        threading.Thread(target=work, name="trireme.train", daemon=True).start()
+        try:
+            while not ended.wait(WAKE_S):
+                _show(console)
+        except KeyboardInterrupt:
+            stop.request()
+            console.note(
+                f"interrupted: ending at the next safe point, in {stop.limit:g} s at most "
+                "(cluster.stop_timeout)"
+            )
+            _show(console)
+            ended.wait(stop.limit)
+    _show(console)
     if failed and isinstance(failed[0], KeyboardInterrupt):
         raise KeyboardInterrupt(stop.what_is_left().replace("command", "call")) from None
     if failed:
