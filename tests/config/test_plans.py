@@ -368,6 +368,52 @@ def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
 def test_an_adapter_is_pushed_alone_where_the_engine_can_hold_it(tmp_path, lora, others, rank):
     plan = plan_of(tmp_path, f"model.lora_configs=[{lora}]", *others)
     assert plan.sync.adapter_rank == rank and plan.has_adapter
+    assert not plan.sync.share_base  # on a CPU merged weights decode faster
+
+
+ADDS, MERGES = "explorer.rollout_model.enable_lora=true", "explorer.rollout_model.enable_lora=false"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lora", "others", "shares"),
+    [
+        (0, "{}", [], False),
+        (0, "{}", [ADDS], True),
+        (1, "{}", [], True),
+        (1, "{}", [MERGES], False),
+        (1, "{}", ["synchronizer.sync_style=fully_async"], True),
+        (1, "{}", ["mode=colocate"], True),
+        (1, "{}", ["explorer.rollout_model.dtype=float32"], True),
+        (1, "{}", ["explorer.rollout_model.dtype=float16"], False),
+        (1, "{use_dora: true}", [], False),
+        (1, "{target_modules: [lm_head]}", [], False),
+        (1, "{target_modules: '.*q_proj'}", [], False),
+        (1, "{}", ["synchronizer.sync_method=checkpoint"], False),
+        (1, "{}", ["mode=train", "explorer.rollout_model.engine_type=torch"], False),
+    ],
+)
+def test_an_engine_reads_the_base_of_an_adapter_where_it_can_add_it(
+    tmp_path, gpus, lora, others, shares, monkeypatch
+):
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
+    given = (f"model.lora_configs=[{lora}]", "cluster.launcher=local", *others)
+    (plan,), _, _ = draft(config_of(tmp_path, values(tmp_path), *given))
+    assert plan.sync.share_base == shares and not plan.sync.share_tensors
+    asked, _, _ = draft(config_of(tmp_path, values(tmp_path), *given, ADDS))
+    said = [note for note in asked[0].notes if "enable_lora (true)" in note]
+    vain = not asked[0].sync.share_base and plan.mode == "both"
+    assert bool(said) == vain
+
+
+def test_a_supervised_stage_shares_the_base_with_the_engine_that_evaluates_it(tmp_path):
+    data = tmp_path / "sft.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    store = f"buffer.trainer_input.experience_buffer.path={data}"
+    given = ("mode=train", "algorithm.algorithm_type=sft", "buffer.train_batch_size=1", store)
+    given += ("model.lora_configs=[{lora_rank: 8}]",)
+    shared, copied = plan_of(tmp_path, *given, ADDS), plan_of(tmp_path, *given)
+    assert shared.sync.share_base and shared.sync.adapter_rank == 8
+    assert not copied.sync.share_base and copied.sync.adapter_rank == 0
 
 
 OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"

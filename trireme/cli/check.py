@@ -170,7 +170,8 @@ def _exactness(plan: Plan) -> str:
         return ""
     if plan.device != "cpu":
         return ", sums in a fixed order"
-    near = "; engine and trainer within 1e-4 nats a token" if plan.sync.share_tensors else ""
+    shares = plan.sync.share_tensors or plan.sync.share_base
+    near = "; engine and trainer within 1e-4 nats a token" if shares else ""
     return f", byte-equal runs{near}"
 
 
@@ -249,6 +250,7 @@ def _sync(sync: SyncPlan) -> str:
     if sync.takes_turns and sync.method == "memory":
         how = "each rank lends its engine a bucket at a time"
     how += ", the adapter alone" if sync.adapter_rank else ""
+    how += ", to an engine over the trainer's base" if sync.share_base else ""
     ahead = f", explorer {sync.offset} ahead" if sync.offset else ""
     beat = "every step" if sync.interval == 1 else f"every {sync.interval} steps"
     return f"{sync.style}, {beat}{ahead}, {how}"

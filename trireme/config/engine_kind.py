@@ -280,12 +280,18 @@ def _default_kind(model: RolloutModelConfig, gpus: int) -> str:
 
 def adapter_rank_of(stage: StageFacts, method: str, largest: int | None = None) -> int:
     """Return the rank of the adapter that is pushed alone; 0 if merged weights are pushed: by
-    files, to a user's own servers, with DoRA, with adapters on head or embedding or on layers that
-    only a regular expression names, and if it exceeds the `largest` that the engine can load.
+    files, to a user's own servers, and where it is no plain addition or exceeds the `largest` that
+    the engine can load.
     """
-    config = stage.config
-    if config.mode != "both" or method == "checkpoint" or stage.remote or stage.reads_file:
+    if stage.config.mode != "both" or method == "checkpoint" or stage.remote or stage.reads_file:
         return 0
+    return plain_rank_of(stage.config, largest)
+
+
+def plain_rank_of(config: Config, largest: int | None = None) -> int:
+    """Return the rank of the adapter, if it is at most the `largest` and a plain addition in the
+    blocks; 0 with DoRA, on head or embedding, or on layers that only a regular expression names.
+    """
     for lora in config.model.lora_configs or []:
         rank, dora, targets = lora.lora_rank, lora.use_dora, lora.target_modules
         if lora.path is not None:

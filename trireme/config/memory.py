@@ -85,7 +85,7 @@ def request_of(
         hosts=engine.hosts or sleeping,
         takes_turns=sync.takes_turns,
         lock_step=sync.lock_step,
-        shared=sync.share_tensors,
+        shared=sync.share_tensors or sync.share_base,
         free=free,
     )
 

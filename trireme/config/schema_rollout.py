@@ -171,6 +171,10 @@ class RolloutModelConfig(Section, place="explorer.rollout_model"):
     engine_python: str | None = None
     """Python of an environment that has the engine; not given: this one, or what the engine's
     variable names, such as TRIREME_VLLM_PYTHON."""
+    enable_lora: bool | None = None
+    """Whether the engine adds a LoRA adapter's products to those of weights without it, so that the
+    embedded engine of one process reads the trainer's own base; false: merged weights, a copy. Not
+    given: true, but on a CPU the embedded engine merges, and decodes faster."""
     engine_num: Count = 1
     """Engines, each a process of its own; an embedded one is one, and only runners multiply."""
     tensor_parallel_size: Annotated[

@@ -55,6 +55,12 @@ class ModelShape:
         attention = 2 * self.query_width + 2 * self.key_width
         return self.hidden * (attention + 3 * self.intermediate * (not self.experts))
 
+    def adapter(self, rank: int) -> int:
+        """Return the numbers of an adapter of this rank on all layers that may have one."""
+        attention = 4 * self.hidden + 2 * self.query_width + 2 * self.key_width
+        mlp = 3 * (self.hidden + self.intermediate) * (not self.experts)
+        return self.layers * rank * (attention + mlp)
+
     @property
     def of_experts(self) -> int:
         """Return the weights of a layer's experts."""

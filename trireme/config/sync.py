@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trireme.config import Findings
-from trireme.config.engine_kind import KEY, EnginePlan, adapter_rank_of, kind_names, sizes_of
+from trireme.config.engine_kind import (
+    EMBEDDED,
+    KEY,
+    EnginePlan,
+    adapter_rank_of,
+    kind_names,
+    plain_rank_of,
+    sizes_of,
+)
 from trireme.config.launcher import LOCAL, launchers_named
 from trireme.config.placement import Places
 from trireme.config.schema import SynchronizerConfig
@@ -56,6 +64,9 @@ class SyncPlan:
     an engine in bfloat16 would multiply in float32 with them."""
     adapter_rank: int
     """The largest rank of the LoRA adapter that is pushed alone; 0: all weights are pushed."""
+    share_base: bool
+    """Whether the engine reads the base of the trainer's LoRA adapter, in any style, since training
+    never changes it, and adds the products of an adapter of its own."""
 
 
 def sync_of(
@@ -70,6 +81,10 @@ def sync_of(
     lock_step = in_turns and not _against_turns(stage, steps.own_batch)
     takes_turns = findings.take(_takes_turns(stage, places, engine.hosts, lock_step=lock_step))
     shares = lock_step and not places.spread and engine.shares
+    rank = adapter_rank_of(stage, method, engine.largest_adapter)
+    share_base = findings.take(_shares_base(stage, places, engine, dtype, rank))
+    if share_base and stage.reads_file:
+        rank = plain_rank_of(config)
     return SyncPlan(
         method=method,
         style=style,
@@ -80,8 +95,38 @@ def sync_of(
         lock_step=lock_step,
         takes_turns=takes_turns,
         share_tensors=shares and not config.model.lora_configs and dtype == "float32",
-        adapter_rank=adapter_rank_of(stage, method, engine.largest_adapter),
+        adapter_rank=rank,
+        share_base=share_base,
     ), findings
+
+
+def _shares_base(
+    stage: StageFacts, places: Places, engine: EnginePlan, dtype: str, rank: int
+) -> tuple[bool, Findings]:
+    """Decide whether an embedded engine reads the base of the trainer's adapter, and note where it
+    is asked for in vain. `rank`: of the adapter that is pushed alone.
+    """
+    findings, config = Findings(), stage.config
+    asked = config.explorer.rollout_model.enable_lora
+    embedded = engine.kind == EMBEDDED and not stage.remote and not stage.asks_api
+    trains = config.mode == "both" or stage.reads_file
+    if not config.model.lora_configs or not embedded or not trains:
+        return False, findings
+    alone = rank or (plain_rank_of(config) if stage.reads_file else 0)
+    plain = "no use_dora, target_modules all-linear or names of layers in blocks"
+    conditions = [
+        (not places.spread and not engine.hosts, "one process (engine_num 1, no cluster)"),
+        (alone > 0, f"an adapter that is pushed alone ({plain}, sync_method memory or nccl)"),
+        (dtype != "float16", "dtype bfloat16 or float32"),
+    ]
+    lacking = [expected for holds, expected in conditions if not holds]
+    if asked and lacking:
+        findings.note(
+            f"{KEY}.enable_lora (true): the embedded engine merges the adapter into a copy of the "
+            f"base: to share the trainer's it needs {'; '.join(lacking)}"
+        )
+    by_default = places.present > 0
+    return not lacking and (by_default if asked is None else asked), findings
 
 
 def _style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findings]:

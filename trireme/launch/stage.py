@@ -171,9 +171,11 @@ class Stage:
 
     async def embedded_engine(self, backend: Backend | None = None) -> Engine:
         """Make the engine of this process, over the trainer's tensors if nothing trains while it
-        generates.
+        generates, or over those that an adapter leaves as they are.
         """
-        share = backend.module if backend is not None and self.shares_tensors(backend) else None
+        share = None
+        if backend is not None and (self.shares_tensors(backend) or self.plan.sync.share_base):
+            share = backend.module
         spec, tokenizer = engine_spec(self.plan, self.model_path), self.text.tokenizer
         return await make_engine(
             spec, tokenizer, self.device, barrier=self.barrier, share_with=share

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
-from trireme.engines.adapter import A, B
+from trireme.engines.adapter import BASE_LAYER, A, B, is_of_adapter, plain_name
 from trireme.engines.torch.composite import towers
 
 Part = Literal["merged", "text", "towers", "base", "adapter"]
@@ -34,7 +34,6 @@ Part = Literal["merged", "text", "towers", "base", "adapter"]
 base or the adapter. An adapter is merged into the first two."""
 
 _ADAPTER, _START = "default", "start"
-_BASE_LAYER = ".base_layer."
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,8 @@ class Adapter:
     def each_base(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the frozen weights, under their plain names."""
         for key, tensor in self._model.state_dict().items():
-            if ".lora_" not in key:
-                yield self.plain_name(key), tensor.detach()
+            if not is_of_adapter(key):
+                yield plain_name(key), tensor.detach()
 
     def each_merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's weights with the adapter merged, under their original names, each
@@ -183,18 +182,15 @@ class Adapter:
         """
         layers = dict(self._layers())
         for key, tensor in self._model.state_dict().items():
-            if ".lora_" in key:
+            if is_of_adapter(key):
                 continue
-            owner = key.partition(_BASE_LAYER)[0]
-            if key.endswith(f"{_BASE_LAYER}weight") and owner in layers:
+            owner = key.partition(BASE_LAYER)[0]
+            if key.endswith(f"{BASE_LAYER}weight") and owner in layers:
                 with torch.no_grad():
                     tensor = _merged(layers[owner], tensor)
-            yield self.plain_name(key), tensor.detach()
+            yield plain_name(key), tensor.detach()
 
-    @staticmethod
-    def plain_name(key: str) -> str:
-        """Return the name in the plain model of a tensor of the adapted one."""
-        return key.replace(_BASE_LAYER, ".")
+    plain_name = staticmethod(plain_name)
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write `weights` in peft's form: adapter_config.json and adapter_model.safetensors."""

@@ -108,7 +108,12 @@ def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
     assert engine(late) == (False, 2 * weights, True)
     linear = 36 * 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728)  # kept beside those with the adapter
     adapted = "model.lora_configs=[{name: a}]"
-    assert engine(adapted, late) == (False, 2 * (weights + linear), True)
+    merging = f"{MODEL}.enable_lora=false"
+    assert engine(adapted, late, merging) == (False, 2 * (weights + linear), True)
+    numbers = (
+        36 * 32 * (4 * 2560 + 2 * 4096 + 2 * 1024 + 3 * (2560 + 9728))
+    )  # over the base: a copy
+    assert engine(adapted, late) == (False, 2 * numbers, True)
     merged = "model.lora_configs=[{name: a, use_dora: true}]"
     assert engine(merged, late) == (False, 2 * weights, True)
     by_files = ("model.lora_configs=[{name: a}]", "synchronizer.sync_method=offline")
@@ -120,6 +125,41 @@ def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
     data.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     store = f"buffer.trainer_input.experience_buffer.path={data}"
     assert engine("algorithm.algorithm_type=sft", store)[1:] == (0, False)
+
+
+SEVEN_BIASED = SEVEN | {"model_type": "qwen2"}
+RANK_16 = "model.lora_configs=[{lora_rank: 16}]"
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "fits"),
+    [
+        (24, (), True),
+        (24, ("model.max_model_len=2048",), True),
+        (24, ("synchronizer.sync_style=fully_async",), True),
+        (24, (f"{MODEL}.enable_lora=false",), False),
+        (24, ("model.lora_configs=[{lora_rank: 16, use_dora: true}]",), False),
+        (24, ("synchronizer.sync_method=checkpoint",), False),
+        (16, (), False),
+    ],
+)
+def test_an_adapter_of_seven_billion_weights_fits_where_the_base_is_there_once(
+    gib, overrides, fits, tmp_path, machine, monkeypatch
+):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: gib * 2**30)
+    machine(1)
+    given = (RANK_16, "cluster.launcher=local", *overrides)
+    (plan,), problems, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN_BIASED), *given))
+    assert plan.dtype == "bfloat16" and plan.memory.needs["weights"] == 2 * 7_615_616_512
+    needed = sum(plan.memory.needs.values())
+    assert fits == (needed < gib * 2**30) == (not problems)
+    if fits:
+        assert plan.sync.share_base and plan.memory.gradient_checkpointing
+        numbers = 28 * 16 * (4 * 3584 + 2 * 3584 + 2 * 512 + 3 * (3584 + 18944))
+        assert plan.memory.needs["adapter"] == 16 * numbers
+        assert plan.memory.needs["engine"] == 2 * numbers
+    else:
+        assert any("GiB are missing" in str(problem) for problem in problems)
 
 
 def test_on_a_cpu_the_process_and_its_engine_are_charged(tmp_path, machine):

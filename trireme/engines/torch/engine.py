@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trireme.engines.adapter import Merged, is_adapter
+from trireme.engines.adapter import adapter_over, is_adapter
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
@@ -49,11 +49,13 @@ class TorchEngine:
         barrier: RolloutBarrier | None = None,
         share_with: PreTrainedModel | None = None,
     ) -> None:
-        """`share_with` is a module whose tensors are read in place of loading `model`."""
+        """`share_with` is a module whose tensors are read in place of loading `model`; of one with
+        an adapter the base, to whose outputs pushed adapters are added.
+        """
         self.module = settings.module(model, share_with)
         self._settings = settings
-        self._shared = share_with is not None
-        self._adapter = Merged()
+        self._adapter = adapter_over(share_with)
+        self._shared = share_with is not None and self._adapter.merges
         self._decoder = Decoder(
             self.module,
             tokenizer,
@@ -325,6 +327,11 @@ class TorchEngine:
     def _take_weights(self, source: Any, version: int) -> None:
         if isinstance(source, Mapping) and is_adapter(source):
             self._adapter.take(self.module, source)
+        elif source is not None and not self._adapter.merges:
+            raise ValueError(
+                "this engine reads the base of the trainer's adapter: update_weights takes an "
+                "adapter alone, since other weights would overwrite that base"
+            )
         elif source is not None:
             load_weights(self.module, source)
             self._adapter.forget()

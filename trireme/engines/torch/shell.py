@@ -26,6 +26,7 @@ from transformers import (
 
 from trireme.config.lookup import need_weight_files
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
+from trireme.engines.adapter import is_of_adapter, plain_name
 from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch import rows
 from trireme.engines.torch.composite import load_whole, may_stay
@@ -96,7 +97,9 @@ def load_shell(
 
 
 def share_shell(module: PreTrainedModel) -> PreTrainedModel:
-    """Make a second module over the parameters and buffers of `module`; nothing is copied."""
+    """Make a second module over the parameters and buffers of `module`; nothing is copied. An
+    adapter of peft's is left out.
+    """
     rows.register()
     prove_states(module.config)
     config = copy.deepcopy(module.config)
@@ -104,7 +107,8 @@ def share_shell(module: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         shell = type(module)(config)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        _assign(shell, name, parameter)
+        if not is_of_adapter(name):
+            _assign(shell, plain_name(name), parameter)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         _assign(shell, name, buffer)
     quicken(shell)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trireme.engines.adapter import added
 from trireme.engines.sampling import inverse_cdf, log_probabilities
 from trireme.engines.torch.linear import GRID, is_quicker, linear
 from trireme.engines.torch.rows import NAME, Pass, RowStore
@@ -41,21 +42,35 @@ _AGREEMENT = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 logit if that is above 1."""
 
 
+class Product(NamedTuple):
+    """The tensors of one linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+    addition: tuple[Tensor, Tensor] | None
+    """A and B of an adapter that is not merged."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply x [..., K]: [..., N]."""
+        out = linear(x, self.weight, self.bias)
+        return out if self.addition is None else added(out, x, *self.addition)
+
+
 @dataclass
 class Layer:
     """The tensors of one block."""
 
     norm: Tensor
-    q: tuple[Tensor, Tensor | None]
-    k: tuple[Tensor, Tensor | None]
-    v: tuple[Tensor, Tensor | None]
+    q: Product
+    k: Product
+    v: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: tuple[Tensor, Tensor | None]
+    o: Product
     mlp_norm: Tensor
-    gate: tuple[Tensor, Tensor | None]
-    up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    gate: Product
+    up: Product
+    down: Product
 
 
 class PlainOps:
@@ -200,15 +215,15 @@ class Lean:
         delta = None
         for number, layer in enumerate(self._layers):
             hidden = ops.add_norm(x, delta, layer.norm, eps)
-            q = linear(hidden, *layer.q)[:rows].view(rows, -1, width)
-            k = linear(hidden, *layer.k)[:rows].view(rows, -1, width)
-            v = linear(hidden, *layer.v)[:rows].view(rows, -1, width)
+            q = layer.q(hidden)[:rows].view(rows, -1, width)
+            k = layer.k(hidden)[:rows].view(rows, -1, width)
+            v = layer.v(hidden)[:rows].view(rows, -1, width)
             q = ops.rotate(q, layer.q_norm, tables, where.positions, eps)
             k = ops.rotate(k, layer.k_norm, tables, where.positions, eps)
             out = ops.attend(q, k, v, number, where, self._scale, store, prompts)
             out = F.pad(out.view(rows, -1), (0, 0, 0, idle))
-            x, delta = self._mlp(x, linear(out, *layer.o), layer)
-        return linear(ops.add_norm(x, delta, self._norm, eps), *self._head)[:rows]
+            x, delta = self._mlp(x, layer.o(out), layer)
+        return self._head(ops.add_norm(x, delta, self._norm, eps))[:rows]
 
     def read(
         self,
@@ -230,25 +245,25 @@ class Lean:
         delta = None
         for number, layer in enumerate(self._layers):
             hidden = ops.add_norm(x, delta, layer.norm, eps)
-            k = linear(hidden, *layer.k).view(len(x), -1, width)
-            v = linear(hidden, *layer.v).view(len(x), -1, width)
+            k = layer.k(hidden).view(len(x), -1, width)
+            v = layer.v(hidden).view(len(x), -1, width)
             k = ops.rotate(k, layer.k_norm, tables, one.write_at, eps)
             keys, values = store.layer(number, k[:, :, None])
             keys[one.write_row, :, one.write_at] = k
             values[one.write_row, :, one.write_at] = v
             if number == len(self._layers) - 1 and not logits:
                 return None
-            q = linear(hidden, *layer.q).view(len(x), -1, width)
+            q = layer.q(hidden).view(len(x), -1, width)
             q = ops.rotate(q, layer.q_norm, tables, one.write_at, eps)
             out = self._attend(q, k, v, keys, values, one, new=not any(starts))
-            x, delta = self._mlp(x, linear(out.reshape(len(x), -1), *layer.o), layer)
-        return linear(ops.add_norm(x, delta, self._norm, eps), *self._head)
+            x, delta = self._mlp(x, layer.o(out.reshape(len(x), -1)), layer)
+        return self._head(ops.add_norm(x, delta, self._norm, eps))
 
     def _mlp(self, x: Tensor, delta: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Return the residual, and the part that is still to be added to it."""
         hidden = self._ops.add_norm(x, delta, layer.mlp_norm, self._eps)
-        gated = self._ops.silu_times(linear(hidden, *layer.gate), linear(hidden, *layer.up))
-        return x, linear(gated, *layer.down)
+        gated = self._ops.silu_times(layer.gate(hidden), layer.up(hidden))
+        return x, layer.down(gated)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, one: Pass, *, new: bool
@@ -423,6 +438,7 @@ def _layer(block: Any) -> Layer:
     )
 
 
-def _linear(module: Any) -> tuple[Tensor, Tensor | None]:
+def _linear(module: Any) -> Product:
     bias = getattr(module, "bias", None)
-    return module.weight.detach(), None if bias is None else bias.detach()
+    bias = None if bias is None else bias.detach()
+    return Product(module.weight.detach(), bias, getattr(module, "addition", None))

@@ -20,13 +20,12 @@ from trireme.ext.fast_engine.native import NativeOps, Work
 from trireme.ext.fast_engine.where import Where
 
 if TYPE_CHECKING:
-    from trireme.ext.fast_engine.lean import Layer
+    from trireme.ext.fast_engine.lean import Layer, Product
 
 MOST_WEIGHTS = 1 << 24
 """Numbers in a model's matrices, which are copied (64 MiB); above it oneDNN's products are
 as quick."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_Product = tuple[Tensor, Tensor | None]
 
 
 class _Matrix(ctypes.Structure):
@@ -72,7 +71,7 @@ class CompiledStep:
         layers: Sequence[Layer],
         *,
         norm: Tensor,
-        head: _Product,
+        head: Product,
         head_width: int,
         eps: float,
         scale: float,
@@ -95,9 +94,13 @@ class CompiledStep:
         )
 
     @staticmethod
-    def suits(layers: Sequence[Layer], head: _Product) -> bool:
-        """Return whether the model is small enough, and float32 throughout."""
+    def suits(layers: Sequence[Layer], head: Product) -> bool:
+        """Return whether the model is small enough, float32 throughout, and without an adapter
+        that is not merged.
+        """
         matrices = _matrices(layers, head)
+        if any(getattr(layer, name).addition for layer in layers for name in _PRODUCTS):
+            return False
         plain = all(weight.dtype == torch.float32 for weight in matrices)
         return plain and sum(weight.numel() for weight in matrices) <= MOST_WEIGHTS
 
@@ -137,9 +140,9 @@ class CompiledStep:
                 setattr(block, name, self._packed(getattr(layer, name)))
         self._step.head = self._packed(self._head)
 
-    def _packed(self, product: _Product) -> _Matrix:
+    def _packed(self, product: Product) -> _Matrix:
         """Pack panels of a few columns each of the transposed matrix, with zeros after the last."""
-        weight, bias = product
+        weight, bias, _ = product
         panel = self._ops.panel_width
         panels = F.pad(weight, (0, 0, 0, -len(weight) % panel)).unflatten(0, (-1, panel))
         self._copies.append(panels.transpose(1, 2).contiguous())
@@ -147,5 +150,5 @@ class CompiledStep:
         return _Matrix(self._copies[-1].data_ptr(), pointer, weight.shape[1], weight.shape[0])
 
 
-def _matrices(layers: Sequence[Layer], head: _Product) -> list[Tensor]:
+def _matrices(layers: Sequence[Layer], head: Product) -> list[Tensor]:
     return [head[0], *(getattr(layer, name)[0] for layer in layers for name in _PRODUCTS)]

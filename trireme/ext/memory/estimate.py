@@ -13,7 +13,7 @@ from typing import Any
 
 from trireme.config import Findings
 from trireme.config.engine_kind import LEAST_SHARE, adapter_rank_of, runners_of
-from trireme.config.lookup import model_config
+from trireme.config.lookup import adapter_facts, model_config
 from trireme.config.memory import (
     GIB,
     KV_TOKENS,
@@ -59,7 +59,9 @@ class Use:
     critic: ModelShape | None = None
     critic_moments: int = 2
     trains_all: bool = True
-    """False: an adapter alone is trained, of which the size is left out."""
+    """False: an adapter alone is trained."""
+    adapter: int = 0
+    """Its numbers."""
     offload: bool = False
     engine: int = 0
     """Bytes of an engine on the same device."""
@@ -90,6 +92,8 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         "gradients": FLOAT * (trained + critic),
         "moments": FLOAT * (use.moments * trained + use.critic_moments * critic),
     }
+    if use.adapter:  # with gradients and moments
+        states["adapter"] = FLOAT * (2 + use.moments) * use.adapter * lies_here // use.ranks
     if use.reference and use.trains_all:
         held = width if apart else FLOAT
         states["reference"] = held * shape.weights * lies_here // use.ranks
@@ -178,13 +182,27 @@ def _engine_of(
     numbers = shape.weights + shape.layers * shape.linear * bool(alone)
     # a process of its own stores new weights next to its old ones until all have arrived
     copies = 0 if shared else 1 + apart
+    # one that shares the trainer's base has a copy of the adapter
+    adapter = _adapter_of(stage, shape) * width * bool(shared and alone)
     attending = shape.layers if shape.attending is None else shape.attending
     return {
-        "engine": copies * width * numbers,
+        "engine": copies * width * numbers + adapter,
         "cache": tokens * 2 * width * shape.key_width * attending
         + rows * FLOAT * shape.state * shape.stateful,
         "cache_rests": rests,
     }
+
+
+def _adapter_of(stage: StageFacts, shape: ModelShape) -> int:
+    """Return the numbers of the adapter that is trained, as if all linear layers had one; 0: there
+    is none.
+    """
+    for lora in stage.config.model.lora_configs or []:
+        try:
+            return shape.adapter(adapter_facts(lora.path)[0] if lora.path else lora.lora_rank)
+        except ValueError:  # `check_model` reports the error
+            return 0
+    return 0
 
 
 def _auxiliary_of(stage: StageFacts, width: int) -> int:
@@ -238,6 +256,7 @@ def plan_memory(
         critic=critic,
         critic_moments=_moments(config.algorithm.critic.optimizer),
         trains_all=not config.model.lora_configs,
+        adapter=_adapter_of(stage, shape),
         offload=trainer.offload,
         parks=trainer.park_optimizer and takes_turns and not trainer.offload,
         **engine,

@@ -8,8 +8,5 @@ from trireme.config.section import After, NoEffect, Section
 class VllmModel(Section, defer_build=True):
     """vLLM's own keys."""
 
-    enable_lora: Annotated[bool, After("engine_python")] = True
-    """Whether vLLM loads a LoRA adapter in addition to its weights, so that only the adapter is
-    pushed."""
     use_v1: Annotated[bool, After("weight_sync_buffer_size"), NoEffect()] = True
     """Version of vLLM's core."""

@@ -30,9 +30,7 @@ from trireme.config.engine_kind import (
 )
 from trireme.config.lookup import model_config
 from trireme.config.memory import GIB
-from trireme.config.section import of
 from trireme.config.shape import shape_at
-from trireme.ext.vllm.keys import VllmModel
 from trireme.ext.vllm.options import SEES
 from trireme.registry import did_you_mean
 
@@ -319,7 +317,7 @@ def largest_adapter(config: Config) -> int:
     supports none.
     """
     model_type = model_config(config.model.model_path).get("model_type")
-    asked = of(config.explorer.rollout_model, VllmModel).enable_lora
+    asked = config.explorer.rollout_model.enable_lora is not False
     holds = asked and model_type not in _WITHOUT_LORA
     return RANKS[-1] if holds else 0
 
