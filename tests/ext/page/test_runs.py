@@ -20,6 +20,8 @@ def test_every_run_below_a_folder_is_found_and_nothing_else(tmp_path: Path) -> N
     assert {run.name for run in find_runs(tmp_path)} == {"project/one/sft", "project/one/grpo"}
     (own,) = find_runs(tmp_path / "project/one/grpo")
     assert own.name == "grpo"
+    make_run(tmp_path / "of_run_yaml/run", steps=1)  # a run.yaml without a name
+    assert "of_run_yaml/run" in {run.name for run in find_runs(tmp_path)}
     for folder in ("missing", "project/other"):
         with pytest.raises(ValueError, match=r"no folder|contains no run"):
             find_runs(tmp_path / folder)

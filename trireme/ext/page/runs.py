@@ -17,7 +17,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +35,9 @@ MOST_NOTE = 2000
 DEPTH = 5
 """Most levels below the given folder at which runs are found."""
 MOST_POINTS = 2000
-_SKIPPED = {"buffer", "log", "monitor", "run", "node_modules"}
+_SKIPPED = {"node_modules"}
+_PARTS = {"buffer", "log", "monitor", "run"}
+"""Folders in a run's own, which contain no other run; elsewhere a run may have such a name."""
 
 
 @dataclass(frozen=True)
@@ -106,22 +108,24 @@ def find_runs(root: Path) -> list[RunFolder]:
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
     try:
+        skipped = _SKIPPED
         if RunFolder("", folder).files:
             yield folder
-        below = _below(folder) if depth else []
+            skipped = _SKIPPED | _PARTS
+        below = _below(folder, skipped) if depth else []
     except OSError:  # unreadable, or deleted meanwhile: the other runs are shown
         return
     for name in below:
         yield from _folders(folder / name, depth - 1)
 
 
-def _below(folder: Path) -> list[str]:
+def _below(folder: Path, skipped: Collection[str]) -> list[str]:
     with os.scandir(folder) as entries:
         return sorted(
             entry.name
             for entry in entries
             if entry.is_dir(follow_symlinks=False)
-            and entry.name not in _SKIPPED
+            and entry.name not in skipped
             and not entry.name.startswith((".", "global_step_"))
         )
 
