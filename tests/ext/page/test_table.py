@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -170,6 +171,12 @@ def test_settings_that_differ_have_short_names_and_the_rarest_come_first(tmp_pat
     assert list(found["a"].items()) == [("total_steps", 10), ("lr", 0.1)]
     assert list(found["c"].items()) == [("lr", 0.2), ("total_steps", 20)]
     assert found["e"] == {}
+    start(
+        tmp_path / "z", config={"algorithm": {"algorithm_type": "rloo", "optimizer": {"lr": 0.1}}}
+    )
+    *_, last = differing(sorted(find_runs(tmp_path), key=lambda run: run.name))
+    assert last == {"algorithm_type": "rloo", "lr": 0.1}, "an algorithm is a setting, too"
+    shutil.rmtree(tmp_path / "z")
     entries = Entries()
     assert [entry["settings"] for entry in entries.of(find_runs(tmp_path))].count({}) == 1
     JsonLinesMonitor(tmp_path / "f/monitor").log({"actor/loss": 1.0}, 1, "trainer")
@@ -200,10 +207,11 @@ def test_list_and_compare_print_what_the_page_shows(
     )
     assert second.split()[:5] == ["job/second", "failed", "0", "of", "400"] and "seed=8" in second
     assert "\n".join(rest).startswith(f"job/second: {ERROR}")
-    assert compare("first", str(tmp_path / "job/second"), tmp_path) == 0
+    start(tmp_path / "job/third", config={"seed": 9})
+    assert compare(["first", str(tmp_path / "job/second"), "third"], tmp_path) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["seed", "7", "8"] in rows
+    assert ["seed", "7", "8", "9"] in rows
     with pytest.raises(ValueError, match=r"no run 'secnd' below .*did you mean 'second'"):
         run_named("secnd", tmp_path)
-    assert compare("first", "secnd", tmp_path) == 1
+    assert compare(["first", "secnd"], tmp_path) == 1
     assert list_runs(tmp_path / "nowhere") == 1

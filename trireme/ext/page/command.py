@@ -143,15 +143,17 @@ def list_runs(
 
 
 def compare(
-    one: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's folder, or its name in `trireme list`.")
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN", help="Runs' folders, or their names in `trireme list`."),
     ],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="The other run.")],
     folder: Annotated[
         Path, typer.Option("--folder", help="The folder below which runs have these names.")
     ] = Path("checkpoints"),
 ) -> None:
-    """Compare two runs: their figures, and the settings in which they differ."""
+    """Compare runs: their figures, and the settings in which they differ."""
     from trireme.ext.page.listing import compare as command
 
-    raise typer.Exit(command(one, other, folder))
+    if len(runs) < 2:
+        raise typer.BadParameter(f"one run is given, {runs[0]}: expected two or more")
+    raise typer.Exit(command(runs, folder))

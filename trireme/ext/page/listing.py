@@ -37,18 +37,21 @@ def list_runs(folder: Path, *, hidden: bool = False, find: str = "") -> int:
     return 0
 
 
-def compare(one: str, other: str, folder: Path) -> int:
-    """Print a table of two runs and the settings in which they differ; the exit code is 1 for an
-    error.
+def compare(names: Sequence[str], folder: Path) -> int:
+    """Print a table of two runs or more, and the settings in which they differ; the exit code is 1
+    for an error.
     """
     try:
-        runs = [run_named(name, folder) for name in (one, other)]
-        changes = compared(*runs)
+        first, *others = runs = [run_named(name, folder) for name in names]
+        changes = [{row["key"]: row for row in compared(first, run)} for run in others]
         _print(Entries().of(runs))
     except (ValueError, OSError) as error:
         say(f"error: {error}", file=sys.stderr)
         return 1
-    rows = [(row["key"], text_of(row["old"]), text_of(row["new"])) for row in changes]
+    rows = []
+    for key, row in {key: row for changed in changes for key, row in changed.items()}.items():
+        of_others = [changed[key]["new"] if key in changed else row["old"] for changed in changes]
+        rows.append((key, text_of(row["old"]), *map(text_of, of_others)))
     if rows:
         print_table(("setting", *(run.name for run in runs)), rows)
     else:

@@ -232,6 +232,9 @@ def _seconds_of(text: str) -> float:
 def differing(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return, for each run, the values of the settings in which runs of its kind differ, those
     first that the fewest share, by the shortest ends of the keys that name one alone.
+
+    Runs that explore are of one kind, whatever their algorithm; runs that learn from a data set
+    are of one kind if their algorithm is the same.
     """
     flats, kinds = [], []
     for run in runs:
@@ -243,7 +246,8 @@ def differing(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
             if key not in NAMES
         }
         flats.append(values)
-        kinds.append((start.get("mode"), values.get("algorithm.algorithm_type")))
+        mode = start.get("mode")
+        kinds.append((mode, values.get("algorithm.algorithm_type") if mode == "train" else None))
     out = []
     for values, kind in zip(flats, kinds, strict=True):
         alike = [other for other, k in zip(flats, kinds, strict=True) if k == kind and other]
