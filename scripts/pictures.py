@@ -3,6 +3,7 @@
     python scripts/pictures.py curves OUT.svg LABEL=RUN_FOLDER ...   # held-out accuracy and reward
     python scripts/pictures.py curves OUT.svg "seed 0=examples/smollm2/results.jsonl:words:0" ...
     python scripts/pictures.py console OUT.svg LOG.txt                # a console, line after line
+    python scripts/pictures.py badges docs/images/badges.svg          # of pyproject.toml
 
 The curves are read from `monitor/metrics.jsonl` of each folder, or from the row of a training and
 seed in the gallery's results. A console's lines light up at an even pace: the picture shows what is
@@ -12,12 +13,17 @@ printed, and not when.
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from trireme import __version__
 from trireme.files import read_jsonl, write_text
+
+ROOT = Path(__file__).resolve().parents[1]
 
 _COLORS = (
     ("#3b55d9", "#93a1ff"),
@@ -132,6 +138,37 @@ def console(text: str) -> str:
     return "\n".join(parts) + "\n</svg>\n"
 
 
+def badges() -> str:
+    """The version, the versions of Python and the licence, as labels in a row."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = [text.rpartition(" :: ")[2] for text in project["classifiers"]]
+    pythons = [text for text in known if re.fullmatch(r"3\.\d+", text)]
+    labels = {
+        "version": __version__,
+        "python": f"{pythons[0]} - {pythons[-1]}",
+        "licence": project["license"],
+        "types": "included",
+    }
+    spoken = ", ".join(f"{name} {text}" for name, text in labels.items())
+    parts, x = [], 0.0
+    for name, text in labels.items():
+        left, right = 6.6 * len(name) + 12, 6.6 * len(text) + 12
+        parts += [
+            f'<rect x="{x:.1f}" width="{left + right:.1f}" height="20" rx="4" fill="#4a545c"/>',
+            f'<path transform="translate({x + left:.1f})" fill="#15697a" '
+            f'd="M0 0h{right - 4:.1f}a4 4 0 0 1 4 4v12a4 4 0 0 1-4 4H0z"/>',
+            f'<text x="{x + 6:.1f}" y="14">{name}</text>',
+            f'<text x="{x + left + 6:.1f}" y="14">{escape(text)}</text>',
+        ]
+        x += left + right + 6
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{x - 6:.0f}" height="20" role="img" '
+        f'aria-label="{escape(spoken)}" fill="#fff" font-family="ui-monospace,monospace" '
+        'font-size="11">'
+    )
+    return "\n".join([head, *parts, "</svg>"]) + "\n"
+
+
 def main(words: Sequence[str]) -> None:
     """See the module."""
     kind, out, *rest = words
@@ -140,8 +177,10 @@ def main(words: Sequence[str]) -> None:
         write_text(Path(out), curves(runs))
     elif kind == "console":
         write_text(Path(out), console(Path(rest[0]).read_text(encoding="utf-8")))
+    elif kind == "badges":
+        write_text(Path(out), badges())
     else:
-        raise SystemExit(f"'{kind}' is no picture: expected curves or console")
+        raise SystemExit(f"'{kind}' is no picture: expected curves, console or badges")
 
 
 if __name__ == "__main__":

@@ -153,3 +153,13 @@ def test_the_table_of_what_learned_is_that_of_the_runs_records(what: str) -> Non
         words = shlex.split(page["command"](rows[0]))
         yaml_file, *overrides = words[words.index("run") + 1 :]
         assert load_config(ROOT / yaml_file, overrides).seed == rows[0]["seed"]
+
+
+def test_the_badges_are_those_of_the_package() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "pictures.py"))["badges"]()
+    path = ROOT / "docs/images/badges.svg"
+    assert path.read_text(encoding="utf-8") == made, (
+        f"run: python scripts/pictures.py badges {path}"
+    )
+    for page in ("README.md", "README.zh.md"):
+        assert "](docs/images/badges.svg)" in (ROOT / page).read_text(encoding="utf-8")
