@@ -116,8 +116,10 @@ def test_weights_reach_vllm_over_nccl_in_bfloat16(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_vllm
-def test_vllm_sleeps_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
-    done = run(tmp_path, job(tmp_path, VLLM) | {"mode": "colocate"})
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllm_sleeps_while_the_trainer_has_the_gpu(tmp_path: Path, level: int) -> None:
+    asked = f"explorer.rollout_model.sleep_level={level}"
+    done = run(tmp_path, job(tmp_path, VLLM) | {"mode": "colocate"}, asked)
     assert done.returncode == 0, done.stderr
     assert max(scalars(tmp_path, "sync/probe_mean")) < 0.1
     log = (tmp_path / "checkpoints/tests/job/log/engine_0.log").read_text()

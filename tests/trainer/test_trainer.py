@@ -130,6 +130,7 @@ class Sync:
     """The trainer's side of a synchronizer, written down."""
 
     version = trained_step = pushed_step = 0
+    lock_step = False
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -399,9 +400,9 @@ def test_a_checkpoint_that_is_written_at_once_is_one_piece_of_work_on_the_device
         device, works = made.trainer.device, []
         real = device.run
 
-        async def run(function: Callable[..., Any], *args: Any) -> Any:
+        async def run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
             works.append(function.__name__)
-            return await real(function, *args)
+            return await real(function, *args, **options)
 
         device.run = run
         await made.trainer.train()
@@ -410,6 +411,30 @@ def test_a_checkpoint_that_is_written_at_once_is_one_piece_of_work_on_the_device
         return works
 
     assert asyncio.run(main()) == [*["_step", "_begin_save"] * 2, "_begin_save"]
+
+
+@pytest.mark.parametrize("lock_step", [True, False])
+def test_only_a_train_step_in_lock_step_promises_its_weights_to_the_engine(lock_step: bool) -> None:
+    async def main() -> set[tuple[str, bool]]:
+        made = await make(4, save_interval=1)
+        made.trainer.sync.lock_step = lock_step
+        device, promises = made.trainer.device, set()
+        real = device.run
+
+        async def run(
+            function: Callable[..., Any], *args: Any, weights_follow: bool = False
+        ) -> Any:
+            promises.add((function.__name__, weights_follow))
+            return await real(function, *args, weights_follow=weights_follow)
+
+        device.run = run
+        await made.trainer.train()
+        device.close()
+        return promises
+
+    promises = asyncio.run(main())
+    assert ("_step", lock_step) in promises and len(promises) == len(dict(promises))
+    assert not any(follow for name, follow in promises if name != "_step")
 
 
 def test_a_trainer_that_is_told_to_stop_writes_nothing_behind_it() -> None:

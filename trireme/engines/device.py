@@ -39,23 +39,35 @@ class ColocationLock:
         self._engine = engine
         self._resting = False
         self._taken = asyncio.Lock()
+        self._complete = asyncio.Event()
+        """Set unless the engine waits for weights that follow."""
+        self._complete.set()
         self.make_room: Callable[[], Awaitable[object]] | None = None
         """Makes the trainer free what it does not need while the engines work."""
 
     @asynccontextmanager
-    async def for_trainer(self) -> AsyncIterator[None]:
-        """Pause the engine inside the block."""
+    async def for_trainer(self, *, weights_follow: bool = False) -> AsyncIterator[None]:
+        """Pause the engine inside the block. `weights_follow`: the trainer will push before the
+        engine is needed, so that the engine does not resume before `arrived`.
+        """
         async with self._taken:
             if not self._resting:
                 self._resting = True  # first: a caller that comes during the pause waits too
-                await self._engine.pause()
+                if weights_follow:
+                    self._complete.clear()
+                await self._engine.pause(weights_follow=weights_follow)
             yield
-        if self._engine.health().waiting:
+        if self._engine.health().waiting and self._complete.is_set():
             await self.for_engine()
+
+    def arrived(self) -> None:
+        """Note that the engine has new weights."""
+        self._complete.set()
 
     async def for_engine(self) -> None:
         """Wait until the engine may work."""
         if self._resting:
+            await self._complete.wait()
             async with self._taken:
                 if self._resting:
                     if self.make_room is not None:
@@ -189,20 +201,22 @@ class Device:
         self.busy = 0.0
         """Seconds of all work so far."""
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run `function(*args)` in the device's thread, after the work requested before."""
-        async with self.turn():
+    async def run(self, function: Callable[..., T], *args: Any, weights_follow: bool = False) -> T:
+        """Run `function(*args)` in the device's thread, after the work requested before.
+        `weights_follow`: see `turn`.
+        """
+        async with self.turn(weights_follow=weights_follow):
             return await self.amid_turn(function, *args)
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, *, weights_follow: bool = False) -> AsyncIterator[None]:
         """Reserve the device for several calls of the trainer: an engine that shares it pauses
-        inside.
+        inside. `weights_follow`: see `ColocationLock.for_trainer`.
         """
         if self.colocation is None:
             yield
             return
-        async with self.colocation.for_trainer():
+        async with self.colocation.for_trainer(weights_follow=weights_follow):
             try:
                 yield
             finally:

@@ -233,9 +233,10 @@ class Engine(Protocol):
         """
         ...
 
-    async def pause(self) -> None:
+    async def pause(self, *, weights_follow: bool = False) -> None:
         """Stop decoding after the current step; requests wait. Without running requests an engine
-        may free keys and values.
+        may free keys and values. `weights_follow`: new weights arrive before `resume`, so that it
+        may give up its own.
         """
         ...
 

@@ -84,7 +84,7 @@ class ScriptedEngine:
         self._check()
         return None
 
-    async def pause(self) -> None:
+    async def pause(self, *, weights_follow: bool = False) -> None:
         """Hold new calls until `resume`."""
         self._open.clear()
 

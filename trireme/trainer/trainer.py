@@ -237,7 +237,8 @@ class Trainer:
         self.doing = f"train step {self.step + 1}"
         await self._notify("on_step_begin")
         started = time.monotonic()
-        metrics = await self.device.run(self._step, experiences)
+        follow = self.sync is not None and self.sync.lock_step
+        metrics = await self.device.run(self._step, experiences, weights_follow=follow)
         elapsed = time.monotonic() - started
         self.seconds += elapsed
         tokens = sum(len(e.tokens) for e in experiences)

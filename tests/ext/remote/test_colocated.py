@@ -40,6 +40,8 @@ class Card:
     def __init__(self) -> None:
         self.held: dict[str, int] = {"states": STATES, "weights": WEIGHTS, "cache": CACHE}
         self.timeline: list[tuple[str, int]] = []
+        self.gave_up: list[bool] = []
+        """Whether new weights were to follow, for each pause."""
 
     def after(self, message: str, **held: int) -> None:
         self.held |= held
@@ -64,7 +66,8 @@ class Sleeper:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def pause(self) -> None:
+    async def pause(self, *, weights_follow: bool = False) -> None:
+        self._card.gave_up.append(weights_follow)
         await self._engine.pause()
         self._card.after("sleep", weights=0, cache=0)
 
@@ -160,6 +163,7 @@ def test_both_sides_fit_on_the_card_at_every_message_of_two_steps(tiny_dir: Path
             assert marks.items() <= (await engine.fingerprint() or {}).items()
 
     card = colocated(tiny_dir, main)
+    assert card.gave_up == [False, False]  # `run` promises no push
     assert max(held for _, held in card.timeline) <= CARD, card.timeline
     step = [
         "sleep", "score", "make room", "lend buckets", "wake weights", "take buckets",
@@ -169,6 +173,26 @@ def test_both_sides_fit_on_the_card_at_every_message_of_two_steps(tiny_dir: Path
     assert len(found) == 2 * len(step)
     assert card.order[:3] == step[:3] and card.order[6:10] == step[6:]
     assert sorted(card.order[3:6]) == sorted(step[3:6])  # both sides at once
+
+
+def test_an_engine_that_gave_up_its_weights_waits_for_the_push(tiny_dir: Path) -> None:
+    async def main(sync: ColocatedSync, engine: RemoteEngine, device: Device, card: Card) -> None:
+        await engine.generate([5, 6, 7], Sampling(max_tokens=2))
+        async with device.turn(weights_follow=True):
+            marks = await device.amid_turn(change, sync)
+            early = asyncio.create_task(engine.generate([5, 6, 7], Sampling(max_tokens=2)))
+            await asyncio.sleep(0)
+        await device.run(int)  # a turn without a promise wakes nobody either
+        assert card.order == ["sleep"] and not early.done()
+        await sync.push(1)
+        assert marks.items() <= (await engine.fingerprint() or {}).items()
+        [reply] = await early
+        assert set(reply.versions) == {1}
+        await device.run(int)
+
+    card = colocated(tiny_dir, main)
+    assert card.gave_up == [True, False]
+    assert card.order.index("wake whole") > card.order.index("commit")
 
 
 def test_an_engine_that_refuses_ends_the_push_and_the_next_one_meets_it_anew(

@@ -258,9 +258,18 @@ def test_the_memory_of_a_sleeping_engines_weights_is_noted(
 ) -> None:
     monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 1)
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
-    notes = plan_of(tmp_path, "mode=colocate", VLLM, **SHAPE).notes
-    said = "it sleeps while the trainer works, its weights (1.1 GiB for each engine) in the machine"
-    assert any(said in note for note in notes)
+    keeps = (
+        "it sleeps while the trainer works, its weights (1.1 GiB for each engine) in the machine"
+    )
+    drops = "it sleeps while the trainer works, without its old weights (1.1 GiB for each engine)"
+    level, lora = key("sleep_level"), "model.lora_configs=[{lora_rank: 8}]"
+    for given, said in (((), drops), ((f"{level}=1",), keeps), ((lora,), keeps)):
+        plan = plan_of(tmp_path, "mode=colocate", VLLM, *given, **SHAPE)
+        assert any(said in note for note in plan.notes)
+    assert (
+        engine_spec(plan_of(tmp_path, "mode=colocate", VLLM, **SHAPE), "m").options["sleep_level"]
+        == 2
+    )
 
 
 @pytest.mark.parametrize(("model_type", "rank"), [("qwen3", 8), ("gpt2", 0)])

@@ -207,6 +207,43 @@ if __name__ == "__main__":
     print("\\n" + json.dumps(asyncio.run(main(sys.argv[1]))))
 """
 
+# The levels of sleep that the engine asks the real vLLM for, which ignores them on a CPU.
+LEVELS = """
+import asyncio, json, sys
+from transformers import AutoTokenizer
+from trireme.engines.engine import Sampling
+from trireme.ext.vllm.engine import VllmEngine
+
+async def main(path, level):
+    engine = await VllmEngine.start(path, tokenizer=AutoTokenizer.from_pretrained(path),
+                                    max_model_len=64, dtype="float32",
+                                    options={"enable_sleep_mode": True, "sleep_level": level})
+    sleep, levels = engine._llm.sleep, []
+
+    async def noted(level, mode):
+        levels.append(level)
+        await sleep(level=level, mode=mode)
+
+    engine._llm.sleep = noted
+    await engine.pause()  # the trainer scores, and pushes nothing
+    await engine.resume()
+    await engine.pause(weights_follow=True)
+    await engine.pause()  # it is asleep already
+    lacking = ""
+    try:
+        await engine.resume()
+    except RuntimeError as error:
+        lacking = str(error)
+    await engine.update_weights(path, 1)
+    await engine.resume()
+    [reply] = await engine.generate([5, 6, 7], Sampling(max_tokens=4, ignore_eos=True), key=(1,))
+    await engine.close()
+    return levels, lacking, list(reply.versions)
+
+if __name__ == "__main__":
+    print("\\n" + json.dumps(asyncio.run(main(sys.argv[1], int(sys.argv[2])))))
+"""
+
 
 def said(script: str, *args: str) -> Any:
     """The last line that a script prints in vLLM's environment."""
@@ -247,3 +284,11 @@ def test_a_request_draws_the_same_tokens_however_it_is_scheduled() -> None:
     together, alone = said(SCHEDULED)
     assert together == alone and len(set(map(tuple, alone.values()))) == 4
     assert [len(tokens) for tokens in together.values()] == [6, 6, 6, 6]
+
+
+@pytest.mark.parametrize("level", [2, 1])
+def test_it_gives_up_its_weights_only_where_new_ones_follow(tmp_path: Path, level: int) -> None:
+    model = str(make_model(tmp_path / "model", head_dim=32))
+    levels, lacking, versions = said(LEVELS, model, str(level))
+    assert levels == [1, level] and set(versions) == {1}
+    assert ("expected a push first" in lacking) == (level == 2)

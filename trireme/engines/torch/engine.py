@@ -153,7 +153,7 @@ class TorchEngine:
             lambda: fingerprint(self._adapter.apart(self.module.state_dict()), self._settings.dtype)
         )
 
-    async def pause(self) -> None:
+    async def pause(self, *, weights_follow: bool = False) -> None:
         """Stop after the current step, until `resume`; without running requests, free keys and
         values.
         """

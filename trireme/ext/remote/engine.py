@@ -259,10 +259,11 @@ class RemoteEngine:
         self._version = version
         self.servers.complete()
 
-    async def pause(self) -> None:
+    async def pause(self, *, weights_follow: bool = False) -> None:
         """Pause all servers; new requests wait."""
         await self.servers.connect()
-        await self._all(self._post(url, "/engine/pause", {}) for url in self.urls)
+        body = {"weights_follow": weights_follow}
+        await self._all(self._post(url, "/engine/pause", body) for url in self.urls)
         self._paused = True
 
     async def resume(self) -> None:

@@ -263,7 +263,7 @@ class ColocatedSync:
             await begun.wait()
             await engine.call_all("/engine/group/receive", asleep=True)
 
-        async with self.device.turn():
+        async with self.device.turn(weights_follow=True):
             if self._met != engine.servers.instances:
                 await self._meet()
             send = self.device.amid_turn(self._send, tell)
@@ -275,6 +275,8 @@ class ColocatedSync:
                 raise
             version_of = engine.as_version(version)
             await engine.call_all("/engine/group/commit", version_of, asleep=True)
+            if self.device.colocation is not None:
+                self.device.colocation.arrived()
         engine.now_at(version)
         metrics = await self.probe.prove(engine, sent.marks, expected, version=version)
         return metrics | {"sync/pushed_bytes": float(sent.size)}

@@ -60,6 +60,12 @@ class KeyBody(BaseModel):
     key: list[Any] = Field(default_factory=list)
 
 
+class PauseBody(BaseModel):
+    """A pause, and whether new weights arrive before its end."""
+
+    weights_follow: bool = False
+
+
 class VersionBody(BaseModel):
     """The version number of new weights."""
 
@@ -146,8 +152,8 @@ def steering_router(rollouts: Rollouts) -> APIRouter:
         return {"aborted": await engine.abort(as_key(body.key))}
 
     @router.post("/pause")
-    async def pause() -> dict[str, str]:
-        await engine.pause()
+    async def pause(body: PauseBody) -> dict[str, str]:
+        await engine.pause(weights_follow=body.weights_follow)
         return {"message": "paused"}
 
     @router.post("/resume")

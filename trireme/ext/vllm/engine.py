@@ -73,14 +73,16 @@ class VllmEngine:
         group_size: int = 1,
         keep_kv: bool = False,
         sleeps: bool = False,
+        gives_up: bool = False,
         adapts: bool = False,
         pictures: PictureInputs | None = None,
     ) -> None:
         """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
         them, and `sockets` go with it. `keep_kv` continues with old keys and values after an update
         in flight. `sleeps`: while paused, its keys and values are freed and its weights are in the
-        machine's memory. `adapts`: pushes bring a LoRA adapter. `pictures` makes the inputs of
-        prompts that show some; None: it has no tower.
+        machine's memory, or nowhere if it `gives_up` old ones and new ones follow. `adapts`: pushes
+        bring a LoRA adapter. `pictures` makes the inputs of prompts that show some; None: it has no
+        tower.
         """
         self.traits = EngineTraits(sees=pictures is not None)
         self._pictures = pictures
@@ -92,6 +94,8 @@ class VllmEngine:
         self._seed = seed
         self._keep_kv = keep_kv
         self._sleeps = sleeps
+        self._gives_up = gives_up
+        self._lacks_weights = False
         self._model = model
         self._names = tensor_names(model)
         self._adapts = adapts
@@ -144,6 +148,9 @@ class VllmEngine:
             options["language_model_only"] = True
         sleeps = bool(options.get("enable_sleep_mode"))
         keep_kv = bool(options.pop("keep_kv", False))
+        # pushes of an adapter, or of a composite's text, leave out what level 2 would drop
+        partial = "max_lora_rank" in options or is_composite(AutoConfig.from_pretrained(model))
+        gives_up = options.pop("sleep_level", 1) == 2 and not partial
         if "max_lora_rank" in options:
             # with an adapter on the head vLLM cannot score prompts: it treats them as one row each
             shapes = model_shapes(Path(model)).items()
@@ -172,6 +179,7 @@ class VllmEngine:
             group_size=math.prod(engine_arguments.get(name, 1) for name in parallel),
             keep_kv=keep_kv,
             sleeps=sleeps,
+            gives_up=gives_up,
             adapts=bool(engine_arguments.get("enable_lora")),
             sockets=sockets,
             pictures=None
@@ -289,20 +297,30 @@ class VllmEngine:
         agreed = set(first.items()).intersection(*(other.items() for other in others))
         return {name: mark for name, mark in first.items() if (name, mark) in agreed}
 
-    async def pause(self) -> None:
-        """Stop generating and keep all requests; with sleep mode, free the GPU's memory."""
+    async def pause(self, *, weights_follow: bool = False) -> None:
+        """Stop generating and keep all requests; with sleep mode, free the GPU's memory. vLLM's
+        level 1 copies the weights to the machine's memory, level 2 drops them.
+        """
         self._check()
         async with self._updating:
             self._paused = True
             if self._sleeps:  # if vLLM cannot sleep, on a CPU, this is a pause
-                await self._llm.sleep(level=1, mode="keep")
+                if not self._asleep:  # asleep it stays as deep as it is
+                    self._lacks_weights = weights_follow and self._gives_up
+                    level = 2 if self._lacks_weights else 1
+                    await self._llm.sleep(level=level, mode="keep")
                 self._asleep = WHOLE
             else:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        """Continue after `pause`."""
+        """Continue after `pause`. Raises RuntimeError if weights that were to follow have not."""
         self._check()
+        if self._lacks_weights:
+            raise RuntimeError(
+                "vLLM sleeps without weights, since new ones were to follow, and none have come: "
+                "expected a push first (explorer.rollout_model.sleep_level: 1 keeps the old ones)"
+            )
         async with self._updating:
             self._paused = False
             if self._sleeps:  # an engine that is awake cannot be woken again
@@ -473,6 +491,7 @@ class VllmEngine:
         except Exception as error:
             self._failure = error
             raise
+        self._lacks_weights = False
         if self._adapts and self._adapter is None:
             requests: Any = import_module("vllm.lora.request")
             self._adapter = requests.LoRARequest(*ADAPTER, "is loaded")

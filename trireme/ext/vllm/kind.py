@@ -30,7 +30,9 @@ from trireme.config.engine_kind import (
 )
 from trireme.config.lookup import model_config
 from trireme.config.memory import GIB
+from trireme.config.section import of
 from trireme.config.shape import shape_at
+from trireme.ext.vllm.keys import VllmModel
 from trireme.ext.vllm.options import SEES
 from trireme.registry import did_you_mean
 
@@ -198,6 +200,7 @@ class VllmKind:
             options["max_lora_rank"] = min(r for r in RANKS if r >= plan.sync.adapter_rank)
         if plan.sync.takes_turns:
             options["enable_sleep_mode"] = True
+            options["sleep_level"] = of(model, VllmModel).sleep_level
             options["gpu_memory_utilization"] = plan.memory.engine_share or LEAST_SHARE
         return options
 
@@ -245,8 +248,11 @@ def _copied(config: Config) -> str:
     """
     if (shape := shape_at(config.model.model_path)) is None:
         return ""
-    size = 2 * shape.weights / GIB
-    return f", its weights ({size:.1f} GiB for each engine) in the machine's own memory meanwhile"
+    size = f"{2 * shape.weights / GIB:.1f} GiB for each engine"
+    partial = config.model.lora_configs or "text_config" in model_config(config.model.model_path)
+    if partial or of(config.explorer.rollout_model, VllmModel).sleep_level == 1:
+        return f", its weights ({size}) in the machine's own memory meanwhile"
+    return f", without its old weights ({size}) once new ones are to follow"
 
 
 def _against(request: EngineRequest) -> str | None:
