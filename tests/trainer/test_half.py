@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.hybrids import make_hybrid
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, buckets, critic_of, experiences, gradients_of
 from tests.trainer.test_close import large_head
@@ -249,3 +250,23 @@ def test_a_rank_in_bfloat16_reads_temperatures_as_one_process_does(tmp_path: Pat
     folder = large_head(tmp_path / "model")
     (found,) = run(_at_temperature, tmp_path / "ranks", folder, world=1)
     assert torch.allclose(found, _warm(folder), atol=1e-3)
+
+
+def _of_hybrid(place: RankSpec, folder: Path) -> dict[str, Any]:
+    ranks = Ranks(place)
+    backend = backend_of(folder, ranks, dtype="bfloat16")
+    scores = backend.logprobs(flatten(experiences(1)))
+    found = {"scores": scores, "gradients": gradients_of(backend, grpo(), experiences())[0]}
+    ranks.close()
+    return found
+
+
+@pytest.mark.parametrize("family", ["minimax", "qwen3_5_text"])
+def test_a_rank_in_bfloat16_computes_layers_with_a_state(family: str, tmp_path: Path) -> None:
+    """MiniMax multiplies float32 factors of its decay by what bfloat16 weights make."""
+    folder = make_hybrid(tmp_path / "model", family)
+    backend = backend_of(folder)
+    expected = backend.logprobs(flatten(experiences(1)))
+    (found,) = run(_of_hybrid, tmp_path / "ranks", folder, world=1)
+    assert float((found["scores"] - expected).abs().mean()) < 0.05
+    assert all(bool(g.isfinite().all()) and g.any() for g in found["gradients"].values())

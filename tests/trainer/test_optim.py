@@ -45,6 +45,29 @@ def test_a_schedule_of_unknown_length_is_refused(settings):
         Schedule(settings, None)
 
 
+@pytest.mark.parametrize("board", [100, 1 << 28])
+def test_a_parked_state_comes_back_as_it_was_and_its_memory_is_kept(monkeypatch, board):
+    monkeypatch.setattr("trireme.trainer.optim._BOARD", board)
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(n)) for n in (3, 50, 17)]
+    parked = ScheduledOptimizer(weights, optimizer_of(), None, grad_clip=1.0)
+    boards = []
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        parked.step()
+        before = [t.clone() for v in parked.inner.state.values() for t in v.values()]
+        parked.park()
+        state = [t for v in parked.inner.state.values() for t in v.values() if t.numel() > 1]
+        assert state and all(tensor.untyped_storage().nbytes() == 0 for tensor in state)
+        boards.append([piece.data_ptr() for piece in parked._shelf])
+        parked._unpark()
+        after = [t for v in parked.inner.state.values() for t in v.values()]
+        assert all(map(torch.equal, before, after))
+    assert boards[0] == boards[1] == boards[2]
+    assert len(boards[0]) == -(-2 * 4 * (3 + 50 + 17) // board)
+
+
 def test_sgd_moves_against_the_gradient():
     p = torch.nn.Parameter(torch.tensor([1.0]))
     optimizer = make_optimizer([p], optimizer_of(lr=0.1, optimizer_type="sgd", weight_decay=0.0))

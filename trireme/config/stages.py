@@ -57,6 +57,8 @@ class StageFacts:
     has_reference: bool = False
     has_critic: bool = False
     """Whether the trainer also holds a reference model and a value model."""
+    has_entropy: bool = False
+    """Whether the loss has an entropy term."""
     needs_teacher: bool = False
     """Whether the first auxiliary model scores the sampled tokens."""
     resamples: int | None = None

@@ -49,6 +49,7 @@ def make_recipe(stage: StageFacts) -> tuple[tuple[StageFacts, Recipe | None], Fi
         stage,
         expert_ratio=tried(findings, lambda: recipe.expert_ratio),
         has_reference=recipe.needs_reference,
+        has_entropy=recipe.entropy is not None,
         has_critic=recipe.needs_critic,
         needs_teacher=recipe.needs_teacher,
         resamples=recipe.max_resample_times,

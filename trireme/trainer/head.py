@@ -256,5 +256,6 @@ def _gradient(
     if entropy:
         of_entropies = torch.zeros_like(summed).index_add_(0, chunk.at, gradients[1][chunk.entries])
         entropies = -(p * log_p).sum(-1)
-        out -= p * (log_p + entropies[:, None]) * of_entropies[:, None]
+        # in place, since each of these is as large as the logits
+        out -= log_p.add_(entropies[:, None]).mul_(p).mul_(of_entropies[:, None])
     return out.div_(heat[:, None])

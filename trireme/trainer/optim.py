@@ -6,7 +6,7 @@ The weights may be whole or sharded over ranks; a step whose gradient is not fin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from trireme.config.schema import OptimizerConfig
 from trireme.trainer.ranks import whole
+
+_BOARD = 1 << 28
+"""Bytes of parked state that lie together: torch rounds each piece of pinned memory up to a power
+of two, and one piece for each tensor would need up to twice the memory."""
 
 
 def make_optimizer(
@@ -81,8 +85,10 @@ class ScheduledOptimizer:
         self.schedule = Schedule(settings, total_steps)
         self.steps = 0
         self._grad_clip = grad_clip
-        self._parked: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        """Device memory of the parked state, and the CPU memory with its numbers."""
+        self._parked: list[tuple[torch.UntypedStorage, int]] = []
+        """Device memory of the parked state, and its size."""
+        self._shelf: list[Tensor] = []
+        """The CPU's memory for them, kept for the next time."""
 
     @torch.no_grad()
     def park(self) -> None:
@@ -93,19 +99,39 @@ class ScheduledOptimizer:
             for tensor in values.values():
                 if isinstance(tensor, Tensor) and tensor.numel() > 1:
                     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    storage, pin = local.untyped_storage(), local.device.type == "cuda"
+                    storage = local.untyped_storage()
                     if storage.resizable():  # memory-mapped files are not
-                        flat = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-                        flat.untyped_storage().copy_(storage)
-                        self._parked.append((storage, flat.untyped_storage()))
+                        self._parked.append((storage, storage.nbytes()))
+        for numbers, shelved in self._pieces():
+            shelved.copy_(numbers)
         for storage, _ in self._parked:
             storage.resize_(0)
 
+    @torch.no_grad()
     def _unpark(self) -> None:
-        for storage, kept in self._parked:
-            storage.resize_(kept.nbytes())
-            storage.copy_(kept)
+        for storage, size in self._parked:
+            storage.resize_(size)
+        for numbers, shelved in self._pieces():
+            numbers.copy_(shelved)
         self._parked = []
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the bytes of the parked state on the device piece by piece, each with its place on
+        the shelf.
+        """
+        board, used = 0, 0
+        for storage, size in self._parked:
+            numbers = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            done = 0
+            while done < size:
+                if board == len(self._shelf):
+                    pin = storage.device.type == "cuda"
+                    self._shelf.append(torch.empty(_BOARD, dtype=torch.uint8, pin_memory=pin))
+                some = min(size - done, _BOARD - used)
+                yield numbers[done : done + some], self._shelf[board][used : used + some]
+                done, used = done + some, used + some
+                if used == _BOARD:
+                    board, used = board + 1, 0
 
     def step(self) -> tuple[float, float]:
         """Do one step and drop the gradients; returns the gradient's norm and the learning rate.

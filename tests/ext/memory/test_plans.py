@@ -10,6 +10,7 @@ from tests.config.conftest import spreads as spreads
 from tests.config.made import config_of, values, values_with
 from tests.config.test_placement import ENGINES, MODEL
 from tests.config.test_placement import machine as machine
+from trireme.config.memory import GIB
 from trireme.launch.check import draft
 
 pytestmark = pytest.mark.usefixtures("spreads")
@@ -59,9 +60,14 @@ def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, mach
     def memory(engines, shards):
         asked = (f"{ENGINES}={engines}", f"trainer.fsdp_size={shards}")
         (plan,), _, _ = draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), *given, *asked))
-        return plan.memory.needs
+        needs = dict(plan.memory.needs)
+        groups.append(needs.pop("NCCL") / (GIB / 2))
+        return needs
 
+    groups: list[float] = []
     assert memory(4, 2) == memory(6, -1) != memory(4, -1) == memory(4, 4)
+    # of the shards, of the copies where there are some, and with the engines
+    assert groups == [3, 2, 2, 2]
 
 
 FOUR = {

@@ -23,6 +23,23 @@ def test_a_named_cluster_means_ray(tmp_path, monkeypatch):
     assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").places.launcher == "ray"
 
 
+def test_a_token_that_other_machines_lack_is_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: None)
+    named = "cluster.ray_address=10.0.0.1:6379"
+
+    def noted(*overrides):
+        (plan,), _, _ = draft(config_of(tmp_path, values(tmp_path), *overrides))
+        return [note for note in plan.notes if note.startswith("HF_TOKEN stays on this machine")]
+
+    gated = "model.model_path=some/gated-model"
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert not noted(named, gated)
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    (said,) = noted(named, gated)
+    assert "if some/gated-model is gated" in said and "hf_x" not in said
+    assert not noted(named) and not noted(gated)  # a folder, and no other machine
+
+
 def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, machine, monkeypatch):
     monkeypatch.setattr("trireme.ext.ray.launcher.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="the package ray is not installed"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -222,10 +222,8 @@ class _Carried(nn.Module):
         def call(hidden: Tensor, begin: State | None) -> tuple[Tensor, State]:
             states = States(begin)
             known = options | _cache_options(type(self), states)
-            if hidden.shape[1] == 1 and torch.is_grad_enabled():
-                with states.gradients():
-                    out = plain(hidden, *args, **known)
-            else:
+            saving = hidden.shape[1] == 1 and torch.is_grad_enabled()
+            with states.gradients() if saving else nullcontext(), _mixing(type(self), hidden):
                 out = plain(hidden, *args, **known)
             if isinstance(out, tuple):
                 out, *more[:] = out
@@ -233,6 +231,22 @@ class _Carried(nn.Module):
 
         out = carrier.carry(call, self.layer_idx, hidden_states)
         return (out, *more) if more else out
+
+
+def _mixing(kind: type[nn.Module], hidden: Tensor) -> AbstractContextManager[Any]:
+    """Return the context of a mixer's call: lightning attention multiplies factors of its decay,
+    which are float32, by what its weights make, and needs autocast where these are in 16 bits.
+    """
+    device, dtype = hidden.device.type, hidden.dtype
+    if dtype not in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, dtype) if _is_lightning(kind) else nullcontext()
+
+
+@cache
+def _is_lightning(kind: type[nn.Module]) -> bool:
+    plain = next(k for k in kind.__mro__ if not issubclass(k, _Carried))
+    return "get_linear_cache" in inspect.unwrap(plain.forward).__code__.co_names
 
 
 class _OneToken:

@@ -30,7 +30,11 @@ from trireme.config.shape import ModelShape, experts_of, shape_at
 from trireme.config.stages import StageFacts
 
 FLOAT = 4
-_CHUNK_COPIES = 4  # logits, their log-softmax, probabilities and gradient
+_CHUNK_COPIES = 4
+"""Copies of a chunk of logits: these, their log-softmax, probabilities and gradient; an entropy
+term needs one more."""
+_GROUP = GIB // 2
+"""An allowance for the buffers of a group of NCCL's, which has not been measured."""
 _BUCKET = 64 * 2**20
 _OF_STEPS = (
     "gradients", "gathered", "activations", "their gradients", "logits", "merged adapter",
@@ -39,6 +43,8 @@ _OF_STEPS = (
 _LIBRARIES = {"cpu": 460 * 2**20, "cuda": GIB}
 """Bytes of a process before it has a model: on a CPU Python, torch and transformers, on a GPU CUDA
 and its libraries."""
+_ASLEEP = _LIBRARIES | {"cuda": 2 * GIB}
+"""Bytes that a sleeping engine keeps: on a GPU its graphs and work spaces too, an allowance."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,10 @@ class Use:
     """Most bytes of keys and values of the engine."""
     cache_rests: bool = False
     """Whether the engine has none of them while the trainer computes."""
+    entropy: bool = False
+    """Whether the loss has an entropy term."""
+    more_groups: int = 0
+    """Groups of ranks, or of a rank and the engines, besides the one of all shards."""
 
 
 def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
@@ -114,7 +124,8 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         if use.checkpointing
         else block * shape.layers + states_too * shape.stateful,
         "their gradients": block + states_too,
-        "logits": FLOAT * (_chunk(shape, use) * _CHUNK_COPIES + largest * use.trains_all),
+        "logits": FLOAT
+        * (_chunk(shape, use) * (_CHUNK_COPIES + use.entropy) + largest * use.trains_all),
     }
     # an adapter is merged in float32, a layer at a time, where the model is saved or pushed whole:
     # a weight, its addition and their sum; the micro-batches' own have gone by then
@@ -123,7 +134,7 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     # of a side that works and what the other holds while it rests, the larger sum counts
     steps = sum(passing.values()) + states["gradients"]
     beside = steps + states["moments"] * use.parks
-    at_rest = _LIBRARIES[use.device] if use.engine else 0
+    at_rest = _ASLEEP[use.device] if use.engine else 0
     engine = max(use.engine - beside, at_rest) if use.engine_sleeps else use.engine
     return {
         **states,
@@ -133,6 +144,7 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         "engine": engine,
         "engine's cache": max(use.cache - steps * use.cache_rests, 0),
         "auxiliary models": use.auxiliary,
+        "NCCL": _GROUP * (apart + use.more_groups) * (use.device == "cuda"),
         "libraries": _LIBRARIES[use.device],
     }
 
@@ -191,6 +203,17 @@ def _engine_of(
         + rows * FLOAT * shape.state * shape.stateful,
         "cache_rests": rests,
     }
+
+
+def _more_groups(stage: StageFacts, places: Places, shards: int) -> int:
+    """Return the groups that a rank is in besides that of all shards: of the copies of its shard,
+    of a sequence, and with the engines.
+    """
+    config = stage.config
+    copies = places.trainer_ranks > shards
+    sequence = config.trainer.ulysses_sequence_parallel_size > 1
+    engines = config.synchronizer.sync_method in ("nccl", "online") and config.mode == "both"
+    return copies + sequence + (engines and not stage.colocated)
 
 
 def _adapter_of(stage: StageFacts, shape: ModelShape) -> int:
@@ -259,6 +282,8 @@ def plan_memory(
         adapter=_adapter_of(stage, shape),
         offload=trainer.offload,
         parks=trainer.park_optimizer and takes_turns and not trainer.offload,
+        entropy=stage.has_entropy,
+        more_groups=_more_groups(stage, places, shards) * spread,
         **engine,
     )
     share = None

@@ -42,7 +42,8 @@ class RayLauncher:
         automatic = cluster.launcher == AUTO and (bool(named) or min(gpus, asked) > 1)
         starts = cluster.launcher == NAME or automatic
         if not starts or find_spec("ray") is not None:
-            return LauncherChoice(starts, problems=problems, cluster_key=named)
+            notes = _note_token(config) if starts and named else ()
+            return LauncherChoice(starts, notes, problems, named)
         lacks = "the package ray is not installed: pip install 'trireme-rl[ray]'"
         if cluster.launcher == NAME or named:
             problems.append(Problem(KEY, f"is {cluster.launcher}, and {lacks}"))
@@ -77,6 +78,20 @@ class RayLauncher:
 def names_cluster(cluster: ClusterConfig) -> bool:
     """Return whether the section gives the address of a cluster."""
     return of(cluster, RayCluster).ray_address not in ("auto", "", "local")
+
+
+def _note_token(config: Config) -> tuple[str, ...]:
+    """Note that the hub's token, if it is set here and may be needed, does not reach other
+    machines.
+    """
+    path = config.model.model_path
+    if not os.environ.get("HF_TOKEN") or os.path.isdir(path):
+        return ()
+    return (
+        "HF_TOKEN stays on this machine, since Ray shows an actor's environment to everyone who "
+        f"sees the cluster: if {path} is gated, set it, or run hf auth login, on each machine, or "
+        "give model.model_path a folder that all see",
+    )
 
 
 def _quiet() -> None:
