@@ -27,7 +27,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
 .PHONY: help setup demo demo-cluster smollm2 docs test test-quick test-without test-gpu gpu-report test-page test-smollm2 test-extras test-envs test-sandbox \
-    test-fuzz test-long test-megatron test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray \
+    test-avx2 test-fuzz test-long test-megatron test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray \
     test-python audit faults bench-peers performance page-library lint format clean
 
 help: ## list the targets
@@ -187,6 +187,18 @@ LONG := $(wildcard tests/ext/ray/test_colocate.py) tests/e2e/test_matrix.py test
 test-long: setup ## what is long and needs nothing more
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m large $(LONG)
 
+# the arithmetic of a processor without AVX-512, on any x86-64: the kernels of torch, oneDNN and MKL and
+# what is compiled here are held to AVX2, for what computes (five minutes on one thread)
+AVX2_ALONE := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+    TORCHINDUCTOR_CPP_MARCH=x86-64-v3 TRIREME_NATIVE=x86-64-v3
+# without ranks in processes of their own, files, CUDA and the loop, which depend on no instruction
+NO_ARITHMETIC := critic_ranks cuda follow fsdp2 fsdp2_saved gpu loading reference steering trainer write
+AVX2 := tests/algorithms tests/engines tests/model $(wildcard tests/ext/fast_engine) \
+    $(filter-out $(NO_ARITHMETIC:%=tests/trainer/test_%.py),$(sort $(wildcard tests/trainer/test_*.py))) \
+    tests/e2e/test_exact.py
+test-avx2: setup ## what computes, with AVX2's kernels in place of AVX-512's
+	OMP_NUM_THREADS=1 $(AVX2_ALONE) $(BIN)/python -m pytest -q -rfE --durations=10 -m "not large" $(AVX2)
+
 # the page in a browser: Debian's chromium, driven by playwright
 test-page: setup ## the page in a browser
 	$(LOCKED) scripts/apt_setup.sh chromium chromium chromium-browser
@@ -199,7 +211,7 @@ test-page: setup ## the page in a browser
 JOBS ?= 2
 UNTIL ?=
 EXTRAS := test-vllm test-ray test-long test-agents faults test-envs test-python test-data-juicer test-sandbox \
-    test-megatron test-trackers test-postgres test-page test-smollm2 test-fuzz
+    test-megatron test-avx2 test-trackers test-postgres test-page test-smollm2 test-fuzz
 test-extras: setup ## what CI runs second: all that needs packages of others, or is long
 	$(MAKE) -k -j $(JOBS) -O $(EXTRAS:%=in-time/%) FUZZ=300 FAULTS="--quick --minutes 3" PYTHONS=3.13
 

@@ -129,6 +129,17 @@ def test_what_is_large_runs_in_some_target_of_ci(file: Path, commands: list[Comm
     assert [c for c in commands if c.paths and c.runs(file) and "not large" not in c.marks]
 
 
+def test_extras_run_what_computes_with_the_kernels_of_other_processors() -> None:
+    [line] = [x for x in make("-n", "test-avx2").replace("\\\n", " ").splitlines() if "pytest" in x]
+    held = ("ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=AVX2", "TRIREME_NATIVE=x86-64-v3")
+    assert all(variable in line.split() for variable in held)
+    command = command_of(line)
+    assert command.paths and all(path.exists() for path in command.paths)
+    for file in ("trainer/test_step.py", "engines/test_torch_engine.py", "e2e/test_exact.py"):
+        assert command.runs(TESTS / file)
+    assert "in-time/test-avx2" in make("-n", "test-extras")
+
+
 def test_every_skip_is_seen() -> None:
     found = {reason for reason, _ in skips()}
     assert {

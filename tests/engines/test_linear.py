@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from trireme.engines.torch import linear as module
 from trireme.engines.torch.linear import QuickLinear, linear, quicken, transposed_product
 
+CHOOSES = module.is_quicker
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
@@ -20,6 +21,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_ONEDNN:
         pytest.skip("torch was built without oneDNN")
     monkeypatch.setattr(module, "is_quicker", lambda: True)
+
+
+def test_onednn_is_quicker_only_where_torch_may_use_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "get_cpu_capability", lambda: "AVX2")
+    assert not CHOOSES.__wrapped__()
 
 
 def multiplied_by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -333,6 +333,21 @@ def test_a_row_of_a_compiled_step_has_the_bits_that_it_has_alone_and_is_near_flo
         assert torch.equal(logits(rows), together[rows])
 
 
+def test_it_is_compiled_for_the_processor_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def compiled(compiler: str, flags: list[str]) -> Path:
+        asked.append(flags)
+        raise OSError
+
+    monkeypatch.setattr("trireme.ext.fast_engine.native._compiled", compiled)
+    for name, flag in (("", "-march=native"), ("x86-64-v3", "-march=x86-64-v3")):
+        monkeypatch.setenv("TRIREME_NATIVE", name)
+        with pytest.raises(OSError):
+            _load.__wrapped__("-DFLOAT32")
+        assert flag in asked.pop() and flag in asked.pop() and not asked
+
+
 @pytest.mark.parametrize("most", [0, 1 << 24], ids=["native", "step"])
 @pytest.mark.parametrize("broken", ["k_proj", "q_proj", "overflow"])
 def test_broken_scores_end_in_no_number_and_not_in_an_invented_one(

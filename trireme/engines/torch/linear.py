@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cpu import get_cpu_capability
 
 GRID = 16
 """oneDNN prepares itself for each new shape (0.3 ms) and caches 1,024 of them: callers with ever
@@ -108,7 +109,9 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def is_quicker() -> bool:
-    """Return whether this processor is AMD's, with AVX-512, and torch has oneDNN's operator."""
+    """Return whether this processor is AMD's, torch uses its AVX-512, which the variable
+    ATEN_CPU_CAPABILITY may forbid, and torch has oneDNN's operator.
+    """
     if os.environ.get("TRIREME_NATIVE") == "0" or not hasattr(torch.ops, "mkldnn"):
         return False
     try:
@@ -116,4 +119,4 @@ def is_quicker() -> bool:
         known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
     except OSError:
         return False
-    return known and "AuthenticAMD" in words and "avx512f" in words
+    return known and "AuthenticAMD" in words and get_cpu_capability() == "AVX512"

@@ -2,9 +2,9 @@
 
 native.c is compiled when an engine is made on a CPU, in about a second, and stored in the user's
 cache folder (or, without a home, in a private temporary one), under a name made from the source,
-the compiler and the processor. Without a compiler, or with TRIREME_NATIVE=0, torch's own operators
-do the same (`PlainOps` of lean.py). Results differ in the last bits, so that byte-equal runs need
-the same choice.
+the compiler and the processor, of which TRIREME_NATIVE may name another one (x86-64-v3). Without a
+compiler, or with TRIREME_NATIVE=0, torch's own operators do the same (`PlainOps` of lean.py).
+Results differ in the last bits, so that byte-equal runs need the same choice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trireme.engines.torch.rows import RowStore
 from trireme.ext.fast_engine.where import Where
 
 SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
 """Sums may be reordered when compiled; the order is then the same in every run."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -130,9 +130,13 @@ class NativeOps:
 
 @cache
 def _load(define: str) -> ctypes.CDLL:
-    """Load the library, compiled first if the cache folder does not have it. Raises OSError."""
-    if os.environ.get("TRIREME_NATIVE") == "0":
+    """Load the library, compiled first if the cache folder does not have it, for this processor or
+    the kind that TRIREME_NATIVE names, such as x86-64-v3. Raises OSError.
+    """
+    processor = os.environ.get("TRIREME_NATIVE") or "native"
+    if processor == "0":
         raise OSError("TRIREME_NATIVE is 0")
+    flags = [*FLAGS, f"-march={processor}", define]
     compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
     if compiler is None:
         raise OSError("there is no C compiler (gcc, clang or cc)")
@@ -141,7 +145,7 @@ def _load(define: str) -> ctypes.CDLL:
     # thread
     for threads in (["-fopenmp"], []):
         try:
-            library = ctypes.CDLL(str(_compiled(compiler, [*FLAGS, define, *threads])))
+            library = ctypes.CDLL(str(_compiled(compiler, [*flags, *threads])))
         except OSError as error:
             errors.append(str(error))
             continue
