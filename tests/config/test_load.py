@@ -106,6 +106,33 @@ def test_a_known_key_in_the_wrong_section_is_found(tmp_path):
     assert "did you mean" not in found and "known here: name, model_path" in found
 
 
+def test_a_key_of_the_section_below_is_found(tmp_path):
+    text = "buffer: {explorer_input: {eval_tasksets: [{system_prompt: Hi}]}}"
+    assert problems_of(tmp_path, text) == [
+        "buffer.explorer_input.eval_tasksets[0].system_prompt is not a known key; did you mean "
+        "'buffer.explorer_input.eval_tasksets[0].format.system_prompt'?"
+    ]
+
+
+def test_keys_of_other_trainers_are_answered_with_ours(tmp_path):
+    text = """
+    algorithm: {num_generations: 8, learning_rate: 1e-6, adv_estimator: grpo, beta: 0.1}
+    trainer: {per_device_train_batch_size: 4}
+    """
+    assert problems_of(tmp_path, text) == [
+        f"{key} is not a known key; {hint}"
+        for key, hint in {
+            "algorithm.num_generations": "did you mean 'algorithm.repeat_times'?",
+            "algorithm.learning_rate": "did you mean 'algorithm.optimizer.lr'?",
+            "algorithm.adv_estimator": "did you mean 'algorithm.algorithm_type'?",
+            "algorithm.beta": "did you mean 'algorithm.kl_loss_fn_args.kl_coef'?",
+            "trainer.per_device_train_batch_size": (
+                "use buffer.batch_size (tasks) and buffer.train_batch_size"
+            ),
+        }.items()
+    ]
+
+
 def test_plug_ins_data_and_models_have_one_rule(tmp_path, monkeypatch):
     home, here = tmp_path / "home", tmp_path / "here"
     for name in ("data/a.jsonl", "model/config.json", "mine.py"):

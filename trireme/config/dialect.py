@@ -34,6 +34,12 @@ class Dialect(Protocol):
         """
         return ()
 
+    def replacement(self, name: str) -> str:
+        """Return our key for a name that the system uses, or words that say what replaces it; ''
+        for an unknown name. It is suggested where a file has the name as a key.
+        """
+        return ""
+
     def options(self, key: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any, Fate]]:
         """Find options of the system among the values of a free-form key: dotted path below it,
         value and fate of each.
@@ -77,6 +83,14 @@ def options_in(key: str, values: Any) -> list[tuple[str, Any, Fate]]:
     if not isinstance(values, Mapping):
         return []
     return [option for dialect in dialects() for option in dialect.options(key, values)]
+
+
+def replaced(name: str) -> str:
+    """Return what replaces a key of another system's name, as a hint; '' for an unknown name."""
+    found = next((ours for dialect in dialects() if (ours := dialect.replacement(name))), "")
+    if not found:
+        return ""
+    return f"did you mean '{found}'?" if re.fullmatch(r"[\w.]+", found) else f"use {found}"
 
 
 def unread(key: str) -> str:

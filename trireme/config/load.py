@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from trireme.config import ConfigError, Problem
-from trireme.config.dialect import dialects, unread
+from trireme.config.dialect import dialects, replaced, unread
 from trireme.config.options import converted, misfit_text, range_text, without_none
 from trireme.config.schema import Config
 from trireme.config.section import Section, section_in
@@ -339,6 +339,8 @@ def _order(values: Any, path: Sequence[Any]) -> list[int]:
 def _meant(misfit: _Misfit) -> str:
     """Suggest the nearest key of the schema for an unknown one, here or elsewhere."""
     name, siblings = str(misfit.path[-1]), misfit.section.model_fields
+    if hint := replaced(name):
+        return hint
     near = get_close_matches(name, siblings, n=1, cutoff=0.75)
     if near:
         return f"did you mean '{misfit.key.removesuffix(name)}{near[0]}'?"
@@ -346,6 +348,11 @@ def _meant(misfit: _Misfit) -> str:
     near = get_close_matches(name, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.8)
     if near:
         candidates = [key for key in keys if key.rpartition(".")[2] == near[0]]
+        above = misfit.key.removesuffix(name)
+        plain = re.sub(r"\[\d+\]", "", above)
+        below = [key.removeprefix(plain) for key in candidates if key.startswith(plain)]
+        if above and len(below) == 1:
+            return f"did you mean '{above}{below[0]}'?"
         if len(candidates) <= _MOST_PLACES:  # common names such as `name` match too many sections
             best = max(candidates, key=lambda key: (_shared(key, misfit.key), -key.count(".")))
             return f"did you mean '{best}'?"

@@ -133,8 +133,34 @@ _INSTEAD = {
 }
 
 
+_KEYS = {
+    "adv_estimator": "algorithm.algorithm_type",
+    "train_files": "buffer.explorer_input.taskset.path",
+    "val_files": "buffer.explorer_input.eval_tasksets",
+    "max_response_length": "model.max_response_tokens",
+    "ppo_mini_batch_size": "buffer.train_batch_size, in completions",
+    "custom_reward_function": "buffer.explorer_input.default_reward_fn_type: my_file:function",
+    "experiment_name": "name",
+    "project_name": "project",
+    "n_gpus_per_node": "cluster.gpu_per_node",
+    "nnodes": "cluster.node_num",
+    "save_freq": "trainer.save_interval",
+    "test_freq": "explorer.eval_interval",
+    "val_before_train": "explorer.eval_on_startup",
+    "total_training_steps": "buffer.total_steps",
+    **dict.fromkeys(
+        ("actor_rollout_ref", "data"), "Trireme's keys, which docs/migrate/verl.md lists by verl's"
+    ),
+}
+"""Our keys for names of verl's own command line, beyond those of `READ_AS`."""
+
+
 class Verl(Dialect):
     """verl's options under `trainer.trainer_config`."""
+
+    def replacement(self, name: str) -> str:
+        """Return the key for the name of an option, without the sections above it."""
+        return _KEYS.get(name, "")
 
     def options(self, key: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any, Fate]]:
         """Yield each option with its fate."""
