@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 
-from trireme.config.lookup import located, names_in
+from tests.config.made import write_model
+from trireme.config.lookup import located, model_facts, names_in
 
 
 def test_a_path_is_local_or_on_the_hub(tmp_path, monkeypatch):
@@ -55,3 +59,20 @@ def test_tensors_of_composites_are_found_under_older_names() -> None:
     assert names_in(beside, "model.language_model.norm.weight") == "model.norm.weight"
     assert names_in(beside, "model.visual.norm.weight") == "visual.norm.weight"
     assert names_in(beside, "lm_head.weight") == "lm_head.weight"
+
+
+def test_what_is_no_models_folder_is_answered_with_the_nearest_one(tmp_path) -> None:
+    model = write_model(tmp_path / "job/grpo/global_step_4/actor/huggingface")
+    (tmp_path / "job/sft/global_step_2").mkdir(parents=True)
+    os.utime(tmp_path / "job/sft/global_step_2", (1, 1))
+    (tmp_path / "empty").mkdir()
+    wanted = f"expected a folder in the Hugging Face layout; did you mean '{model}'?"
+    for path, what in (
+        (tmp_path / "job", "holds no config.json"),
+        (tmp_path / "job/grpo", "holds no config.json"),
+        (model / "model.safetensors", "is a file"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"{what}: {wanted}")):
+            model_facts(str(path))
+    with pytest.raises(ValueError, match=r"layout$"):
+        model_facts(str(tmp_path / "empty"))

@@ -136,7 +136,7 @@ def model_facts(model_path: str) -> ModelFacts:
     if folder is None:
         return ModelFacts(None)
     if not (folder / "config.json").is_file():
-        raise ValueError("holds no config.json: expected a folder in the Hugging Face layout")
+        raise ValueError(no_model(folder))
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if not weights:
         raise ValueError(f"holds no weights: {_weights_wanted(folder)}")
@@ -159,6 +159,22 @@ def model_facts(model_path: str) -> ModelFacts:
         unknown_layers=unknown_layers(config.get),
         quantized=(config.get("quantization_config") or {}).get("quant_method"),
     )
+
+
+def no_model(path: Path) -> str:
+    """Describe a path that is no model's folder, with the nearest one that is: around a file, or
+    the last checkpoint below the folder of a run.
+    """
+    if path.is_file():
+        around = [path.parent] if (path.parent / "config.json").is_file() else []
+        what = "is a file"
+    else:
+        below = [*path.glob("global_step_*"), *path.glob("*/global_step_*")]
+        last = max(below, key=lambda step: step.stat().st_mtime, default=path)
+        around = [f.parent for f in last.glob("actor/huggingface/config.json")]
+        what = "holds no config.json"
+    near = f"; did you mean '{around[0]}'?" if around else ""
+    return f"{what}: expected a folder in the Hugging Face layout{near}"
 
 
 def _weights_wanted(folder: Path) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from trireme.config import ConfigError
 from trireme.config.engine_kind import EngineKind, kind_named, kind_names
+from trireme.config.lookup import no_model
 from trireme.engines.make import EngineSpec
 from trireme.ext.remote.engine_host import EngineHost
 from trireme.ext.rollout_server.options import RolloutOptions
@@ -96,8 +97,9 @@ def _examine(options: RolloutOptions) -> None:
         )
     if options.dtype not in (*DTYPES, "auto"):
         raise ValueError(f"--dtype {options.dtype}: expected auto, {', '.join(DTYPES)}")
-    if not (Path(options.model) / "config.json").exists() and Path(options.model).exists():
-        raise ValueError(f"--model {options.model} has no config.json: expected a model's folder")
+    model = Path(options.model)
+    if not (model / "config.json").exists() and model.exists():
+        raise ValueError(f"--model {options.model} {no_model(model)}")
 
 
 def _examine_engine(options: RolloutOptions) -> EngineKind:
