@@ -77,10 +77,13 @@ class Fault:
 class UserCode(AbstractContextManager["UserCode"]):
     """Marks errors inside the block with the code that they come from; the innermost mark stays."""
 
-    def __init__(self, what: str, code: Any = None) -> None:
-        """`code` is the function, class or object that is called."""
+    def __init__(self, what: str, code: Any = None, *, absent: str = "") -> None:
+        """`code` is the function, class or object that is called; `absent` explains a value that
+        it gets as None, and is added to an error about None.
+        """
         self.what = what
         self.code = code
+        self.absent = absent
 
     def __exit__(
         self,
@@ -101,21 +104,23 @@ class UserCode(AbstractContextManager["UserCode"]):
     def _mark(self, error: Exception) -> None:
         if not hasattr(error, _MARK):
             with suppress(AttributeError, TypeError):  # a class that allows no attributes
-                setattr(error, _MARK, (self.what, _defined(self.code)))
+                setattr(error, _MARK, (self.what, _defined(self.code), self.absent))
 
 
 def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | None:
     """Return the fault of an error by its mark; by `what` and `code` if it is not marked, else
     None.
     """
-    marked = getattr(error, _MARK, None) or ((what, _defined(code)) if what else None)
+    marked = getattr(error, _MARK, None) or ((what, _defined(code), "") if what else None)
     if marked is None:
         return None
-    what, defined = marked
+    what, defined, absent = marked
     raised = error.__cause__ if isinstance(error, Escaped) and error.__cause__ else error
     lasting = getattr(error, "lasting", isinstance(error, (*_LASTING, Escaped)))
     text = str(error) if isinstance(error, Escaped) else _described(error)
     text, whole = text.removeprefix(f"{what} "), text
+    if absent and "None" in text and not isinstance(error, Refused):
+        text += f"; {absent}"
     return Fault(what, text, _raised_at(raised) or defined, lasting, refused=text != whole)
 
 

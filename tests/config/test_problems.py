@@ -158,7 +158,7 @@ def test_a_dataset_without_the_prompt_column_has_its_columns_named(tmp_path):
     found = only_problem(tmp_path, f"{TASKSET}.format.prompt_key=query")
     assert found == (
         f"{TASKSET} cannot be used: dataset '{tmp_path}/tasks.jsonl' (split 'train') has no column "
-        "'query' (format.prompt_key). It has: question, answer"
+        "'query' (format.prompt_key); did you mean 'question'? It has: question, answer"
     )
     assert "has no column 'x' (format.response_key)" in only_problem(
         tmp_path, f"{TASKSET}.format.response_key=x"
@@ -498,7 +498,7 @@ def test_auxiliary_models_and_experts_must_be_there(tmp_path):
     ("algorithm", "expected"),
     [("dpo", "has no column 'chosen' (format.chosen_key). It has: question, answer"),
      ("kto", "has no column 'label' (format.label_key). It has: question, answer"),
-     ("cpt", "has no column 'prompt' (format.prompt_key). It has: question, answer")],
+     ("cpt", "(format.prompt_key); did you mean 'question'? It has: question, answer")],
 )  # fmt: skip
 def test_data_of_another_kind_is_told_by_its_columns(tmp_path, algorithm, expected):
     data = write_rows(tmp_path / "rows.jsonl", 8)

@@ -41,7 +41,7 @@ def test_only_a_column_of_answers_that_a_user_chose_must_be_there() -> None:
     for default in ("response", "solution"):
         [task, *_] = taskset(format_args=FORMAT | {"response_key": default}).next()
         assert task.truth is None
-    with pytest.raises(ValueError, match="no column 'reply'"):
+    with pytest.raises(ValueError, match=r"no column 'reply' .*did you mean 'answer'"):
         taskset(format_args=FORMAT | {"response_key": "reply"})
 
 
@@ -60,6 +60,10 @@ def test_a_row_without_the_answer_that_others_have_is_noted(lacking: dict[str, A
         "is None; the first: dataset 'x', row 4 (x.jsonl, line 5)"
     )
     assert note(data[:4]) is None
+    assert note(data, format_args=FORMAT | {"response_key": "solution"}) == (
+        "x: task.truth is None, since no column is 'solution' (format.response_key); if a reward "
+        "reads it, did you mean 'answer'?"
+    )
     assert note([lacking] * 5) is None  # a data set need not hold answers
     assert note(data, reads_prompt=False) is None
     assert note(data, format_args=FORMAT | {"reward_fn_key": "answer"}) is None

@@ -113,7 +113,7 @@ def test_an_own_algorithm_that_reads_data_has_its_steps_and_its_mode(
     assert f"file, {data}" in output
     assert "mode is 'both': expected train, since own_sft reads data" in checked(*own)
     columns = checked(*own, "mode=train", f"{DATA}.format.prompt_key=query")
-    assert "has no column 'query' (format.prompt_key). It has: question, answer" in columns
+    assert "has no column 'query' (format.prompt_key); did you mean 'question'? It has" in columns
 
 
 def test_an_own_advantage_that_asks_for_groups_needs_two_rollouts(checked: Any) -> None:

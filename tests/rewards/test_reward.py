@@ -15,6 +15,7 @@ from trireme.data.rows import load_rows
 from trireme.registry import REWARDS
 from trireme.rewards.reward import RewardFn, resolve, score
 from trireme.task import Task
+from trireme.usercode import fault_of
 from trireme.workflows.single_turn import SimpleWorkflow
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -28,6 +29,10 @@ class Lengths(RewardFn):
 
     def __call__(self, response: str, truth: str) -> dict[str, float]:
         return {"length": self.scale * abs(len(response) - len(truth))}
+
+
+def of_three(prompt: str, response: str, target: str) -> float:
+    return float(response == target)
 
 
 TASK = Task(raw_task={"prompt": "?", "response": "42"})
@@ -115,12 +120,26 @@ def test_a_coroutine_function_and_a_plain_number() -> None:
         ("accuracy_reward", {"a": 1}, "has no option 'a'. It has no options"),
         (Lengths, {"scal": 1}, r"'Lengths' has no option 'scal' \(did you mean 'scale'\?\)"),
         (3, {}, "is int: expected a function or class"),
+        (of_three, {}, r"has an argument 'target': expected \(task, answer\), or names among res"),
         (None, {"a": 1}, "no reward is named"),
     ],
 )
 def test_wrong_names_and_options_are_said(name: Any, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(name, args)
+
+
+def test_an_error_about_a_missing_truth_names_the_columns() -> None:
+    def right(task: Task, answer: str) -> float:
+        return float(answer in task.truth.strip())
+
+    task = Task(raw_task={"question": "1 + 1?", "solution": "2"})
+    with pytest.raises(AttributeError) as caught:
+        asyncio.run(score(task, "2", resolve(right) or right))
+    assert (
+        "'NoneType' object has no attribute 'strip'; task.truth is None, since no column of the "
+        "row is 'response' (format.response_key): expected one of question, solution"
+    ) in str(fault_of(caught.value))
 
 
 @pytest.mark.parametrize("value", ["much", None, float("nan"), {"a": float("inf")}])

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -36,6 +37,11 @@ SAVED = "state.json"
 """A file in a folder written by `save_to_disk`."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half a surrogate pair in JSON; whether the other half follows is seen in parsing."""
+USUAL = {
+    "prompt_key": ("prompt", "question", "problem", "messages"),
+    "response_key": ("response", "answer", "solution", "truth"),
+}
+"""The usual names of a column, by the key of `format` that names it."""
 OnError = Literal["fail", "skip"]
 """The treatment of a malformed row: it ends the run before it begins, or is left out and
 counted."""
@@ -81,7 +87,11 @@ class Rows:
         if entries and inner and outer in self.columns:
             self._require_entry(outer, inner, key)
             return
-        hint = did_you_mean(column, self.columns) or "."
+        near = did_you_mean(column, self.columns)
+        likely = usual(key.removeprefix("format."), self.columns)
+        if likely and not get_close_matches(column, self.columns, n=1, cutoff=0.75):
+            near = f"; did you mean '{likely}'?"
+        hint = near or "."
         raise ValueError(
             f"{self.source} has no column '{column}' ({key}){hint} "
             f"It has: {', '.join(self.columns)}"
@@ -196,6 +206,11 @@ class DataSet:
             return _matched(self.split)["name"]
         except ValueError as error:
             raise NoRows(self.path, str(error)) from error
+
+
+def usual(key: str, columns: Sequence[str]) -> str | None:
+    """Return the first usual name for the column of a key of `format` that is there, or None."""
+    return next((name for name in USUAL.get(key, ()) if name in columns), None)
 
 
 class RowSource(Protocol):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trireme.config.schema_rollout import DataSelectorConfig
-from trireme.data.rows import Rows
+from trireme.data.rows import Rows, usual
 from trireme.data.selectors import RowOrder, selection
 from trireme.task import Task
 from trireme.usercode import UserCode
@@ -195,11 +195,19 @@ class Taskset:
                 self.rows.require_values(column, f"format.{key}")
 
     def answers_note(self) -> str | None:
-        """Describe how many rows lack the answer that others have, and where; None if none does."""
-        column = str(self._format.get("response_key"))
+        """Describe how many rows lack the answer that others have, and where, or that another
+        column looks like the answer; None if neither is the case.
+        """
+        column = str(self._format.get("response_key", _ANSWERS[0]))
         mixed = any(self._format.get(key) for key in _OWN)  # rows of some kinds may need none
-        if not self._reads_prompt or mixed or column not in self.rows.columns:
+        if not self._reads_prompt or mixed:
             return None
+        if column not in self.rows.columns:
+            near = usual("response_key", self.rows.columns)
+            return near and (
+                f"{self.name}: task.truth is None, since no column is '{column}' "
+                f"(format.response_key); if a reward reads it, did you mean '{near}'?"
+            )
         lacking = self.rows.without(column)
         if not lacking or len(lacking) == len(self.rows):
             return None

@@ -73,6 +73,8 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         return _plain(name, function) if plain else _with_options(name, function, options)
     if options:
         raise ValueError(f"reward '{name}' is an instance, so its options cannot be set: {options}")
+    with UserCode(f"reward '{name}'", function):
+        _refuse_arguments(f"reward '{name}'", function)
     return function
 
 
@@ -114,7 +116,13 @@ async def score(
     """
     name = _name(reward)
     more = {"response_token": tokens, "auxiliary_models": models, "workdir": workdir}
-    with UserCode(f"reward '{name}'", reward) as _:
+    absent = ""
+    if task.truth is None:
+        absent = (
+            f"task.truth is None, since no column of the row is '{task.truth_key}' "
+            f"(format.response_key): expected one of {', '.join(task.raw_task)}"
+        )
+    with UserCode(f"reward '{name}'", reward, absent=absent) as _:
         scored = await _asked(task, answer, reward, more, named or {})
         parts = scored if isinstance(scored, Mapping) else {name: scored}
         whose = f"reward '{name}' gave"
@@ -169,7 +177,7 @@ def _refuse_arguments(what: str, made: Any) -> None:
         collects = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
         if argument.default is argument.empty and not collects and name not in _NAMED + _GIVEN:
             raise Refused(
-                f"{what} is called with '{name}', which there is not: expected some of "
+                f"{what} has an argument '{name}': expected (task, answer), or names among "
                 f"{', '.join(_NAMED + _GIVEN)}"
             )
 

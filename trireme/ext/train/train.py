@@ -26,7 +26,7 @@ from trireme.config import Plan
 from trireme.config.load import config_of
 from trireme.config.schema import Config
 from trireme.config.stages import used_tasksets
-from trireme.data.rows import NoRows, load_rows
+from trireme.data.rows import USUAL, NoRows, load_rows, usual
 from trireme.experience import Experience
 from trireme.ext.train.figure import Figure, figure_of
 from trireme.ext.train.notebook import CellConsole, in_notebook
@@ -46,9 +46,6 @@ REPEAT_TIMES = 8
 TOOLS_WORKFLOW = "multi_turn_scheduler"
 WAKE_S = 0.2
 """A signal may reach another thread than the one that waits, which then sees it when it wakes."""
-PROMPTS = ("prompt", "question", "problem", "messages")
-TRUTHS = ("response", "answer", "solution", "truth")
-"""The columns tried if `format` names none, the first present one is used."""
 Tasks = str | Path | Iterable[Any]
 RewardSpec = str | Callable[..., Any] | Mapping[str, Any]
 """A reward: its name, the function, or a mapping of either as `name`, `weight` and options."""
@@ -366,10 +363,7 @@ def _plain(value: Any) -> Any:
 
 def columns_in(row: Mapping[str, Any]) -> dict[str, str]:
     """Find the columns of prompt and truth, as far as a row shows them."""
-    columns = {
-        key: next((name for name in names if name in row), None)
-        for key, names in (("prompt_key", PROMPTS), ("response_key", TRUTHS))
-    }
+    columns = {key: usual(key, list(row)) for key in USUAL}
     return {key: name for key, name in columns.items() if name is not None}
 
 
