@@ -59,6 +59,16 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         make().get("collections.Countr")
 
 
+def test_a_misspelt_file_gets_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rewards.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for path in ("my_reward:right", "my_rewards.py:right"):
+        with pytest.raises(ValueError, match=r"no module '.*'; did you mean 'my_rewards:right'\?"):
+            make().get(path)
+
+
 def test_a_file_in_the_working_folder_is_found_by_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

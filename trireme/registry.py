@@ -298,8 +298,8 @@ def _import_path(path: str, *, kind: str) -> Any:
             raise ValueError(f"{kind} '{path}' {needs}") from error
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ValueError(
-                f"{kind} '{path}': there is no module '{module_name}' (is its folder on the path, "
-                f"or its file in `plugins`?)"
+                f"{kind} '{path}': there is no module '{module_name}'"
+                f"{_near_module(module_name, attribute)}"
             ) from error
         raise
     if not hasattr(module, attribute):
@@ -307,6 +307,18 @@ def _import_path(path: str, *, kind: str) -> Any:
         hint = did_you_mean(attribute, names)
         raise ValueError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{hint}")
     return getattr(module, attribute)
+
+
+def _near_module(name: str, attribute: str) -> str:
+    """Suggest a file of Python in a user's folder, or a look at the path if none is similar."""
+    if name.endswith(".py"):
+        return f"; did you mean '{name.removesuffix('.py')}:{attribute}'?"
+    libraries = (sys.prefix, sys.base_prefix)
+    folders = [folder for folder in sys.path if not folder.startswith(libraries)]
+    names = [file for folder in folders if os.path.isdir(folder) for file in os.listdir(folder)]
+    files = [file.removesuffix(".py") for file in names if file.endswith(".py")]
+    where = " (is its folder on the path, or its file in `plugins`?)"
+    return did_you_mean(name, files, f"; did you mean '{{}}:{attribute}'?") or where
 
 
 def _where(thing: Any) -> str:

@@ -243,6 +243,10 @@ def test_plugins_are_found_beside_the_file(tmp_path, monkeypatch):
     assert load_config(path).plugins == [str(tmp_path / "mine.py")]
     found = problems_of(tmp_path, "plugins: [yours.py]")
     assert found[0].startswith("plugins is 'yours.py': expected a file or folder")
+    found = problems_of(tmp_path, "plugins: [mien.py]")
+    assert found[0].endswith("or here; did you mean 'mine.py'?")
+    with pytest.raises(ConfigError, match=r"no configuration file .*did you mean '.*/c\.yaml'\?"):
+        load_config(tmp_path / "cc.yaml")
 
 
 def test_a_run_without_names_has_those_of_its_file(tmp_path):

@@ -114,6 +114,38 @@ def test_an_adapter_of_experts_is_a_problem(tmp_path):
     assert problems_of(tmp_path, lora) == []
 
 
+def test_an_adapter_of_modules_that_the_model_lacks(tmp_path):
+    folder = write_model(tmp_path / "model")
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qv"]
+    save_file({name: torch.zeros(2, 2) for name in names}, folder / "model.safetensors")
+    key = "model.lora_configs[0].target_modules"
+
+    def of(targets: str) -> list[str]:
+        return problems_of(tmp_path, f"model.lora_configs=[{{target_modules: {targets}}}]")
+
+    assert of("[q_proj, self_attn.v_proj]") == of("all-linear") == of("[q_proj, c_attn]") == []
+    assert of("[q_projj]") == [
+        f"{key} names 'q_projj', of which the model has no module; did you mean 'q_proj'?"
+    ]
+    assert of("[c_attn]") == [
+        f"{key} names 'c_attn', of which the model has no module: expected names among q_proj, "
+        "v_proj"
+    ]
+
+
+def test_a_variable_of_the_shell_in_a_path(tmp_path):
+    assert "did you mean '${oc.env:MY_MODEL}'?" in only_problem(
+        tmp_path, "model.model_path=$MY_MODEL"
+    )
+
+
+def test_more_tasks_in_a_step_than_there_are(tmp_path):
+    note = "buffer.batch_size (100): there are 32 tasks, so that a step asks some of them more than"
+    few = ("buffer.batch_size=100", "buffer.total_steps=2")
+    [plan] = make_plans(config_of(tmp_path, values(tmp_path), *few))
+    assert any(one.startswith(note) for one in plan.notes)
+
+
 def test_the_error_lists_all_problems_a_line_each(tmp_path):
     config = config_of(tmp_path, values(tmp_path), f"{TASKSET}.path=/no.jsonl", "model.model_path=")
     with pytest.raises(ConfigError) as error:

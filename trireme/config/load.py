@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from trireme.config import ConfigError, Problem
 from trireme.config.dialect import dialects, replaced, unread
+from trireme.config.lookup import near_path
 from trireme.config.options import converted, misfit_text, range_text, without_none
 from trireme.config.schema import Config
 from trireme.config.section import Section, section_in
@@ -55,7 +56,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     try:
         tree = OmegaConf.load(path)
     except FileNotFoundError as error:
-        raise ConfigError([Problem("", f"there is no configuration file {path}")]) from error
+        raise ConfigError(
+            [Problem("", f"there is no configuration file {path}{near_path(path)}")]
+        ) from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         reason = _tab(path, error) or " ".join(str(error).split())
         raise ConfigError([Problem("", f"{path} cannot be read as YAML: {reason}")]) from error
@@ -213,7 +216,8 @@ def _locate(
             if first is not None and (is_plugin or first is sibling):
                 node[name] = os.path.abspath(first)  # a link stays a link
             elif is_plugin and first is None:
-                expected = f"a file or folder, in {folder} or here"
+                near = near_path(sibling).replace(f"{folder}/", "")
+                expected = f"a file or folder, in {folder} or here{near}"
                 problems.append(Problem("plugins", f"is {value!r}: expected {expected}"))
 
 

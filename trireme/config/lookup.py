@@ -39,11 +39,14 @@ def located(path: str, kind: Literal["models", "datasets"]) -> Path | None:
         or path.endswith(_DATA_SUFFIXES)
         or (len(local.parts) > 1 and parent.is_dir())
     ):
-        raise ValueError(f"is not a file or folder here{_near(local)}")
+        if path.startswith("$"):
+            name = path.strip("${}")
+            raise ValueError(f"is not a file or folder here; did you mean '${{oc.env:{name}}}'?")
+        raise ValueError(f"is not a file or folder here{near_path(local)}")
     return _in_cache(path, kind)
 
 
-def _near(path: Path) -> str:
+def near_path(path: Path) -> str:
     """Return a similar name next to the missing one, or the first folder that is missing."""
     missing = next((p for p in (*reversed(path.parents), path) if not p.exists()), path)
     siblings = [p.name for p in missing.parent.iterdir()] if missing.parent.is_dir() else []
@@ -282,6 +285,13 @@ def model_shapes(folder: Path) -> dict[str, Shape]:
         if missing := sorted(set(listed) - set(shapes)):
             raise ValueError(f"{listed[missing[0]]} with tensor {missing[0]} is missing")
     return shapes
+
+
+def module_names(model_path: str | None) -> list[str]:
+    """Return the names of a model's modules with weights; empty if it is not here."""
+    folder = located(model_path, "models") if model_path else None
+    names = model_shapes(folder) if folder is not None else {}
+    return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -136,6 +136,11 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
     if config.mode == "both" and stage.one_experience and not (replays or stage.whole_steps):
         findings.notes += _uneven(own, wanted, stage.rollouts)
     rows = stage.task_rows
+    if rows is not None and rows < buffer.batch_size:
+        findings.note(
+            f"buffer.batch_size ({buffer.batch_size}): there are {rows} tasks, so that a step asks "
+            f"some of them more than once; with at most {rows} it does not"
+        )
     an_epoch = None if rows is None else rows // buffer.batch_size
     steps = replace(sizes, explore=explore, train=train, schedule=schedule, per_epoch=an_epoch)
     return steps, findings
