@@ -353,6 +353,9 @@ def test_narrow_screens_scroll_down_and_never_sideways(browser: Any, url: str, s
         opened(tab, url, view)
         sideways = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert tab.evaluate(sideways) <= 0, view
+    opened(tab, url, "runs")
+    head = tab.get_by_role("button", name="Last reward").bounding_box()
+    assert head["x"] + head["width"] <= 390 and head["height"] < 30, "the reward is in sight"
     ground = tab.evaluate("getComputedStyle(document.body).getPropertyValue('--ground')")
     assert (ground == "#101417") == (scheme == "dark")
     context.close()
@@ -496,6 +499,18 @@ def test_the_distribution_has_the_axis_of_the_curves(
         "plot => [plot.chart.scales.x.min, plot.chart.scales.x.max]"
     )
     assert low < cells[0] < cells[-1] < high
+    shutil.rmtree(run)
+
+
+def test_rewards_of_zero_are_a_chart(tab: Any, url: str, root: Path) -> None:
+    run = root / "job/zero"
+    monitor = JsonLinesMonitor(run / "monitor")
+    for step in (1, 2, 3):
+        monitor.log({"rollout/reward/mean": 0.0, "rollout/failed": 0.0}, step, "explorer")
+    opened(tab, url, "overview", run="job/zero")
+    tab.wait_for_selector(".panel canvas")
+    assert tab.locator(".panel h3").all_inner_texts() == ["Reward"]
+    assert tab.inner_text(".flat") == "Zero at every step: Failed rollouts."
     shutil.rmtree(run)
 
 

@@ -26,6 +26,8 @@ const PANELS = [
   { title: "Tokens per second", what: "sampled by the engine", part: "explorer", metrics: ["perf/tokens_per_s"] },
 ];
 
+const ALWAYS = new Set(["Reward", "Held-out tasks"]); // a curve at 0 is the answer there
+
 // Bands: the functions give a line's lower and upper edge.
 const around = (y, half) => ({ low: y.map((value, at) => (value === null ? null : value - half(value, at))), high: y.map((value, at) => (value === null ? null : value + half(value, at))) });
 const clamped = ({ low, high }, least, most) => ({ low: within(low, least, most), high: within(high, least, most) });
@@ -178,7 +180,7 @@ export async function overview(main, state) {
   if (settings.open) showAll(everything, chosen);
 }
 
-const isFlat = (panel) => panel.lines.every((line) => line.y.every((value) => !value));
+const isFlat = (panel) => !ALWAYS.has(panel.title) && panel.lines.every((line) => line.y.every((value) => !value));
 
 const isConstant = ({ lines }) => { const values = lines.flatMap((line) => known(line.y)); return values.length > lines.length && values.every((value) => value === values[0]); };
 

@@ -51,7 +51,7 @@ export async function table(main, state) {
   const head = ([key, [title, , , kind]]) => h(kind ? `th.${kind}` : "th", { "aria-sort": key === sort ? (down ? "descending" : "ascending") : null },
     h("button.sort", { type: "button", onclick: () => set({ sort: key, down: key === sort ? (down ? "0" : "1") : kind ? "1" : "0" }) }, title, key === sort ? (down ? " ▾" : " ▴") : ""));
   const settings = (run) => {
-    const all = Object.entries(run.settings ?? {}).map(([key, value]) => `${key} ${text(value)}`);
+    const all = Object.entries(run.settings ?? {}).filter(([key]) => key !== "algorithm_type").map(([key, value]) => `${key} ${text(value)}`);
     return h("td.settings", { title: all.join("\n") || null }, all.slice(0, MOST).map((one) => h("div", {}, one)), all.length > MOST && h("div.faint", {}, `and ${all.length - MOST} more`));
   };
   const failed = h("p.error", { role: "alert", hidden: true });
