@@ -42,6 +42,7 @@ def test_what_was_said_and_what_would_be_trained(
     [experience] = trial.experiences
     told = capsys.readouterr().out
     assert told == f"{trial}\n"
+    assert repr(trial) == f"Trial(experiences=[{experience!r}])", "a notebook shows it, too"
     trained = [line.split()[0] for line in told.splitlines() if " yes " in line]
     assert [int(place) for place in trained] == experience.mask.nonzero().flatten().tolist()
     assert f"{len(trained)} of {len(experience.tokens)} tokens would be trained" in told

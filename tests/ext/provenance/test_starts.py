@@ -21,6 +21,7 @@ from trireme.cli.run import run as command
 from trireme.config import load_config
 from trireme.config.schema import Config
 from trireme.data.rows import DataSet, Rows
+from trireme.ext.provenance import starts
 from trireme.ext.provenance.changes import changes
 from trireme.ext.provenance.starts import add_end, add_start, data_facts, read_starts
 from trireme.launch.check import make_plans
@@ -162,6 +163,17 @@ def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
     if shows := next((name for name in ("view", "convert") if name in COMMANDS), None):
         assert None not in summary.values()
         assert summary["next_command"].startswith(f"trireme {shows} ")
+
+
+def test_a_command_is_recorded_as_a_shell_would_start_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for program, words in (
+        ("/env/bin/trireme", ["/env/bin/trireme"]),
+        ("/lib/trireme/__main__.py", ["python", "-m", "trireme"]),
+    ):
+        monkeypatch.setattr("sys.argv", [program, "run", "a.yaml"])
+        assert starts._command() == [*words, "run", "a.yaml"]
 
 
 def test_a_start_records_the_sentence_and_the_place_of_the_error_that_ended_it(

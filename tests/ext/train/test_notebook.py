@@ -120,6 +120,7 @@ def test_a_run_draws_its_reward_and_what_was_measured(tmp_path: Path) -> None:
     assert svg.startswith("<svg ") and svg.count("<polyline") == 2 and svg.count("<circle") == 4
     assert "rollout/reward/mean" in svg and "eval/held_out/accuracy/mean@1" in svg
     assert run.plot("actor/entropy").svg.count("<polyline") == 1
+    assert repr(run.plot()) == "Figure()", "the drawing is in the HTML"
     assert run.plot().save(tmp_path / "a.svg").read_text() == svg
     with pytest.raises(ValueError, match="no metric 'actor/entrop'; did you mean 'actor/entropy'"):
         run.plot("actor/entrop")

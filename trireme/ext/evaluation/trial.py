@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class Trial:
     """The rollouts of one task; its text is the whole exchange."""
 
     experiences: list[Experience]
-    text: str
+    text: str = field(repr=False)  # a notebook shows the representation below the printed text
 
     def __str__(self) -> str:
         return self.text

@@ -59,6 +59,13 @@ PACKAGES = (
 GIT_SECONDS = 5.0
 
 
+def _command() -> list[str]:
+    """Return the words of this process's command, as a shell would start it again."""
+    if Path(sys.argv[0]).name == "__main__.py":
+        return ["python", "-m", Path(sys.argv[0]).parent.name, *sys.argv[1:]]
+    return sys.argv
+
+
 def this_start(plan: Plan, model_path: str, resumed: Loaded | None) -> dict[str, Any]:
     """The entry of the start that is being made; `config` is the configuration itself."""
     return {
@@ -66,7 +73,7 @@ def this_start(plan: Plan, model_path: str, resumed: Loaded | None) -> dict[str,
         "mode": plan.mode,
         "name": plan.explorer_name,
         "resumed_from": resumed.step if resumed else None,
-        "command": hidden_words(sys.argv),
+        "command": hidden_words(_command()),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "process": os.getpid(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
@@ -26,7 +26,7 @@ MOST_PARTS = 150
 class Figure:
     """A chart of curves over steps; a notebook shows it, as an image."""
 
-    svg: str
+    svg: str = field(repr=False)
 
     def _repr_svg_(self) -> str:
         return self.svg
