@@ -48,7 +48,8 @@ class Dialect(Protocol):
 
     def adapt(self, kind: str, name: str, thing: Any) -> Any:
         """Convert a class of the system's form to ours; None: it has another form. `kind` is a key
-        of the section `algorithm`, `name` its value. Raises ValueError if it cannot be used.
+        of the section `algorithm`, `name` its value; or it is `reward`, and `thing` a
+        function. Raises ValueError if it cannot be used.
         """
         return None
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trireme.aio import call_user
+from trireme.config.dialect import adapted
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.registry import REWARDS
 from trireme.task import Task
@@ -82,6 +83,8 @@ def _with_options(
     name: str, function: Callable[..., Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
     """A function form with its options. Raises ValueError for one that it does not have."""
+    if list(parameters_of(function))[:2] != ["task", "answer"]:
+        function = adapted("reward", name, function)
     columns = [key for key in column_names(function) if key not in options]
     names = [*_GIVEN, *columns]
     options = fitting_options(f"reward '{name}'", function, options, first=2, given=names)

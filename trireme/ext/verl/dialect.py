@@ -162,6 +162,14 @@ class Verl(Dialect):
         """Return the key for the name of an option, without the sections above it."""
         return _KEYS.get(name, "")
 
+    def adapt(self, kind: str, name: str, thing: Any) -> Any:
+        """Make a reward of a `compute_score`."""
+        if kind != "reward":
+            return None
+        from trireme.ext.verl.rewards import as_reward
+
+        return as_reward(thing)
+
     def options(self, key: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any, Fate]]:
         """Yield each option with its fate."""
         return options(values) if key.endswith(KEY) else ()

@@ -1,0 +1,68 @@
+"""Rewards in verl's form run as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from trireme.rewards.reward import resolve, score
+from trireme.task import Task
+from trireme.usercode import fault_of
+
+ROW = {
+    "prompt": [{"role": "user", "content": "6 * 7?"}],
+    "data_source": "sums",
+    "reward_model": {"style": "rule", "ground_truth": "42"},
+    "extra_info": {"level": 2},
+}
+
+
+def scored(function: Any, row: dict[str, Any] | None = None, **options: Any) -> Any:
+    reward, notes = resolve(function, options), {}
+    assert reward is not None
+    parts = asyncio.run(score(Task(raw_task=row or ROW), "42", reward, notes=notes))
+    return parts, notes
+
+
+def test_a_function_gets_the_arguments_that_it_names() -> None:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    ):
+        assert (data_source, extra_info) == ("sums", {"level": 2})
+        return float(solution_str == ground_truth)
+
+    async def compared(solution_str: str, ground_truth: str, *, scale: float = 1.0, **rest: Any):
+        assert rest == {"data_source": "sums", "extra_info": {"level": 2}}
+        return scale * (solution_str == ground_truth)
+
+    assert scored(compute_score) == ({"compute_score": 1.0}, {})
+    assert scored(compared, scale=0.5) == ({"compared": 0.5}, {})
+    with pytest.raises(ValueError, match="'compute_score' has no option 'scale'"):
+        scored(compute_score, scale=2)
+
+
+def test_the_score_of_a_dictionary_counts_and_the_rest_are_metrics() -> None:
+    def compute_score(solution_str: str, ground_truth: str) -> dict[str, Any]:
+        return {"score": 0.5, "acc": True, "pred": solution_str}
+
+    assert scored(compute_score) == ({"score": 0.5}, {"acc": 1.0})
+
+
+def test_a_row_without_a_reward_model_has_its_truth_elsewhere() -> None:
+    def compute_score(solution_str: str, ground_truth: str) -> float:
+        return float(solution_str == ground_truth)
+
+    assert scored(compute_score, {"prompt": "6 * 7?", "response": 42})[0] == {"compute_score": 1.0}
+
+
+def test_an_error_names_the_line_of_the_function() -> None:
+    def compute_score(solution_str: str, ground_truth: str) -> float:
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        scored(compute_score)
+    assert "test_rewards.py" in str(fault_of(caught.value)) and "1 / 0" in str(
+        fault_of(caught.value)
+    )

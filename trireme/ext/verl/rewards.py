@@ -1,0 +1,77 @@
+"""verl rewards: makes a reward of a function in verl's form, `compute_score(data_source,
+solution_str, ground_truth, extra_info)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
+from typing import Any
+
+from trireme.registry import signature_of
+from trireme.rewards.reward import NOTE
+from trireme.task import Task
+
+_NEEDED = ("solution_str", "ground_truth")
+_GIVEN = ("data_source", *_NEEDED, "extra_info")
+
+
+def as_reward(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a reward that calls a function of verl's form; None if it has another form. Arguments
+    beyond verl's are options.
+    """
+    parameters = signature_of(function).parameters
+    if not set(_NEEDED) <= set(parameters):
+        return None
+    collects = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+    def arguments(task: Task, answer: str) -> dict[str, Any]:
+        row = task.raw_task
+        model = row.get("reward_model")
+        truth = model.get("ground_truth") if isinstance(model, Mapping) else task.truth
+        values = (row.get("data_source"), answer, truth, row.get("extra_info"))
+        given = dict(zip(_GIVEN, values, strict=True))
+        return {name: value for name, value in given.items() if collects or name in parameters}
+
+    if inspect.iscoroutinefunction(function):
+
+        async def waiting(task: Task, answer: str, **options: Any) -> Any:
+            return _parts(await function(**arguments(task, answer), **options))
+
+        return _described(waiting, function)
+
+    def plain(task: Task, answer: str, **options: Any) -> Any:
+        return _parts(function(**arguments(task, answer), **options))
+
+    return _described(plain, function)
+
+
+def _parts(scored: Any) -> Any:
+    """Return a number as it is, and of a dictionary its score; its other numbers are metrics."""
+    if not isinstance(scored, Mapping) or "score" not in scored:
+        return scored
+    others = {
+        f"{NOTE}{name}": value
+        for name, value in scored.items()
+        if name != "score" and isinstance(value, int | float)
+    }
+    return {"score": scored["score"], **others}
+
+
+def _described(reward: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a reward the name and the place of the user's function, and its options as arguments."""
+    own = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("task", "answer")]
+    options = [
+        one if one.kind is one.VAR_KEYWORD else one.replace(kind=one.KEYWORD_ONLY)
+        for one in signature_of(function).parameters.values()
+        if one.name not in _GIVEN and one.kind is not one.VAR_POSITIONAL
+    ]
+    facts = {
+        "__name__": function.__name__,
+        "__wrapped__": function,  # errors name its line
+        "__signature__": Signature([*own, *options]),
+    }
+    for name, value in facts.items():
+        setattr(reward, name, value)
+    return reward
