@@ -40,8 +40,10 @@ from trireme.files import write_text
 HERE = Path(__file__).parent
 STEP_TARGETS = {
     "demo": 3.0, "long_prompts": 8.0, "ragged": 3.0, "episodes_10": 10.0, "episodes_30": 10.0,
-    "smollm2": 2.5,
+    "smollm2": 2.5, "half_billion": 2.5,
 }  # fmt: skip
+LARGE = ("smollm2", "half_billion")
+"""Models of a size that people use on a CPU."""
 AGAINST_VLLM, SHARE_OF_FLOOR, RAGGED_SHARE, COST_GROWTH = 1.2, 0.6, 0.85, 1.5
 ACCURACY, SEEDS, ACCURACY_STEPS, ACCURACY_GAP = "accuracy", (0, 1, 2), 30, 0.03
 """The gap was chosen before it was measured: of one trainer, means over three seeds differ by about
@@ -96,6 +98,29 @@ def make_model(folder: Path, width: int, layers: int, max_len: int) -> str:
     return str(made)
 
 
+def make_half_billion(folder: Path, *, quick: bool) -> str:
+    """A random Qwen3 of half a billion weights, in Qwen2.5-0.5B's shape and with as many words; the
+    path of its folder. `quick`: one of a million.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from trireme.demo.tiny_model import make_tokenizer
+
+    tokenizer = make_tokenizer([words(50, 0)], largest=99 if quick else 151_900)
+    width, layers = (64, 1) if quick else (896, 24)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width * 38 // 7,
+        num_hidden_layers=layers, num_attention_heads=14, num_key_value_heads=2,
+        head_dim=64, tie_word_embeddings=True, max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def warmed_up(folder: Path, steps: int | None) -> tuple[str, list[dict[str, str]]]:
     """The demo's model after its supervised stage, and the demo's problems with their results."""
     from trireme.config.load import load_config
@@ -139,6 +164,12 @@ def step_work(folder: Path, kind: str, quick: bool) -> dict[str, Any]:
         return work | {"model": str(SMOLLM2 / "model"), "rows": rows, "tasks": tasks,
                        "group": min(4, work["group"]), "min_tokens": length, "max_tokens": length,
                        "max_len": 144}  # fmt: skip
+    if kind == "half_billion":
+        model = make_half_billion(folder / "model", quick=quick)
+        tasks, length = (1, 8) if quick else (4, 64)
+        rows = [{"question": words(100, n), "answer": ""} for n in range(tasks * work["steps"])]
+        return work | {"model": model, "rows": rows, "tasks": tasks, "group": min(4, work["group"]),
+                       "min_tokens": length, "max_tokens": length, "max_len": 256}  # fmt: skip
     if kind.startswith("episodes"):
         turns, tasks = (2, 1) if quick else (int(kind.rpartition("_")[2]), 2)
         model = make_model(folder / "model", 128, 2, 2048)
@@ -170,7 +201,7 @@ def as_samples_a_step(work: dict[str, Any]) -> dict[str, Any]:
 
 def generation_work(folder: Path, kind: str, options: Any) -> dict[str, Any]:
     """64 prompts of 100 tokens and 128 sampled ones each; or 28 to 228, with the same sum. SmolLM2:
-    16 prompts, 64 sampled tokens each.
+    16 prompts, 64 sampled tokens each; half a billion weights: 8 prompts.
     """
     from transformers import AutoConfig
 
@@ -178,6 +209,9 @@ def generation_work(folder: Path, kind: str, options: Any) -> dict[str, Any]:
     if kind.startswith("smollm2"):
         model = str(SMOLLM2 / "model")
         count, reply = (2, 4) if options.quick else (16, 64)
+    elif kind.startswith("half_billion"):
+        model = make_half_billion(folder / "model", quick=options.quick)
+        count, reply = (2, 4) if options.quick else (8, 64)
     else:
         size = (128, 1) if options.quick else (256, 7)
         model = make_model(folder / "model", *size, 512)
@@ -301,7 +335,8 @@ def accuracy_table(options: Any) -> Table:
 def generation_table(options: Any) -> Table:
     """Tokens a second of every engine, and the floor, in both dtypes and for ragged lengths."""
     table: Table = {}
-    for kind in ("float32", "bfloat16", "ragged_float32", "smollm2_float32", "smollm2_bfloat16"):
+    large = (f"{kind}_{dtype}" for kind in LARGE for dtype in ("float32", "bfloat16"))
+    for kind in ("float32", "bfloat16", "ragged_float32", *large):
         if (options.only and f"generate_{kind}" not in options.only) or _lacks_model(kind):
             continue
         print(f"generate_{kind}", file=sys.stderr, flush=True)
@@ -341,11 +376,16 @@ def targets_of(table: Table) -> list[Target]:
         over = f"over {ACCURACY_STEPS} steps and {len(SEEDS)} seeds"
         name = f"accuracy {over}: Trireme's and TRL's apart"
         targets.append(Target(name, gap, ACCURACY_GAP, at_most=True))
-    for kind in ("generate_float32", "generate_bfloat16", "generate_smollm2_float32"):
+    for kind in LARGE:
+        if "TRL" in table.get(kind, {}):
+            share = table[kind]["Trireme"].peak_mib / table[kind]["TRL"].peak_mib
+            targets.append(Target(f"{kind}, peak memory / TRL's", share, 1.0, at_most=True))
+    large = [f"generate_{kind}_float32" for kind in LARGE]
+    for kind in ("generate_float32", "generate_bfloat16", *large):
         ours = median(kind, "Trireme")
         if kind in table:
             name = f"{kind}, Trireme / vLLM"
-            asked = 1.0 if "smollm2" in kind else AGAINST_VLLM
+            asked = 1.0 if kind in large else AGAINST_VLLM
             targets.append(Target(name, ratio(ours, median(kind, "vLLM")), asked))
     if "generate_float32" in table:
         ours = median("generate_float32", "Trireme")
