@@ -2,9 +2,9 @@
 
     python benchmarks/page.py [--rollouts 100000]
 
-Makes a run's folder with that many rollouts, serves it, and prints a table: the first paint and the
-first answer in headless Chromium (where playwright and chromium are installed), and what filters
-and searches take at the server. Times are the median of `--repeats`; the first read is timed once.
+Makes a run's folder with that many rollouts in thousands of steps, serves it, and prints a table:
+the views in headless Chromium (where playwright and chromium are installed), and what filters and
+searches take at the server. Times are the median of `--repeats`; the first read is timed once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from trireme.ext.page.rollouts import Filter, RolloutIndex, Selection
+from trireme.ext.page.runs import Curves, find_runs
 from trireme.ext.page.serve import PageOptions, serve
-from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.monitor.monitor import FILE_NAME
 
-PER_STEP = 512
+PER_STEP = 32
+METRICS = 60
+"""Of each part at each step."""
 RARE = "axolotl"
 """In one reply of all, the oldest."""
 WORDS = ["the", "model", "has", "seven", "eggs", "and", "three", "stamps", "then", "lost", "five"]
@@ -37,8 +40,8 @@ WORDS = ["the", "model", "has", "seven", "eggs", "and", "three", "stamps", "then
 def make_folder(folder: Path, count: int) -> None:
     """A run with `count` rollouts of about 150 words, groups of 8."""
     (folder / "buffer").mkdir(parents=True)
+    (folder / "monitor").mkdir()
     draw = random.Random(0)
-    monitor_lines = []
     with (folder / "buffer/experience_buffer.jsonl").open("w") as file:
         for n in range(count):
             step, place = 1 + n // PER_STEP, n % PER_STEP
@@ -54,12 +57,22 @@ def make_folder(folder: Path, count: int) -> None:
             if not n:
                 line["response"] += f" {RARE}"
             file.write(json.dumps(line) + "\n")
-    for step in range(1, 2 + count // PER_STEP):
-        metrics = {f"rollout/x{i}/mean": draw.random() for i in range(60)}
-        metrics |= {"rollout/reward/mean": draw.random(), "rollout/reward/std": 0.5}
-        row = {"time": step, "part": "explorer", "step": step, "metrics": metrics}
-        monitor_lines.append(json.dumps(row))
-    JsonLinesMonitor(folder / "monitor").path.write_text("\n".join(monitor_lines) + "\n")
+    for step in range(1, 1 + count // PER_STEP):
+        add_step(folder, step)
+
+
+def add_step(folder: Path, step: int) -> None:
+    """The metrics of one step of the explorer and of the trainer."""
+    draw = random.Random(step)
+    explored = {f"rollout/x{i}/mean": draw.random() for i in range(METRICS)}
+    explored |= {"rollout/reward/mean": draw.random(), "rollout/reward/std": 0.5}
+    explored |= {"rollout/reward/min": 0.0, "rollout/reward/max": 1.0}
+    trained = {f"actor/x{i}": draw.random() for i in range(METRICS)}
+    trained |= {"actor/entropy": draw.random(), "perf/trained_tokens": 3200.0}
+    with (folder / "monitor" / FILE_NAME).open("a") as file:
+        for part, metrics in (("explorer", explored), ("trainer", trained)):
+            row = {"time": step, "part": part, "step": step, "metrics": metrics}
+            file.write(json.dumps(row) + "\n")
 
 
 def median_ms(call: Callable[[], Any], repeats: int) -> float:
@@ -73,7 +86,7 @@ def median_ms(call: Callable[[], Any], repeats: int) -> float:
 
 
 def in_browser(folder: Path, repeats: int) -> dict[str, float]:
-    """First paint, a filter from click to list, searches from key to mark; empty without a browser.
+    """The views from a click to what is seen, searches from key to mark; empty without a browser.
 
     A server remembers what it has searched: no text is typed twice.
     """
@@ -92,33 +105,50 @@ def in_browser(folder: Path, repeats: int) -> dict[str, float]:
     for thread in threading.enumerate():
         if thread.name == "view-index":  # reads the run, then imports torch: seconds, once
             thread.join()
-    paints, filters, searches, rare = [], [], [], []
+    seen: dict[str, list[float]] = {}
+
+    def add(what: str, milliseconds: float) -> None:
+        seen.setdefault(f"browser: {what}", []).append(milliseconds)
+
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for repeat in range(repeats):
             page = browser.new_context().new_page()
+            began = time.perf_counter()
             page.goto(ready[0])
-            page.wait_for_selector("main[data-ready]")
-            paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
-            paints.append(page.evaluate(paint))
+            page.wait_for_function("() => document.querySelector('.panel .plot canvas')")
+            add("overview, opened to its first curve", since(began))
+            page.wait_for_function("() => document.querySelector('.plot.rewards canvas')")
+            add("overview, opened to the distribution of rewards", since(began))
+            began = time.perf_counter()
+            page.evaluate("[...document.querySelectorAll('summary')].at(-1).click()")
+            page.wait_for_function("() => document.querySelector('details.section .panel canvas')")
+            add("all metrics, click to the first curve", since(began))
+            began = time.perf_counter()
             page.evaluate("location.hash = '#/rollouts'")
+            page.wait_for_function("() => document.querySelector('.reader .answers, .reader h2')")
+            add("groups, click to the first group", since(began))
+            page.evaluate("location.hash = '#/rollouts?by=rollout'")
+            page.wait_for_function("() => document.querySelector('.item:not(.group)')")
             page.wait_for_selector(".reader h2")
             page.evaluate("document.querySelector('.list').dataset.old = 'yes'")
             began = time.perf_counter()
             page.select_option("select[name=order]", "longest")
             # a wait for a selector looks less and less often, up to every 500 ms
             page.wait_for_function("() => document.querySelector('.list:not([data-old]) .item')")
-            filters.append(1000 * (time.perf_counter() - began))
+            add("new order, click to list", since(began))
             page.wait_for_selector(".reader h2")
-            searches.append(typed(page, f"{WORDS[repeat]} {WORDS[-1]}"))
-            rare.append(typed(page, RARE[repeat % 5 :]))
+            text = f"{WORDS[repeat]} {WORDS[-1]}"
+            add("two words in most replies, typed to marked", typed(page, text))
+            add("a word in one reply, typed to marked", typed(page, RARE[repeat % 5 :]))
+            page.context.close()
         browser.close()
-    return {
-        "browser: first contentful paint": statistics.median(paints),
-        "browser: new order, click to list": statistics.median(filters),
-        "browser: two words in most replies, typed to marked": statistics.median(searches),
-        "browser: a word in one reply, typed to marked": statistics.median(rare),
-    }
+    return {what: statistics.median(times) for what, times in seen.items()}
+
+
+def since(began: float) -> float:
+    """Milliseconds since then."""
+    return 1000 * (time.perf_counter() - began)
 
 
 def first_of(places: Selection | None) -> Selection:
@@ -134,7 +164,7 @@ def typed(page: Any, text: str) -> float:
     page.wait_for_function(
         "text => document.querySelector('.reader mark')?.textContent === text", arg=text
     )
-    return 1000 * (time.perf_counter() - began)
+    return since(began)
 
 
 def main() -> None:
@@ -166,6 +196,20 @@ def main() -> None:
             rows[name] = median_ms(
                 lambda places=places: rollouts.rows(first_of(places())), given.repeats
             )
+        disagree = Filter(kind="train", disagree=True)
+        rows["groups that disagree, the first 100"] = median_ms(
+            lambda: rollouts.groups(disagree, 0, 100), given.repeats
+        )
+        rows["distribution of rewards"] = median_ms(rollouts.rewards, given.repeats)
+        (run,) = find_runs(folder)
+        curves, step = Curves(), itertools.count(1 + given.rollouts // PER_STEP)
+        rows["curves, once"] = median_ms(lambda: curves.of(run), 1)
+
+        def one_more() -> None:
+            add_step(folder, next(step))
+            curves.of(run)
+
+        rows["curves, after one more step"] = median_ms(one_more, given.repeats)
         rows |= in_browser(folder, given.repeats)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n\n| what | ms |\n|-|-|")
     for name, value in rows.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.ext.page.made import make_run
-from trireme.ext.page.runs import MOST_POINTS, Curves, about, columns, find_runs
+from trireme.ext.page import runs
+from trireme.ext.page.runs import MOST_POINTS, Curves, _Part, about, find_runs
 from trireme.ext.page.table import Entries
 
 
@@ -56,9 +58,63 @@ def test_curves_are_columns_with_null_for_what_is_no_number(tmp_path: Path) -> N
     assert curves.of(run)["explorer"]["steps"] == [1, 2, 3, 4]
 
 
+def test_curves_are_read_on_and_read_anew_where_a_file_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[bytes] = []
+    row_of = runs._row
+    monkeypatch.setattr(runs, "_row", lambda line: parsed.append(line) or row_of(line))
+    path = tmp_path / "monitor/metrics.jsonl"
+    path.parent.mkdir()
+
+    def lines(*steps: int, value: float = 0.5, time: float = 1.0) -> str:
+        rows = [
+            {"time": time, "part": "trainer", "step": n, "metrics": {"x": value}} for n in steps
+        ]
+        return "".join(json.dumps(row) + "\n" for row in rows)
+
+    path.write_text(lines(1, 2, 3))
+    (run,) = find_runs(tmp_path)
+    curves = Curves()
+    assert curves.of(run)["trainer"]["steps"] == [1, 2, 3]
+    with path.open("a") as file:
+        file.write(lines(4) + "{damaged\n" + lines(5)[:-9])
+    parsed.clear()
+    assert curves.of(run)["trainer"]["steps"] == [1, 2, 3, 4] and len(parsed) == 2
+    with path.open("a") as file:
+        file.write(lines(5)[-9:] + lines(4, value=1 / 3))  # a resume logs a step again
+    assert curves.of(run)["trainer"] == Curves().of(run)["trainer"]
+    assert curves.of(run)["trainer"]["metrics"]["x"] == [0.5, 0.5, 0.5, 0.333333, 0.5]
+    path.write_text(lines(*range(1, 20), value=0.7, time=2.0))  # the same inode, and longer
+    assert curves.of(run)["trainer"]["metrics"]["x"] == [0.7] * 19
+    other = path.with_name("other")
+    other.write_text(lines(*range(1, 20), value=0.9, time=2.0) + lines(20))  # the same beginning
+    other.replace(path)
+    assert curves.of(run)["trainer"]["metrics"]["x"] == [0.9] * 19 + [0.5]
+
+
+def test_a_step_that_comes_late_stands_in_its_place() -> None:
+    part = _Part()
+    for step, metrics in (
+        (1, {"x": 1}),
+        (4, {"x": 4, "y": 4}),
+        (3, {"y": 3}),
+        (5, {}),
+        (3, {"z": 3}),
+    ):
+        part.add({"step": step, "time": float(step), "metrics": metrics})
+    assert part.thinned() == {
+        "steps": [1, 3, 4, 5],
+        "times": [1.0, 3.0, 4.0, 5.0],
+        "metrics": {"x": [1, None, 4, None], "y": [None, 3, 4, None], "z": [None, 3, None, None]},
+    }
+
+
 def test_long_curves_are_thinned_and_keep_their_last_step() -> None:
-    rows = [{"part": "trainer", "step": n, "time": n, "metrics": {"x": n}} for n in range(1, 9001)]
-    found = columns(rows)["trainer"]
+    part = _Part()
+    for n in range(1, 9001):
+        part.add({"step": n, "time": n, "metrics": {"x": n}})
+    found = part.thinned()
     assert len(found["steps"]) <= MOST_POINTS and found["steps"][-1] == 9000
     assert found["metrics"]["x"] == found["steps"]
 

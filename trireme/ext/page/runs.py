@@ -13,11 +13,13 @@ Invariants:
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,11 +27,15 @@ from typing import Any
 
 import yaml
 
-from trireme.files import write_json
+from trireme.files import open_regular, write_json
 from trireme.monitor import figures
 from trireme.monitor.figures import metric_of
-from trireme.monitor.monitor import FILE_NAME, read_metrics
+from trireme.monitor.monitor import FILE_NAME
 
+_logger = logging.getLogger(__name__)
+
+HEAD = 200
+"""Bytes of a file of metrics that tell it from another."""
 MOST_NOTE = 2000
 """Characters of a note."""
 DEPTH = 5
@@ -146,12 +152,127 @@ def _began(run: RunFolder) -> tuple[float, str]:
     return min(times, default=run.updated or math.inf), run.name
 
 
+class Tail:
+    """Reads the rows that files of metrics have got since they were last read."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[int, bytes, int]] = {}
+        """The inode of each file, its beginning (a file that was made again may have the same
+        inode, but not the same time in its first line), and how far it was read.
+        """
+
+    def rows(self, path: Path) -> list[dict[str, Any]] | None:
+        """Return the rows of the whole lines since the last time; None if the file was replaced,
+        which the reader of all files then does anew.
+
+        A damaged line is passed by, with a warning.
+        """
+        rows = []
+        with open(open_regular(path), "rb") as file:
+            stat, head = os.fstat(file.fileno()), file.read(HEAD)
+            inode, known, at = self._read.get(path, (stat.st_ino, b"", 0))
+            if inode != stat.st_ino or not head.startswith(known) or stat.st_size < at:
+                return None
+            file.seek(at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # still being written
+                at += len(line)
+                if (row := _row(line)) is not None:
+                    rows.append(row)
+                else:
+                    _say_passed_by(path)
+        self._read[path] = stat.st_ino, head[:at], at
+        return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    kinds = {"part": str, "step": int, "metrics": dict, "time": (int, float)}
+    known = isinstance(row, dict) and all(isinstance(row.get(k), v) for k, v in kinds.items())
+    return row if known else None
+
+
+@lru_cache(maxsize=256)  # once for each file
+def _say_passed_by(path: Path) -> None:
+    _logger.warning("%s has damaged lines: passed by", path)
+
+
+class _Part:
+    """The metrics of one part of a run as columns, which grow with each row."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.times: list[float] = []
+        self.metrics: dict[str, list[float | None]] = {}
+        """A column ends with its last value."""
+        self._places: dict[int, int] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row; one of a step that is there replaces its values."""
+        place = self._places.get(row["step"])
+        if place is None:
+            place = self._insert(row["step"])
+        self.times[place] = max(self.times[place], row["time"])
+        for name, value in row["metrics"].items():
+            column = self.metrics.setdefault(name, [])
+            column.extend([None] * (place + 1 - len(column)))
+            column[place] = _short(value)
+
+    def _insert(self, step: int) -> int:
+        place = bisect(self.steps, step)
+        self.steps.insert(place, step)
+        self.times.insert(place, 0.0)
+        if place == len(self.steps) - 1:
+            self._places[step] = place
+        else:  # another process was ahead
+            for column in self.metrics.values():
+                column[place:place] = [None] * (place < len(column))
+            self._places = {step: place for place, step in enumerate(self.steps)}
+        return place
+
+    def thinned(self) -> dict[str, Any]:
+        """Return the columns of at most `MOST_POINTS` steps, the last one among them."""
+        stride = math.ceil(len(self.steps) / MOST_POINTS)
+        some = slice((len(self.steps) - 1) % stride, None, stride)
+        steps = self.steps[some]
+        metrics = {name: self.metrics[name][some] for name in sorted(self.metrics)}
+        for column in metrics.values():
+            column.extend([None] * (len(steps) - len(column)))
+        return {"steps": steps, "times": self.times[some], "metrics": metrics}
+
+
+class _Read:
+    """What was read of a run's metrics, and the columns made of it."""
+
+    def __init__(self) -> None:
+        self._tail = Tail()
+        self._parts: dict[str, _Part] = {}
+        self.generation = ""
+        self.columns: dict[str, Any] = {}
+
+    def read_on(self, run: RunFolder, generation: str) -> None:
+        """Add what the run has logged since; all of it, if a file was replaced."""
+        for path in run.metric_files:
+            rows = self._tail.rows(path)
+            if rows is None:
+                self.__init__()
+                return self.read_on(run, generation)
+            for row in rows:
+                self._parts.setdefault(row["part"], _Part()).add(row)
+        self.generation = generation
+        self.columns = {name: part.thinned() for name, part in self._parts.items()}
+
+
 class Curves:
-    """The metrics of runs as columns, read again if a file has changed."""
+    """The metrics of runs as columns, read on if a file has grown."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._read: dict[str, _Read] = {}
 
     def of(self, run: RunFolder) -> dict[str, Any]:
         """Return `{part: {steps, times, metrics: {name: values}}}`; null where a step lacks a
@@ -159,39 +280,10 @@ class Curves:
         """
         generation = run.generation
         with self._lock:
-            known = self._read.get(run.name)
-            if known is None or known[0] != generation:
-                rows = [row for path in run.metric_files for row in read_metrics(path)]
-                known = generation, columns(rows)
-                self._read[run.name] = known
-        return known[1]
-
-
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rows of `metrics.jsonl` as columns, part by part. An evaluation is one row per
-    step.
-    """
-    by_part: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in rows:
-        steps = by_part.setdefault(row["part"], {})
-        known = steps.setdefault(row["step"], {"time": row["time"], "metrics": {}})
-        known["metrics"].update(row["metrics"])
-        known["time"] = max(known["time"], row["time"])
-    return {part: _thinned_columns(steps) for part, steps in by_part.items()}
-
-
-def _thinned_columns(by_step: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    steps = sorted(by_step)
-    stride = math.ceil(len(steps) / MOST_POINTS)
-    steps = steps[(len(steps) - 1) % stride :: stride] if steps else []
-    names = sorted({name for step in steps for name in by_step[step]["metrics"]})
-    return {
-        "steps": steps,
-        "times": [by_step[step]["time"] for step in steps],
-        "metrics": {
-            name: [_short(by_step[step]["metrics"].get(name)) for step in steps] for name in names
-        },
-    }
+            read = self._read.setdefault(run.name, _Read())
+            if read.generation != generation:
+                read.read_on(run, generation)
+            return read.columns
 
 
 def _short(value: float | None) -> float | None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from trireme.ext.page.runs import (
     RunFolder,
+    Tail,
     configuration,
     flat,
     has_summary,
@@ -32,8 +33,6 @@ from trireme.monitor.figures import STEPS_TIMED, clock_time, pace
 
 SILENT_S = 120.0
 """Seconds without a step after which a run of another machine counts as ended."""
-HEAD = 200
-"""Bytes of a file of metrics that tell it from another: the first line begins with its time."""
 STATES = ("failed", "killed", "running", "stopped", "unknown", "finished")
 """Of a run's parts the first of these is the run's."""
 KINDS = {"explore": "explores", "bench": "measures", "serve": "serves"}
@@ -58,27 +57,17 @@ class Course:
     loss: float | None = None
     best: dict[str, Any] | None = None
     """The best held-out result: its `measure`, `value` and `step`."""
-    _read: dict[Path, tuple[bytes, int]] = field(default_factory=dict)
-    """The beginning of each file, which a rewritten one with the same inode has not, and how far it
-    was read.
-    """
+    _tail: Tail = field(default_factory=Tail)
 
     def read(self, run: RunFolder) -> None:
         """Read what the run has logged since; all of it, if a file was replaced."""
         for path in run.metric_files:
-            with path.open("rb") as file:
-                head = file.read(HEAD)
-                known, at = self._read.get(path, (b"", 0))
-                if not head.startswith(known) or os.fstat(file.fileno()).st_size < at:
-                    self.__init__()
-                    return self.read(run)
-                file.seek(at)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break  # still being written
-                    at += len(line)
-                    self._add(json.loads(line))
-                self._read[path] = head[:at], at
+            rows = self._tail.rows(path)
+            if rows is None:
+                self.__init__()
+                return self.read(run)
+            for row in rows:
+                self._add(row)
 
     def _add(self, row: Mapping[str, Any]) -> None:
         part, step, when, metrics = row["part"], row["step"], row["time"], row["metrics"]

@@ -89,6 +89,16 @@ function cells(found, edges, colour, open) {
   return { hooks: { init, drawAxes: paint, setCursor: move } };
 }
 
+// The mean of each column's steps, at its middle.
+function means({ columns }, steps, { x, y }) {
+  let at = 0;
+  return columns.map(([first, last]) => {
+    let [sum, places, count] = [0, 0, 0];
+    for (; at < steps.length && steps[at] <= last; at += 1) if (steps[at] >= first && y[at] !== null) { sum += y[at]; places += x[at]; count += 1; }
+    return count ? [places / count, sum / count] : null;
+  }).filter(Boolean);
+}
+
 // The card of a run whose rewards differ. `line`: its mean reward at `steps`; `weight`: of its smoothing, now.
 export function rewards({ run, generation, steps, line, axis, weight, several, state }) {
   const now = h("span.now");
@@ -99,10 +109,11 @@ export function rewards({ run, generation, steps, line, axis, weight, several, s
     if (!found) return card.remove();
     const edges = edgesOf(found.columns, steps, line.x, axis);
     const half = (found.middles[1] - found.middles[0]) / 2;
+    const mean = means(found, steps, line);
     const open = (step, least, most) => state.go("rollouts", { step, least, most }, false);
     now.textContent = summary(found);
     plot.setAttribute("aria-label", `Distribution of rewards, in the newest step ${now.textContent}`);
-    draw(plot, [{ ...line, colour: getComputedStyle(plot).getPropertyValue("--ink").trim() }],
+    draw(plot, [{ ...line, x: mean.map(([x]) => x), y: mean.map(([, y]) => y), colour: getComputedStyle(plot).getPropertyValue("--ink").trim() }],
       { axis, weight: weight(), ends: { x: [edges[0], edges.at(-1)], y: [found.middles[0] - half, found.middles.at(-1) + half] }, plugin: cells(found, edges, line.colour, open) });
   };
   plot.draw = async () => {
