@@ -470,7 +470,7 @@ def test_rewards_of_0_and_1_are_two_bands_and_a_click_shows_their_rollouts(
     assert box is not None
     over.hover(position={"x": 0.2 * box["width"], "y": 0.97 * box["height"]})
     said = card.locator(".tooltip").inner_text().split("\n")
-    assert said[:2] == ["step 1", "reward 0: 4 of 8, 50.0%"] and said[-4:] == ["1", "4", "0", "4"]
+    assert said[:3] == ["step 1", "reward 0", "4 of 8, 50.0%"] and said[-4:] == ["1", "4", "0", "4"]
     over.click(position={"x": 0.2 * box["width"], "y": 0.97 * box["height"]})
     tab.wait_for_selector("main[data-ready=rollouts] .count")
     assert "step=1&least=0&most=0" in tab.url

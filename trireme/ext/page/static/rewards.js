@@ -33,7 +33,7 @@ function summary({ rows, counts }) {
   if (there.length <= 3) return there.map(([row, count]) => `${Math.round((100 * count) / total(last))}% at ${extent(row)}`).join(" · ");
   let below = 0;
   const [row] = there.find(([, count]) => { below += count; return 2 * below >= total(last); });
-  return `half above ${number(row[0])}`;
+  return row[0] === row[1] ? `median ${number(row[0])}` : `median ≈ ${number((row[0] + row[1]) / 2, 2)}`;
 }
 
 // The cells, and what they count under the pointer.
@@ -74,7 +74,7 @@ function cells(found, edges, colour, open) {
     const text = (row) => `${column[row]} of ${all}, ${percent(column[row] / all)}`;
     const bars = [...rows.keys()].reverse().filter((row) => !few || rows[row]).map((row) => h(`div.count${row === here.row ? ".on" : ""}`, {},
       few && h("span", {}, extent(rows[row])), h("i", { style: { width: `${(100 * column[row]) / widest}px`, background: colour } }), few && h("span", {}, column[row])));
-    box.replaceChildren(h("b", {}, first === last ? `step ${first}` : `steps ${first} to ${last}`), h("div", {}, rows[here.row] ? `reward ${extent(rows[here.row])}: ${text(here.row)}` : `${all} rollouts`), h(`div.bars${few ? "" : ".many"}`, {}, bars));
+    fill(box, h("b", {}, first === last ? `step ${first}` : `steps ${first} to ${last}`), rows[here.row] ? [h("div", {}, `reward ${extent(rows[here.row])}`), h("div", {}, text(here.row))] : h("div", {}, `${all} rollouts`), h(`div.bars${few ? "" : ".many"}`, {}, bars));
     const right = chart.cursor.left > chart.over.clientWidth / 2;
     Object.assign(box.style, right ? { right: `${chart.over.clientWidth - chart.cursor.left + 10}px`, left: "" } : { left: `${chart.cursor.left + 10}px`, right: "" });
   };
