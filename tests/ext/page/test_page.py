@@ -364,7 +364,7 @@ def test_narrow_screens_scroll_down_and_never_sideways(browser: Any, url: str, s
 def test_a_report_shows_the_same_without_a_server(tab: Any, root: Path, tmp_path: Path) -> None:
     report = write_report(root, tmp_path / "report.html").as_uri()
     opened(tab, report, "overview")
-    tab.wait_for_selector(".panel .plot canvas")
+    tab.wait_for_selector(".panel .plot.rewards canvas")
     opened(tab, report, "rollouts?order=best&tab=tokens&eid=2/1/1/0")
     tab.wait_for_selector(".tokens .token >> nth=5")
     tab.fill("input[name=text]", "reply 3")
@@ -512,6 +512,22 @@ def test_rewards_of_zero_are_a_chart(tab: Any, url: str, root: Path) -> None:
     assert tab.locator(".panel h3").all_inner_texts() == ["Reward"]
     assert tab.inner_text(".flat") == "Zero at every step: Failed rollouts."
     shutil.rmtree(run)
+
+
+def test_a_smoothed_curve_has_what_was_measured_behind_it(tab: Any, url: str) -> None:
+    opened(tab, url, "overview")
+    tab.wait_for_selector(".panel .plot canvas")
+    plot = tab.locator(".panel", has_text="Entropy").locator(".plot")
+    measured = plot.evaluate("plot => plot.chart.data.slice(1)")
+    tab.get_by_label("Smoothing").fill("0.5")
+    plot.evaluate("plot => plot.draw()")
+    behind, smoothed = plot.evaluate("plot => plot.chart.data.slice(1)")
+    assert [behind] == measured and smoothed[0] == behind[0]
+    assert smoothed[1] == pytest.approx((0.5 * behind[0] * 0.5 + 0.5 * behind[1]) / 0.75)
+    assert plot.evaluate("plot => plot.chart.series.map((one) => one.label).slice(1)") == [
+        "Value",
+        "actor/entropy",
+    ]
 
 
 def test_charts_that_left_the_page_are_let_go(tab: Any, url: str) -> None:

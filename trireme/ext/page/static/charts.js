@@ -93,6 +93,10 @@ export function draw(element, lines, { log = false, axis: along = "step", weight
     }
     const few = line.y.filter((value) => value !== null).length < FEW;
     const y = smoothed(line.y, weight).map((value) => (logarithmic && value <= 0 ? null : value));
+    if (weight > 0) { // as it was measured, behind
+      series.push({ stroke: `${line.colour}40`, width: 1, spanGaps: true, points: { show: false } });
+      tables.push([line.x, line.y.map((value) => (logarithmic && value <= 0 ? null : value))]);
+    }
     shown.push({ name: line.name, colour: line.colour, series: series.length });
     series.push({ label: line.name, stroke: line.colour, width: 1.8, dash: line.dotted ? [2, 3] : [], spanGaps: true, points: { show: few, size: 5, fill: line.colour } });
     tables.push([line.x, y]);
