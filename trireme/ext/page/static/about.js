@@ -12,7 +12,7 @@ export async function about(main, state) {
   if (!starts.length) return void fill(main, empty("No start is recorded", "This folder has no run/starts.json: it was made by an older version, or by another program."));
   const info = state.runs.find((run) => run.name === state.run);
   const now = starts.at(-1);
-  const pairs = (rows) => h("table", {}, h("tbody", {}, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("tr", {}, h("th", { scope: "row", style: { width: "170px" } }, name), h("td", {}, value)))));
+  const pairs = (rows) => h("table.pairs", {}, h("tbody", {}, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, value)))));
   const lines = h("input", { type: "search", placeholder: "Filter keys", oninput: () => show() });
   const config = h("pre.config", { tabindex: 0 });
   const show = () => { config.textContent = now.config_text.split("\n").filter((line) => line.toLowerCase().includes(lines.value.toLowerCase())).join("\n"); };
