@@ -13,6 +13,7 @@ from tests.e2e.job import small_config, write_jsonl
 from trireme.cli.main import app
 from trireme.cli.run import draft_of
 from trireme.config import ConfigError
+from trireme.demo.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,14 @@ def test_a_run_refuses_or_notes_prompts_that_are_too_long_before_its_first_step(
         "sums: 6 of 16 prompts have more than 37 tokens (model.max_prompt_tokens, below "
         "model.max_model_len), so that nothing is asked: the longest has 38"
     ]
+
+
+def test_prompts_that_the_vocabulary_does_not_cover(tmp_path: Path, good: dict[str, Any]) -> None:
+    model = make_tiny_model(tmp_path / "words", ["one two"], seed=0, initializer_range=0.02)
+    code, output = checked(tmp_path, good, f"model.model_path={model}")
+    unknown = next(line for line in output.splitlines() if "are unknown: the model's" in line)
+    assert code == 0 and unknown.split()[:2] == ["warning", "sums:"]
+    assert "are unknown" not in checked(tmp_path, good)[1]
 
 
 @pytest.mark.parametrize(

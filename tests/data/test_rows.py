@@ -47,6 +47,14 @@ configs:
 """
 
 
+def test_rows_with_an_empty_text_are_found_in_tables_and_in_parts_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"a": text, "b": 1} for text in ("x", " ", None, "")])
+    assert load_rows(str(path)).blank("a") == [1, 3]
+    assert load_rows(str(path), split="train[1:]").blank("a") == [0, 2]
+    assert load_rows(str(path)).blank("b") == []
+
+
 @pytest.mark.parametrize("header", [True, False])
 def test_a_folder_in_the_hub_layout_with_and_without_a_header(tmp_path: Path, header: bool) -> None:
     write_parquet(tmp_path / "main" / "train-00000-of-00001.parquet", TRAIN)

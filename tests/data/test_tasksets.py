@@ -53,11 +53,12 @@ def test_a_row_without_the_answer_that_others_have_is_noted(lacking: dict[str, A
     def note(chosen: list[dict[str, Any]], **options: Any) -> str | None:
         made = Rows("dataset 'x'", chosen, ["question", "answer"], places=places)
         given: dict[str, Any] = {"name": "x", "batch_size": 1, "format_args": FORMAT}
-        return taskset_of(made, **(given | options)).answers_note()
+        [found] = taskset_of(made, **(given | options)).notes() or [None]
+        return found
 
     assert note(data) == (
         "x: 1 of 5 rows hold nothing in 'answer' (format.response_key), so that their task.truth "
-        "is None; the first: dataset 'x', row 4 (x.jsonl, line 5)"
+        "is None or empty; the first: dataset 'x', row 4 (x.jsonl, line 5)"
     )
     assert note(data[:4]) is None
     assert note(data, format_args=FORMAT | {"response_key": "solution"}) == (
@@ -65,7 +66,16 @@ def test_a_row_without_the_answer_that_others_have_is_noted(lacking: dict[str, A
         "reads it, did you mean 'answer'?"
     )
     assert note([lacking] * 5) is None  # a data set need not hold answers
+    assert note([*data[:4], {"question": "q", "answer": " "}]) == note(data)
     assert note(data, reads_prompt=False) is None
+    assert note(data[:4], format_args=FORMAT | {"response_key": "question"}) == (
+        "x: format.response_key and format.prompt_key are both 'question', so that task.truth is "
+        "the prompt"
+    )
+    assert note([*data[:3], {"question": "", "answer": "a"}]) == (
+        "x: 1 of 4 rows has an empty 'question' (format.prompt_key), so that nothing is asked; the "
+        "first: dataset 'x', row 3 (x.jsonl, line 4)"
+    )
     assert note(data, format_args=FORMAT | {"reward_fn_key": "answer"}) is None
 
 

@@ -130,6 +130,24 @@ class Rows:
             return []
         return [number for number, row in enumerate(self) if row.get(column) is None]
 
+    def blank(self, column: str) -> list[int]:
+        """Return the numbers of the rows whose text in `column` is empty or white space."""
+        table = getattr(self._data, "data", None)
+        if table is None or getattr(self._data, "_indices", None) is not None:
+            texts = (row.get(column) for row in self)
+            return [
+                at for at, text in enumerate(texts) if isinstance(text, str) and not text.strip()
+            ]
+        import pyarrow
+        from pyarrow import compute
+
+        values = table.column(column)
+        if not (pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type)):
+            return []
+        return compute.indices_nonzero(
+            compute.equal(compute.utf8_trim_whitespace(values), "")
+        ).to_pylist()
+
     def where(self, index: int) -> str:
         """Describe a row in messages, with its file and line if known."""
         where = f" ({self._places[index]})" if len(self._places) else ""

@@ -194,10 +194,25 @@ class Taskset:
             if column and key == "prompt_key":
                 self.rows.require_values(column, f"format.{key}")
 
-    def answers_note(self) -> str | None:
-        """Describe how many rows lack the answer that others have, and where, or that another
-        column looks like the answer; None if neither is the case.
-        """
+    def notes(self) -> list[str]:
+        """Describe columns that are probably not what was meant: empty prompts, missing answers."""
+        prompt = str(self._format.get("prompt_key", "prompt"))
+        notes = [self._answers_note(prompt)]
+        if (
+            self._reads_prompt
+            and prompt in self.rows.columns
+            and (empty := self.rows.blank(prompt))
+        ):
+            notes.append(
+                f"{self.name}: {self._some(empty)} an empty '{prompt}' (format.prompt_key), so "
+                f"that nothing is asked; the first: {self.rows.where(empty[0])}"
+            )
+        return [note for note in notes if note]
+
+    def _some(self, rows: Sequence[int]) -> str:
+        return f"{len(rows)} of {len(self.rows)} rows " + ("has" if len(rows) == 1 else "have")
+
+    def _answers_note(self, prompt: str) -> str | None:
         column = str(self._format.get("response_key", _ANSWERS[0]))
         mixed = any(self._format.get(key) for key in _OWN)  # rows of some kinds may need none
         if not self._reads_prompt or mixed:
@@ -208,13 +223,18 @@ class Taskset:
                 f"{self.name}: task.truth is None, since no column is '{column}' "
                 f"(format.response_key); if a reward reads it, did you mean '{near}'?"
             )
-        lacking = self.rows.without(column)
+        if column == prompt:
+            return (
+                f"{self.name}: format.response_key and format.prompt_key are both '{column}', so "
+                "that task.truth is the prompt"
+            )
+        lacking = sorted({*self.rows.without(column), *self.rows.blank(column)})
         if not lacking or len(lacking) == len(self.rows):
             return None
         of = f"{len(lacking)} of {len(self.rows)} rows"
         return (
             f"{self.name}: {of} hold nothing in '{column}' (format.response_key), so that their "
-            f"task.truth is None; the first: {self.rows.where(lacking[0])}"
+            f"task.truth is None or empty; the first: {self.rows.where(lacking[0])}"
         )
 
     def _count_steps(self, total_epochs: int, total_steps: int | None) -> int:

@@ -24,6 +24,8 @@ from trireme.usercode import fault_of
 from trireme.workflows.workflow import resolve
 
 ROWS = 64
+MOST_UNKNOWN = 0.1
+"""The share of tokens that are unknown to the vocabulary, above which a note says so."""
 SECONDS = 10.0
 """Time limit for encoding a data set's rows beforehand; a row that has begun is finished."""
 
@@ -45,6 +47,8 @@ class Prompts(NamedTuple):
     """Whether the chat template leaves out replies."""
     shows_pictures: bool = False
     """Whether a prompt shows a picture."""
+    unknown: int = 0
+    """Tokens that stand for text which the vocabulary does not cover."""
 
 
 class Encoded(NamedTuple):
@@ -86,6 +90,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
     sizes: list[int] = []
     deadline = time.monotonic() + SECONDS
     drops_tools = shows_pictures = False
+    unknown, unknown_id = 0, text.tokenizer.unk_token_id
     for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
         read = partial(_read_of_row, text.chat.read, taskset.rows.where(row))
         asked = first_messages(taskset.task(0, 0, row), read)
@@ -94,13 +99,16 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         messages, tools = asked
         rendered.append(text.chat.render(messages, tools))
         sizes.append(text.chat.tokens_of(rendered[-1], messages))
+        if unknown_id is not None:
+            unknown += text.chat.encode(rendered[-1]).count(unknown_id)
         drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
         shows_pictures = shows_pictures or bool(pictures_in(messages))
         if len(sizes) == ROWS or time.monotonic() > deadline:
             break
     if not sizes:
         return None
-    return Prompts(sizes, rendered[0], drops_tools, text.chat.hides_replies, shows_pictures)
+    hides_replies = text.chat.hides_replies
+    return Prompts(sizes, rendered[0], drops_tools, hides_replies, shows_pictures, unknown)
 
 
 def _read_of_row(read: Callable[[Any], Any], where: str, source: Any) -> Any:
@@ -204,6 +212,11 @@ def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
         notes.append(f"{text}: the longest has {max(prompts.sizes)}")
     if prompts.hides_replies:
         notes.append(HIDES_REPLIES)
+    if prompts.unknown > sum(prompts.sizes) * MOST_UNKNOWN:
+        notes.append(
+            f"{name}: {prompts.unknown} of {sum(prompts.sizes)} tokens of the encoded prompts are "
+            "unknown: the model's vocabulary does not cover that text"
+        )
     return notes
 
 
@@ -217,7 +230,8 @@ def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[
         Problem(
             "",
             f"{too_long(plan, name, prompts)}: expected a model.max_prompt_tokens of at least "
-            f"{max(prompts.sizes)}, and a model.max_model_len above it",
+            f"{max(prompts.sizes)}, and a model.max_model_len of at least "
+            f"{max(prompts.sizes) + plan.lengths.max_response_tokens}",
         )
         for name, prompts in encoded
         if min(prompts.sizes) > longest_prompt(plan)

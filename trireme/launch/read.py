@@ -62,8 +62,7 @@ def make_tasksets(
         if rows is not None and names_are_known and (item.is_eval or not stage.prepares_tasks):
             make = partial(make_taskset, stage.config, item, rows, mixed and not item.is_eval)
             taskset = tried(findings, make, item.key)
-            if taskset is not None and (note := taskset.answers_note()) is not None:
-                findings.note(note)
+            findings.notes += [] if taskset is None else taskset.notes()
             if not item.is_eval and {"chosen", "rejected"} <= set(rows.columns):
                 findings.note(_of_pairs(stage, item))
         (evaluation if item.is_eval else training).append(taskset)

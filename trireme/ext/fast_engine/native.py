@@ -55,7 +55,7 @@ class Work(ctypes.Structure):
 class NativeOps:
     """PlainOps compiled from native.c. `x` of `add_norm` and of `rotate` is overwritten."""
 
-    name = "compiled"
+    name = "compiled operators"
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Raises OSError if it cannot be compiled or loaded."""
