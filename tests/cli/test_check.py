@@ -120,6 +120,8 @@ def test_a_model_that_is_nowhere_is_a_problem_where_the_hub_is_away(tmp_path, mo
     assert code == 1
     problem = "problem: model.model_path (modle) is not on this machine, and "
     assert f"{problem}HF_HUB_OFFLINE is set; did you mean 'model'?\n" in text
+    wanted = "HF_HUB_OFFLINE is set: expected a model's folder, or one downloaded before\n"
+    assert wanted in printed(tmp_path / "config.yaml", "model.model_path=Shop/x")[1]
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "")

@@ -104,6 +104,15 @@ def test_an_unknown_command_or_option_is_an_error() -> None:
     assert invoke("run", "--confg", "x.yaml") == 2
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("train", "run"), ("trian", "run"), ("chekc", "check"), ("my.yaml", "trireme run my.yaml")],
+)
+def test_an_unknown_command_is_answered_with_the_nearest(word: str, meant: str) -> None:
+    said = CliRunner().invoke(app, [word]).output
+    assert said.count(f"No such command '{word}'. Did you mean '{meant}'?") == 1
+
+
 def test_a_command_is_imported_when_it_is_chosen() -> None:
     code = (
         "import sys; sys.argv = ['trireme', 'log', '--help']\n"

@@ -24,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from trireme.extensions import missing
 from trireme.launch import GC_THRESHOLDS
 from trireme.log import Lines
-from trireme.registry import COMMANDS
+from trireme.registry import COMMANDS, did_you_mean
 from trireme.text import say
 
 
@@ -40,6 +40,8 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             if need := missing("command", cmd_name):
                 ctx.fail(f"The command {cmd_name} {need}.")
+            if (hint := _meant(cmd_name)) and not ctx.resilient_parsing:
+                ctx.fail(f"No such command '{cmd_name}'{hint}")
             return None
         command = typer.main.get_command(_app_of(cmd_name))
         command.name = cmd_name
@@ -57,6 +59,22 @@ class Commands(TyperGroup):
                     for name in COMMANDS
                 ]
             )
+
+
+_OTHERS = {"train": "run", "start": "run", "resume": "run", "serve": "rollout", "ls": "list"}
+"""What other programs call our commands."""
+
+
+def _meant(name: str) -> str:
+    """Suggest our command for another program's, or `run` for a YAML; '' if nothing is near, and
+    for a misspelling of ours, to which typer adds the nearest.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return f". Did you mean 'trireme run {name}'?"
+    if did_you_mean(name, COMMANDS):
+        return ""
+    other = _OTHERS.get(did_you_mean(name, _OTHERS, "{}"))
+    return f". Did you mean '{other}'?" if other else ""
 
 
 def _app_of(name: str) -> typer.Typer:

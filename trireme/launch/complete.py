@@ -63,7 +63,8 @@ def complete_stage(plan: Plan, parts: Parts, no_hub: str, *, data: bool) -> Comp
     assert recipe is not None, "a stage with problems"
     elsewhere = plan.places.spread or plan.api or plan.model_from_stage is not None
     if no_hub and not elsewhere and located(path, "models") is None:
-        text = f"({path}) is not on this machine, and {no_hub}{near_model(path)}"
+        wanted = near_model(path) or ": expected a model's folder, or one downloaded before"
+        text = f"({path}) is not on this machine, and {no_hub}{wanted}"
         findings.problem("model.model_path", text)
     tried(findings, lambda: examine_auxiliary(plan, teacher=recipe.needs_teacher))
     for listener in listeners().values():
