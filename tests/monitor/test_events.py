@@ -78,6 +78,21 @@ def test_a_listener_that_raises_costs_one_warning_that_names_it(
     ]
 
 
+def test_a_console_whose_output_is_closed_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def exits(event: Event) -> None:  # as rich does
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1)  # noqa: B904
+
+    stream = Stream()
+    stream.subscribe(Ear("the console", exits))
+    stream.emit(STEPS[0])
+    stream.close()
+    said = "the console stops, since its output is closed (the run continues without it)"
+    assert warnings(caplog) == [said]
+
+
 def test_a_listener_that_hangs_costs_one_warning_that_names_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

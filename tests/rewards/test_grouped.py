@@ -124,6 +124,7 @@ def test_what_cannot_be_is_named() -> None:
         (["hub/Reward-0.6B"], "unknown reward function 'hub/Reward-0.6B'. Known: "),
         (["math_rewrd"], "unknown reward function 'math_rewrd'; did you mean 'math_reward'"),
         ([{"name": "math_reward", "coef": 1}], "reward 'math_reward' has no option 'coef'"),
+        ([{"name": "accuracy_reward", "wieght": 1}], r"has no options; did you mean 'weight'\?"),
     ]:
         with pytest.raises(ValueError, match=says):
             judge_of(given, {})

@@ -243,7 +243,9 @@ class _Listening:
                 if not self._unusable:
                     self._listener.hear(taken)
             except BaseException as error:
-                self._once.warn(f"failed: {type(error).__name__}: {error}")
+                closed = isinstance(error.__context__ or error, BrokenPipeError)  # rich exits
+                text = f"failed: {type(error).__name__}: {error}"
+                self._once.warn("stops, since its output is closed" if closed else text)
             finally:
                 self._late = False
                 done.set()

@@ -100,7 +100,7 @@ class Judge:
                 f"the weights of the rewards {', '.join(names)} are all 0: expected one that is not"
             )
         short = [_function_name(name) for name in names]
-        return cls(_numbered(short), [_function(f, options) for f, options in split], used)
+        return cls(_numbered(short), [_item(f, options) for f, options in split], used)
 
     def refuse_missing_models(self, models: int) -> None:
         """Raise ValueError if a function needs an auxiliary model that is missing."""
@@ -278,6 +278,17 @@ def of_groups(reward: Any) -> bool:
 def _function_name(name: str) -> str:
     """Return the name of a reward in metrics: of a path (`my_file:right`) only the function."""
     return name if name in REWARDS or name in ORMS else re.split("[:.]", name)[-1] or name
+
+
+def _item(given: Any, options: dict[str, Any]) -> Function:
+    """Make the reward function of an item of a list, which may also have a weight."""
+    try:
+        return _function(given, options)
+    except ValueError as error:
+        refused = [name for name in options if f"has no option '{name}'" in str(error)]
+        if refused and (hint := did_you_mean(refused[0], ["weight"])):
+            raise ValueError(f"{error}{hint}") from error
+        raise
 
 
 def _function(given: Any, options: dict[str, Any]) -> Function:
