@@ -39,7 +39,7 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._version = 0
-        self._generated = self._prefilled = 0
+        self._generated = self._prefilled = self._given = 0
         self._open = asyncio.Event()
         self._open.set()
         self._closed = False
@@ -138,7 +138,11 @@ class ScriptedEngine:
     def _reply(self, prompt: str, sampling: Sampling, room: int) -> Completion:
         text = self._say(prompt) if self._say else next(self._replies, None)
         if text is None:
-            raise RuntimeError("the script has no reply left for one more call")
+            raise RuntimeError(
+                f"the replies are used up ({self._given} given), and the model is called once "
+                "more: expected one reply for each call"
+            )
+        self._given += 1
         encoded = self._tokenizer(joined(text), add_special_tokens=False)["input_ids"]
         assert isinstance(encoded, list)
         end = self._tokenizer.eos_token_id

@@ -26,3 +26,8 @@ def test_convert_takes_its_short_options(monkeypatch: pytest.MonkeyPatch) -> Non
     words = ["convert", "-c", "job", "-c", "other", "--dtype", "auto"]
     assert CliRunner().invoke(app, words).exit_code == 3
     assert called.pop() == ([Path("job"), Path("other")], None, "auto", 5.0)
+    assert CliRunner().invoke(app, ["convert", "job", "-c", "other"]).exit_code == 3
+    assert called.pop() == ([Path("job"), Path("other")], None, None, 5.0)
+    for words in (["convert"], ["convert", "--gguf", "a.gguf"]):
+        assert CliRunner().invoke(app, words).exit_code == 2
+    assert called == []

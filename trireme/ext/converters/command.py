@@ -10,13 +10,14 @@ import typer
 
 def convert(
     folder: Annotated[
-        Path | None, typer.Argument(help="With --gguf: the model's folder to write.")
+        Path | None,
+        typer.Argument(
+            help="A run's folder, or a checkpoint in it; with --gguf the model's folder to write."
+        ),
     ] = None,
     checkpoint_dir: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--checkpoint-dir", "-c", help="A run's folder, or a checkpoint in it; may be repeated."
-        ),
+        typer.Option("--checkpoint-dir", "-c", help="The same as FOLDER; may be repeated."),
     ] = None,
     gguf: Annotated[
         Path | None,
@@ -46,12 +47,13 @@ def convert(
     from trireme.ext.converters.report import convert as command
     from trireme.ext.converters.report import convert_file
 
-    if (gguf is None) != (folder is None):
-        raise typer.BadParameter("expected both: --gguf FILE FOLDER")
-    if gguf is not None and folder is not None:
+    if gguf is not None:
+        if folder is None:
+            raise typer.BadParameter("expected both: --gguf FILE FOLDER")
         if checkpoint_dir or base_model_dir:
             raise typer.BadParameter("--gguf FILE FOLDER cannot be combined with a checkpoint")
         raise typer.Exit(convert_file(gguf, folder, dtype))
-    if not checkpoint_dir:
-        raise typer.BadParameter("Missing option '--checkpoint-dir' / '-c', or --gguf FILE FOLDER.")
-    raise typer.Exit(command(checkpoint_dir, base_model_dir, dtype, max_shard_gb))
+    folders = [*([] if folder is None else [folder]), *(checkpoint_dir or [])]
+    if not folders:
+        raise typer.BadParameter("expected a run's folder or a checkpoint, or --gguf FILE FOLDER")
+    raise typer.Exit(command(folders, base_model_dir, dtype, max_shard_gb))
