@@ -108,12 +108,13 @@ def make_half_billion(folder: Path, *, quick: bool) -> str:
     from trireme.demo.tiny_model import make_tokenizer
 
     tokenizer = make_tokenizer([words(50, 0)], largest=99 if quick else 151_900)
+    end, pad = (tokenizer.vocab[token] for token in ("<|end|>", "<|pad|>"))
     width, layers = (64, 1) if quick else (896, 24)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width * 38 // 7,
         num_hidden_layers=layers, num_attention_heads=14, num_key_value_heads=2,
         head_dim=64, tie_word_embeddings=True, max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end, pad_token_id=pad,
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
