@@ -93,6 +93,8 @@ def test_the_api_page_has_each_name_once_and_says_how_a_function_is_called() -> 
     text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     names = re.findall(r"^### `(\w+)`$", text, re.M)
     assert len(names) == len(set(names)) == text.count("show_root_toc_entry: false")
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| `(trireme/[\w/]+\.py)` \|$", text, re.M)
+    assert [name for name, _, _ in rows] == names  # what each is, where the page is no site
     assert "```text\ntrain(\n    *,\n    model: str | Path," in text
 
 

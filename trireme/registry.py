@@ -342,16 +342,19 @@ kl_loss = KLS.register
 """Decorator: a divergence `(logprobs, ref_logprobs, *, options) -> [M]` by this name."""
 
 WORKFLOWS = Registry("workflow", kind="workflow")
+"""Workflows, by the names that `default_workflow_type` may have."""
 MULTI_TURNS = Registry("multi-turn scheduler", kind="multi_turn")
 """Schedulers of conversations: see ext/multi_turn/scheduler.py. `multi_turns` for plug-ins."""
 ENVS = Registry("environment", kind="environment")
 """Environments of the gym scheduler. `gym_envs` for plug-ins."""
 CONTEXT_MANAGERS = Registry("context manager", kind="context_manager")
+"""Classes that shorten conversations. `context_managers` for plug-ins."""
 
 workflow = WORKFLOWS.register
 """Decorator: an async function `(task, model)`, or a Workflow class, by this name."""
 
 REWARDS = Registry("reward", kind="reward")
+"""Rewards, by the names that `default_reward_fn_type` may have."""
 ORMS = Registry("reward function", kind="reward_function")
 """Rewards that see a task's rollouts together: see rewards/orm.py. `orms` for plug-ins."""
 RM_PLUGINS = Registry("reward model plug-in", kind="reward_model_plugin")
