@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from datetime import datetime, timedelta
 from importlib import metadata
 from importlib.util import find_spec
@@ -28,15 +27,15 @@ from trireme.config.lookup import (
     located,
     model_config,
     model_facts,
-    module_names,
     near_model,
+    unfit_target,
 )
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.shape import experts_of
 from trireme.config.sizes import Steps
 from trireme.config.stages import StageFacts, used_tasksets
-from trireme.registry import ENGINES, did_you_mean
+from trireme.registry import ENGINES
 
 
 def check_algorithm(stage: StageFacts) -> Findings:
@@ -296,31 +295,11 @@ def _on_attention(targets: str | list[str]) -> bool:
     return not isinstance(targets, str) and {x.split(".")[-1] for x in targets} <= {*_ATTENTION}
 
 
-def _check_targets(key: str, targets: Sequence[str], modules: Sequence[str]) -> Findings:
-    """Report names in `target_modules` that no module of the model ends in: a note, or a problem if
-    none fits.
-    """
-    findings = Findings()
-    fits = {name: any(f".{m}".endswith(f".{name}") for m in modules) for name in targets}
-    if not modules or all(fits.values()):
-        return findings
-    missing = next(name for name, there in fits.items() if not there)
-    known = sorted({module.rpartition(".")[2] for module in modules})
-    hint = did_you_mean(missing, known) or f": expected names among {', '.join(known)}"
-    text = f"names '{missing}', of which the model has no module{hint}"
-    if any(fits.values()):
-        findings.note(f"{key} {text}")
-    else:
-        findings.problem(key, text)
-    return findings
-
-
 def _check_adapter(stage: StageFacts) -> Findings:
     """Check that the adapter to resume from exists and can be trained."""
     findings = Findings()
     path = stage.config.model.model_path
     mixture = experts_of(model_config(path))
-    modules = module_names(path) if stage.config.model.lora_configs else []
     for number, lora in enumerate(stage.config.model.lora_configs or []):
         key = f"model.lora_configs[{number}]"
         if mixture and lora.path is None and not _on_attention(lora.target_modules):
@@ -331,7 +310,12 @@ def _check_adapter(stage: StageFacts) -> Findings:
             )
         if lora.path is None:
             named = [] if isinstance(lora.target_modules, str) else lora.target_modules
-            findings.add(_check_targets(f"{key}.target_modules", named, modules))
+            if unfit := unfit_target(path, named):
+                text, others_fit = unfit
+                if others_fit:
+                    findings.note(f"{key}.target_modules {text}")
+                else:
+                    findings.problem(f"{key}.target_modules", text)
             continue
         if stage.model_from is not None:
             findings.problem(

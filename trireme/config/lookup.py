@@ -287,11 +287,21 @@ def model_shapes(folder: Path) -> dict[str, Shape]:
     return shapes
 
 
-def module_names(model_path: str | None) -> list[str]:
-    """Return the names of a model's modules with weights; empty if it is not here."""
-    folder = located(model_path, "models") if model_path else None
+def unfit_target(model_path: str | None, targets: Sequence[str]) -> tuple[str, bool] | None:
+    """Return a sentence about the first name in an adapter's targets that no module of the model
+    ends in, and whether any other fits; None if all do, or if the model is not here.
+    """
+    folder = located(model_path, "models") if model_path and targets else None
     names = model_shapes(folder) if folder is not None else {}
-    return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    fits = {name: any(f".{m}".endswith(f".{name}") for m in modules) for name in targets}
+    if not modules or all(fits.values()):
+        return None
+    missing = next(name for name, there in fits.items() if not there)
+    known = sorted({module.rpartition(".")[2] for module in modules})
+    hint = did_you_mean(missing, known) or f": expected names among {', '.join(known)}"
+    text = f"names '{missing}', of which the model has no module{hint}"
+    return text, any(fits.values())
 
 
 def weight_files(path: Path) -> list[Path]:
