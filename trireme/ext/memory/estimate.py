@@ -205,15 +205,15 @@ def _engine_of(
     }
 
 
-def _more_groups(stage: StageFacts, places: Places, shards: int) -> int:
+def _more_groups(stage: StageFacts, places: Places, shards: int, hosts: int) -> int:
     """Return the groups that a rank is in besides that of all shards: of the copies of its shard,
     of a sequence, and with the engines.
     """
     config = stage.config
-    copies = places.trainer_ranks > shards
-    sequence = config.trainer.ulysses_sequence_parallel_size > 1
-    engines = config.synchronizer.sync_method in ("nccl", "online") and config.mode == "both"
-    return copies + sequence + (engines and not stage.colocated)
+    copies = places.spread and places.trainer_ranks > shards
+    sequence = places.spread and config.trainer.ulysses_sequence_parallel_size > 1
+    asked = config.synchronizer.sync_method in ("nccl", "online") and config.mode == "both"
+    return copies + sequence + (asked and (places.spread or hosts > 0) and not stage.colocated)
 
 
 def _adapter_of(stage: StageFacts, shape: ModelShape) -> int:
@@ -283,7 +283,7 @@ def plan_memory(
         offload=trainer.offload,
         parks=trainer.park_optimizer and takes_turns and not trainer.offload,
         entropy=stage.has_entropy,
-        more_groups=_more_groups(stage, places, shards) * spread,
+        more_groups=_more_groups(stage, places, shards, hosts),
         **engine,
     )
     share = None
