@@ -191,13 +191,15 @@ test-long: setup ## what is long and needs nothing more
 # what is compiled here are held to AVX2, for what computes (five minutes on one thread)
 AVX2_ALONE := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
     TORCHINDUCTOR_CPP_MARCH=x86-64-v3 TRIREME_NATIVE=x86-64-v3
-# without ranks in processes of their own, files, CUDA and the loop, which depend on no instruction
-NO_ARITHMETIC := critic_ranks cuda follow fsdp2 fsdp2_saved gpu loading reference steering trainer write
+# without ranks in processes of their own, files, devices and the loop, which depend on no instruction
+NO_ARITHMETIC := critic_ranks cuda device every_algorithm follow fsdp2 fsdp2_saved gpu loading measure prepare \
+    reference steering trainer write
 AVX2 := tests/algorithms tests/engines tests/model $(wildcard tests/ext/fast_engine) \
     $(filter-out $(NO_ARITHMETIC:%=tests/trainer/test_%.py),$(sort $(wildcard tests/trainer/test_*.py))) \
     tests/e2e/test_exact.py
 test-avx2: setup ## what computes, with AVX2's kernels in place of AVX-512's
-	OMP_NUM_THREADS=1 $(AVX2_ALONE) $(BIN)/python -m pytest -q -rfE --durations=10 -m "not large" $(AVX2)
+	OMP_NUM_THREADS=1 $(AVX2_ALONE) $(BIN)/python -m pytest -q -rfE --durations=10 -m "not large" \
+	    -k "not ranks and not ten_thousand" $(AVX2)
 
 # the page in a browser: Debian's chromium, driven by playwright
 test-page: setup ## the page in a browser
