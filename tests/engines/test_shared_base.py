@@ -179,6 +179,22 @@ def test_an_adapter_on_fewer_layers_leaves_nothing_of_the_last_one(tmp_path: Pat
     with_device(work)
 
 
+def test_a_mixture_has_an_adapter_on_attention_and_shares_its_experts(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3_moe")
+    backend = trainer_of(folder, target_modules=("q_proj", "o_proj"))
+    recipe = get_recipe(AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none"))
+    train_step(backend, recipe, of_groups(), version=0)
+
+    async def work(device: Device) -> None:
+        engine = engine_of(folder, device, backend)
+        await push_to(backend, engine, device).push(1)
+        for ours, theirs in zip(await engine.logprobs(ROWS), backend.score(ROWS), strict=True):
+            assert ours == pytest.approx(theirs, abs=WITHIN)
+        await engine.close()
+
+    with_device(work)
+
+
 def test_other_weights_and_a_wrong_adapter_are_refused_and_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
