@@ -281,7 +281,7 @@ def test_a_gradient_whose_norm_alone_overflows_names_the_sample(tiny_dir):
     algorithm("huge", advantage=None, policy_loss=huge)
     samples = experiences()
     samples[7].advantages = torch.full((len(samples[7].tokens),), 1e28)
-    with pytest.raises(NotFinite, match="the gradient of experience 0/2/0/0 is not finite"):
+    with pytest.raises(NotFinite, match=r"experience 0/2/0/0 is not finite; if .* is too large"):
         train_step(backend_of(tiny_dir), _recipe(algorithm_type="huge"), samples, version=0)
 
 

@@ -191,7 +191,7 @@ class Judge:
             rewards = await call_user(partial(function.call, *args, **named))
             if not isinstance(rewards, list | tuple) or len(rewards) != len(rows):
                 several = isinstance(rewards, list | tuple)
-                size = f"{len(rewards)} numbers" if several else repr(rewards)[:60]
+                size = f"a list of {len(rewards)}" if several else repr(rewards)[:60]
                 raise Refused(
                     f"reward '{name}' gave {size}: expected a list of {len(rows)}, one for each "
                     "completion"

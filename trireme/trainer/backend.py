@@ -120,7 +120,10 @@ class Backend:
         norm, lr = self.optimizer.step()
         if not math.isfinite(norm):
             step = self.optimizer.steps + 1
-            raise NotFinite(f"optimizer step {step}: the gradient norm is {norm}; {self._blame()}")
+            raise NotFinite(
+                f"optimizer step {step}: the gradient norm is {norm}; {self._blame()}; if the "
+                f"weights have diverged, algorithm.optimizer.lr ({lr:g}) is too large"
+            )
         metrics = {
             "actor/grad_norm": norm,
             "actor/lr": lr,

@@ -346,6 +346,8 @@ def test_an_option_that_a_scheduler_does_not_take_is_named() -> None:
     multi_turn_scheduler.examine(task_of(scheduler=Strict, depth=2))
     with pytest.raises(ValueError, match=r"does not take workflow_args .*'width'"):
         multi_turn_scheduler.examine(task_of(scheduler=Strict, width=2))
+    with pytest.raises(ValueError, match=r"'max_turn'; did you mean 'max_turns'\?"):
+        multi_turn_scheduler.examine(task_of(scheduler=Strict, max_turn=2))
 
 
 def test_a_plug_in_registers_by_item_as_ms_swift_has_it() -> None:

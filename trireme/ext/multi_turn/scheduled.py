@@ -13,7 +13,7 @@ from functools import partial
 from types import new_class
 from typing import Any, Protocol, runtime_checkable
 
-from trireme.config.options import accepted
+from trireme.config.options import accepted, parameters_of
 from trireme.engines.engine import Sampling
 from trireme.experience import Experience
 from trireme.ext.multi_turn import loss_scale
@@ -24,7 +24,7 @@ from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
 from trireme.model.recorder import Call
 from trireme.pictures import as_json_messages, pictures_in
-from trireme.registry import MULTI_TURNS
+from trireme.registry import MULTI_TURNS, did_you_mean
 from trireme.rewards.grouped import Judges, judge_of, reward_group
 from trireme.serialize import experience_of_wire
 from trireme.task import Task
@@ -148,8 +148,11 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
     try:
         made: MultiTurnScheduler = scheduler(**accepted(scheduler, {"max_turns": turns}), **options)
     except TypeError as error:
+        known = [*parameters_of(scheduler), *_OWN]
+        hints = (did_you_mean(option, known) for option in options if option not in known)
         raise ValueError(
             f"multi-turn scheduler {name!r} does not take workflow_args {options}: {error}"
+            f"{next(hints, '')}"
         ) from error
     if getattr(made, "max_turns", None) is None:  # its constructor does not set it
         made.max_turns = turns
