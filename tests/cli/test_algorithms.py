@@ -26,6 +26,16 @@ def test_every_algorithm_is_listed_with_its_parts_and_formulas(
     assert any(line.startswith("ppo ") and line.endswith("critic, reference") for line in lines)
 
 
+def test_one_algorithm_is_listed_with_its_own_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert algorithms(chosen=["dapo"]) == 0
+    said = capsys.readouterr().out
+    assert "\ngrpo " not in said and said.count("\ndapo ") == 2
+    parts = [line.split()[:2] for line in said.splitlines() if line.startswith("advantage_fn ")]
+    assert parts == [["advantage_fn", "dapo"]]
+    assert algorithms(chosen=["gpro"]) == 2
+    assert "there is no algorithm 'gpro'; did you mean 'gspo'?" in capsys.readouterr().err
+
+
 def test_the_user_s_own_are_listed_with_their_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trireme.registry import did_you_mean
 from trireme.text import say
 
 
@@ -62,16 +63,22 @@ def workflows(plugin_dirs: Sequence[Path]) -> int:
     return 0
 
 
-def algorithms(plugin_dirs: Sequence[Path] = ()) -> int:
-    """Print three tables; returns the exit code."""
+def algorithms(plugin_dirs: Sequence[Path] = (), chosen: Sequence[str] = ()) -> int:
+    """Print three tables, of the `chosen` algorithms or of all; returns the exit code."""
     from trireme.algorithms.part import PARTS
     from trireme.algorithms.recipes import Recipe
     from trireme.registry import ALGORITHMS
 
     if not plugins_loaded(plugin_dirs):
         return 2
+    for name in chosen:
+        if name not in ALGORITHMS.names():
+            from trireme.cli.run import complain
+
+            complain(f"there is no algorithm '{name}'{did_you_mean(name, ALGORITHMS.names())}")
+            return 2
     rows, uses = [], []
-    for name in ALGORITHMS.names():
+    for name in chosen or ALGORITHMS.names():
         recipe = ALGORITHMS.get(name)
         if not isinstance(recipe, Recipe):
             continue  # a path that names something else: refused on use
@@ -88,20 +95,17 @@ def algorithms(plugin_dirs: Sequence[Path] = ()) -> int:
                  recipe.entropy_loss_fn, recipe.loss_agg_mode, ", ".join(needs))  # fmt: skip
         rows.append((name, *parts))
         uses.append((name, recipe.use))
-    print_table(
-        ("algorithm_type", "advantage_fn", "policy_loss_fn", "kl_loss_fn", "entropy_loss_fn",
-         "loss_agg_mode", "needs"),
-        rows,
-    )  # fmt: skip
+    columns = ("algorithm_type", "advantage_fn", "policy_loss_fn", "kl_loss_fn", "entropy_loss_fn",
+               "loss_agg_mode", "needs")  # fmt: skip
+    print_table(columns, rows)
     print_table(("algorithm_type", "when to use it"), uses)
-    print_table(
-        ("key", "name", "formula"),
-        [
-            (registry.name.removeprefix("algorithm."), name, first_line(registry.get(name)))
-            for registry in dict.fromkeys(PARTS.values())
-            for name in registry.names()
-        ],
-    )
+    used = {pair for row in rows for pair in zip(columns, row, strict=True)}
+    formulas = []
+    for registry in dict.fromkeys(PARTS.values()):
+        key = registry.name.removeprefix("algorithm.")
+        names = [name for name in registry.names() if not chosen or (key, name) in used]
+        formulas += [(key, name, first_line(registry.get(name))) for name in names]
+    print_table(("key", "name", "formula"), formulas)
     return 0
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from trireme.cli.arguments import PluginDirs
 
 
-def algorithms(plugin_dir: PluginDirs = None) -> None:
+def algorithms(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Only these algorithms.")
+    ] = None,
+    plugin_dir: PluginDirs = None,
+) -> None:
     """List the algorithms and their parts; --plugin-dir adds yours."""
     from trireme.cli.listing import algorithms as command
 
-    raise typer.Exit(command(plugin_dir or []))
+    raise typer.Exit(command(plugin_dir or [], names or []))
 
 
 def workflows(plugin_dir: PluginDirs = None) -> None:
