@@ -134,19 +134,19 @@ class Rows:
         """Return the numbers of the rows whose text in `column` is empty or white space."""
         table = getattr(self._data, "data", None)
         if table is None or getattr(self._data, "_indices", None) is not None:
-            texts = (row.get(column) for row in self)
-            return [
-                at for at, text in enumerate(texts) if isinstance(text, str) and not text.strip()
-            ]
+            alone = getattr(self._data, "select_columns", None)  # no other column is decoded
+            texts = (row.get(column) for row in (self if alone is None else alone([column])))
+            blank = (isinstance(text, str) and not text.strip() for text in texts)
+            return [at for at, is_blank in enumerate(blank) if is_blank]
         import pyarrow
         from pyarrow import compute
 
         values = table.column(column)
         if not (pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type)):
             return []
-        return compute.indices_nonzero(
-            compute.equal(compute.utf8_trim_whitespace(values), "")
-        ).to_pylist()
+        texts = compute.call_function("utf8_trim_whitespace", [values])
+        empty = compute.call_function("equal", [texts, pyarrow.scalar("", values.type)])
+        return compute.call_function("indices_nonzero", [empty]).to_pylist()
 
     def where(self, index: int) -> str:
         """Describe a row in messages, with its file and line if known."""

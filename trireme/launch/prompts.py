@@ -99,7 +99,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         messages, tools = asked
         rendered.append(text.chat.render(messages, tools))
         sizes.append(text.chat.tokens_of(rendered[-1], messages))
-        if unknown_id is not None:
+        if isinstance(unknown_id, int):
             unknown += text.chat.encode(rendered[-1]).count(unknown_id)
         drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
         shows_pictures = shows_pictures or bool(pictures_in(messages))
