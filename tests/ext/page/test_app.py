@@ -72,6 +72,20 @@ def test_an_answer_does_not_wait_for_an_acknowledgement(folder: Path) -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+def test_a_second_page_takes_a_free_port_and_a_port_that_is_asked_for_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("trireme.ext.page.serve.PORT", port)
+        with _listen(PageOptions(folder)) as listener:
+            assert listener.getsockname()[1] != port
+        with pytest.raises(
+            OSError, match=f"--port {port} cannot be used: Address already in use: "
+        ):
+            _listen(PageOptions(folder, port=port))
+
+
 def test_a_wrong_token_does_not_log_a_browser_out(client: TestClient) -> None:
     answer = client.get("/?token=of+yesterday")
     assert answer.headers["location"] == "/" and "set-cookie" not in answer.headers

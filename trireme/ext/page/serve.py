@@ -94,11 +94,13 @@ def _listen(options: PageOptions) -> socket.socket:
         try:
             listener = socket.create_server((options.host, port), family=family)
         except OSError as error:
-            if port == ports[-1]:
-                raise OSError(
-                    f"--host {options.host} --port {port} cannot be used: {error.strerror}: "
-                    "expected another one"
-                ) from error
+            if port != ports[-1]:
+                continue
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise OSError(
+                f"--host {options.host} --port {port} cannot be used: {reason}: expected another "
+                "one"
+            ) from error
         # an answer's body would wait 40 ms for the browser to acknowledge its headers: asyncio sets
         # this only on sockets that name their protocol, which create_server's do not
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
