@@ -117,7 +117,7 @@ def test_a_key_of_the_section_below_is_found(tmp_path):
 def test_keys_of_other_trainers_are_answered_with_ours(tmp_path):
     text = """
     algorithm: {num_generations: 8, learning_rate: 1e-6, adv_estimator: grpo, beta: 0.1}
-    trainer: {per_device_train_batch_size: 4}
+    trainer: {per_device_train_batch_size: 4, device: cuda}
     """
     assert problems_of(tmp_path, text) == [
         f"{key} is not a known key; {hint}"
@@ -128,6 +128,9 @@ def test_keys_of_other_trainers_are_answered_with_ours(tmp_path):
             "algorithm.beta": "did you mean 'algorithm.kl_loss_fn_args.kl_coef'?",
             "trainer.per_device_train_batch_size": (
                 "use buffer.batch_size (tasks) and buffer.train_batch_size"
+            ),
+            "trainer.device": (
+                "use no key: a GPU is used where there is one, and none with CUDA_VISIBLE_DEVICES="
             ),
         }.items()
     ]

@@ -180,7 +180,7 @@ def test_a_replay_that_uses_groups_again_has_no_known_number_of_train_steps(tmp_
     assert plans[1].counted == ("explorer", plans[1].steps.explore)
     rows = [dict(plan_rows(plan)) for plan in plans]
     assert all(row["buffer"].startswith("queue with replay, ") for row in rows)
-    assert "train until the data ends" in rows[1]["steps"]
+    assert "train as long as there are experiences" in rows[1]["steps"]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_an_own_class_with_one_reply_has_its_train_steps(checked: Any) -> None:
     assert "explore 4, train 4, 4 an epoch" in checked(f"{WORKFLOW}=own_simple")
     own_function = checked(f"{WORKFLOW}=own_function", f"{TASKSET}.default_reward_fn_type=null")
     assert "explore 4, train 4, 4 an epoch" in own_function
-    assert "train until the data ends" in checked(f"{WORKFLOW}=own_many")
+    assert "train as long as there are experiences" in checked(f"{WORKFLOW}=own_many")
 
 
 def test_an_own_workflow_that_chats_needs_a_chat_template(checked: Any, tmp_path: Path) -> None:

@@ -230,12 +230,16 @@ def _train_step(steps: Steps, max_token_len: int) -> str:
     return f"{size}, {micro}"
 
 
+_AS_THEY_COME = "as long as there are experiences"
+
+
 def _steps(steps: Steps, explores: bool, trains: bool) -> str:
     parts = []
     if explores:
         parts.append(f"explore {_count(steps.explore)}")
     if trains:
-        parts.append(f"train {_count(steps.train)}")
+        known = explores and steps.explore is not None
+        parts.append(f"train {_count(steps.train) if steps.train or not known else _AS_THEY_COME}")
     if steps.per_epoch is not None:
         parts.append(f"{steps.per_epoch} an epoch")
     return ", ".join(parts)

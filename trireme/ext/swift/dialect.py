@@ -5,6 +5,10 @@ from __future__ import annotations
 from trireme.config.dialect import Dialect
 
 _TRL = {
+    **dict.fromkeys(
+        ("device", "use_cpu"),
+        "no key: a GPU is used where there is one, and none with CUDA_VISIBLE_DEVICES=",
+    ),
     "beta": "algorithm.kl_loss_fn_args.kl_coef",
     "epsilon": "algorithm.policy_loss_fn_args.clip_range",
     "epsilon_high": "algorithm.policy_loss_fn_args.clip_range_high",
