@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.limits import HANG_S
 from tests.test_documents import ROOT
 from trireme.config import load_config
 
@@ -118,7 +119,7 @@ def test_each_language_has_its_own_navigation_and_leads_to_the_same_page_of_the_
     config = CONFIG | {"plugins": ["search"], "validation": {}}
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config, sort_keys=False))
     words = [sys.executable, "-m", "zensical", "build", "--clean"]
-    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=HANG_S)
     seen = {}
     for name in ("quick_start", "view", "zh/quick_start", "zh/migrate/trinity"):
         text = (tmp_path / f"site/{name}.html").read_text(encoding="utf-8")
