@@ -114,6 +114,7 @@ def test_a_key_of_the_section_below_is_found(tmp_path):
     ]
 
 
+@pytest.mark.extension("swift", "verl")
 def test_keys_of_other_trainers_are_answered_with_ours(tmp_path):
     text = """
     algorithm: {num_generations: 8, learning_rate: 1e-6, adv_estimator: grpo, beta: 0.1}
