@@ -230,23 +230,19 @@ def _train_step(steps: Steps, max_token_len: int) -> str:
     return f"{size}, {micro}"
 
 
-_AS_THEY_COME = "as long as there are experiences"
+_WITH_THE_DATA, _AS_THEY_COME = "until the data ends", "as long as there are experiences"
 
 
 def _steps(steps: Steps, explores: bool, trains: bool) -> str:
     parts = []
     if explores:
-        parts.append(f"explore {_count(steps.explore)}")
+        parts.append(f"explore {steps.explore or _WITH_THE_DATA}")
     if trains:
-        known = explores and steps.explore is not None
-        parts.append(f"train {_count(steps.train) if steps.train or not known else _AS_THEY_COME}")
+        ends = _AS_THEY_COME if explores and steps.explore else _WITH_THE_DATA
+        parts.append(f"train {steps.train or ends}")
     if steps.per_epoch is not None:
         parts.append(f"{steps.per_epoch} an epoch")
     return ", ".join(parts)
-
-
-def _count(steps: int | None) -> str:
-    return "until the data ends" if steps is None else str(steps)
 
 
 def _sync(sync: SyncPlan) -> str:

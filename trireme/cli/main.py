@@ -74,7 +74,7 @@ def _meant(name: str) -> str:
     if did_you_mean(name, COMMANDS):
         return ""
     other = _OTHERS.get(did_you_mean(name, _OTHERS, "{}"))
-    return f". Did you mean '{other}'?" if other else ""
+    return f". Did you mean '{other}'?" if other in COMMANDS else ""
 
 
 def _app_of(name: str) -> typer.Typer:

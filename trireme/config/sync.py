@@ -82,9 +82,8 @@ def sync_of(
     takes_turns = findings.take(_takes_turns(stage, places, engine.hosts, lock_step=lock_step))
     shares = lock_step and not places.spread and engine.shares
     rank = adapter_rank_of(stage, method, engine.largest_adapter)
-    share_base = findings.take(_shares_base(stage, places, engine, dtype, rank))
-    if share_base and stage.reads_file:
-        rank = plain_rank_of(config)
+    alone = plain_rank_of(config) if stage.reads_file else rank  # one that evaluates gets it too
+    share_base = findings.take(_shares_base(stage, places, engine, dtype, plain=alone > 0))
     return SyncPlan(
         method=method,
         style=style,
@@ -95,16 +94,16 @@ def sync_of(
         lock_step=lock_step,
         takes_turns=takes_turns,
         share_tensors=shares and not config.model.lora_configs and dtype == "float32",
-        adapter_rank=rank,
+        adapter_rank=alone if share_base else rank,
         share_base=share_base,
     ), findings
 
 
 def _shares_base(
-    stage: StageFacts, places: Places, engine: EnginePlan, dtype: str, rank: int
+    stage: StageFacts, places: Places, engine: EnginePlan, dtype: str, *, plain: bool
 ) -> tuple[bool, Findings]:
     """Decide whether an embedded engine reads the base of the trainer's adapter, and note where it
-    is asked for in vain. `rank`: of the adapter that is pushed alone.
+    is asked for in vain. `plain`: the adapter can be pushed alone.
     """
     findings, config = Findings(), stage.config
     asked = config.explorer.rollout_model.enable_lora
@@ -112,11 +111,10 @@ def _shares_base(
     trains = config.mode == "both" or stage.reads_file
     if not config.model.lora_configs or not embedded or not trains:
         return False, findings
-    alone = rank or (plain_rank_of(config) if stage.reads_file else 0)
-    plain = "no use_dora, target_modules all-linear or names of layers in blocks"
+    form = "no use_dora, target_modules all-linear or names of layers in blocks"
     conditions = [
         (not places.spread and not engine.hosts, "one process (engine_num 1, no cluster)"),
-        (alone > 0, f"an adapter that is pushed alone ({plain}, sync_method memory or nccl)"),
+        (plain, f"an adapter that is pushed alone ({form}, sync_method memory or nccl)"),
         (dtype != "float16", "dtype bfloat16 or float32"),
     ]
     lacking = [expected for holds, expected in conditions if not holds]

@@ -98,9 +98,9 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
             return None
         messages, tools = asked
         rendered.append(text.chat.render(messages, tools))
-        sizes.append(text.chat.tokens_of(rendered[-1], messages))
-        if isinstance(unknown_id, int):
-            unknown += text.chat.encode(rendered[-1]).count(unknown_id)
+        ids = text.chat.ids_of_text(rendered[-1], messages)
+        sizes.append(len(ids))
+        unknown += ids.count(unknown_id) if isinstance(unknown_id, int) else 0
         drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
         shows_pictures = shows_pictures or bool(pictures_in(messages))
         if len(sizes) == ROWS or time.monotonic() > deadline:

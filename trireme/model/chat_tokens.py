@@ -332,14 +332,12 @@ class ChatTokens:
 
     def ids_of(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids of a whole conversation, which ends where its last message does."""
-        ids = self.encode(self.render(messages, tools, generate=False))
-        pictures = pictures_in(messages)
-        return self._placed(ids, pictures) if pictures else ids
+        return self.ids_of_text(self.render(messages, tools, generate=False), messages)
 
-    def tokens_of(self, text: str, messages: Sequence[Message]) -> int:
-        """Count the tokens of the rendered `text` of plain messages, those of pictures included."""
+    def ids_of_text(self, text: str, messages: Sequence[Message]) -> list[int]:
+        """Encode the rendered `text` of plain messages, with the tokens of their pictures."""
         ids, pictures = self.encode(text), pictures_in(messages)
-        return len(self._placed(ids, pictures) if pictures else ids)
+        return self._placed(ids, pictures) if pictures else ids
 
     def read(self, source: Any) -> Picture:
         """Read a picture. Raises ValueError if that is not possible, or the model takes none."""

@@ -109,7 +109,7 @@ def test_ids_are_those_of_the_rendered_text_with_pictures_in_their_places(folder
     text = chat.render(messages)
     assert with_placeholders(prompt.ids, reader.placeholder) == chat.encode(text)
     assert chat.decode(prompt.ids) == chat.decode(chat.encode(text))
-    assert chat.tokens_of(text, messages) == len(prompt.ids)
+    assert len(chat.ids_of_text(text, messages)) == len(prompt.ids)
     assert sum(token >= BEGIN for token in prompt.ids) == 2 * reader.read(red).tokens
 
 
