@@ -24,6 +24,8 @@ from trireme.sync.probe import Probe, WrongWeights
 class Engine:
     """Takes weights; the first folder has made way when it is read."""
 
+    gone: Exception = FileNotFoundError("model.safetensors")
+
     def __init__(self, folder: JobFolder) -> None:
         self.folder = folder
         self.took: list[str] = []
@@ -31,7 +33,7 @@ class Engine:
     async def update_weights(self, source: Path, version: int) -> None:
         if source == self.folder.actor_dir(1):
             publish(self.folder, 2)
-            raise FileNotFoundError(source)
+            raise self.gone
         self.took.append(f"{source.parent.name} as {version}")
 
 
@@ -49,8 +51,20 @@ def polled(folder: Path, **options: Any) -> tuple[PolledSync, Engine]:
     return PolledSync(engine, job, dtype="float32", **options), engine
 
 
-def test_weights_that_made_way_for_newer_ones_are_not_missed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        Engine.gone,
+        RuntimeError("unable to open file <model.safetensors> in read-only mode"),
+        RuntimeError("http://127.0.0.1:1/engine/weights/commit (500): No such file or directory"),
+    ],
+    ids=["opening", "mapping", "elsewhere"],
+)
+def test_weights_that_made_way_for_newer_ones_are_not_missed(
+    tmp_path: Path, error: Exception
+) -> None:
     sync, engine = polled(tmp_path)
+    engine.gone = error
     publish(JobFolder(tmp_path), 1)
     asyncio.run(sync.load_latest())
     assert (engine.took, sync.version) == (["global_step_2 as 1"], 1)

@@ -21,7 +21,7 @@ from trireme.engines.engine import Engine
 from trireme.engines.weights import fingerprint
 from trireme.files import Unreadable, read_json, write_json
 from trireme.log import get_logger
-from trireme.sync.probe import Probe, WeightSource
+from trireme.sync.probe import BrokenWeights, Probe, WeightSource, WrongWeights
 from trireme.sync.synchronizer import Persist, is_due, once
 
 logger = get_logger("synchronizer")
@@ -179,14 +179,20 @@ class PolledSync:
             while (step := self._latest()) > self._loaded_step:
                 try:
                     await self.persist(lambda step=step: self._load(step))
-                except (OSError, ValueError):
+                except (BrokenWeights, WrongWeights):
+                    raise
+                except Exception as error:
+                    # whatever the error: a file that goes between its opening and its mapping is a
+                    # RuntimeError of torch, and an engine of another process answers with one too
                     if self._latest() == step:
                         failures += 1
                         if failures > TRIES:
                             raise
                         await asyncio.sleep(POLL_SECONDS)  # its checkpoint may replace it
                         continue
-                    logger.info("the weights of train step %d made way for newer ones", step)
+                    logger.info(
+                        "the weights of train step %d made way for newer ones: %s", step, error
+                    )
 
     async def renew(self, lacking: Callable[[], bool]) -> None:
         """Load the newest weights, newer or not, if an engine is still `lacking` them."""
