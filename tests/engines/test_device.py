@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.fake_gpu import DEVICE, FakeGpu, put
+from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.request import Request, make_requests
 from trireme.engines.torch import rows
@@ -71,3 +76,46 @@ def test_a_decode_step_waits_for_the_device_when_its_tokens_are_there(tiny_dir: 
         before = gpu.waits.copy()
         decoder.advance([], steps=8, hurry=lambda: False)
         assert gpu.waits - before == {"_to_copy": 3 * 8}
+
+
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes, and no core")
+
+
+@ON_CPU
+def test_its_thread_has_torchs_cores_and_the_callers_has_one_until_it_is_closed() -> None:
+    here = torch.get_num_threads()
+
+    async def main() -> None:
+        first, second = Device(3), Device(2)
+        assert [await one.run(torch.get_num_threads) for one in (first, second)] == [3, 2]
+        assert torch.get_num_threads() == 1
+        second.close()
+        assert await first.run(torch.get_num_threads) == 3
+        first.close()
+
+    torch.set_num_threads(4)
+    try:
+        asyncio.run(main())
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(here)
+
+
+@ON_CPU
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone")
+def test_the_callers_pool_of_threads_is_freed() -> None:
+    """In a process of its own, since pools of other tests' threads would count."""
+    program = """
+import os, torch
+from trireme.engines.device import Device
+count = lambda: len(os.listdir("/proc/self/task"))
+torch.set_num_threads(4)
+torch.randn(1 << 20).exp()
+before = count()
+device = Device()
+print(before - count(), torch.randn(1 << 20).exp().shape[0])
+device.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    # three of its pool have gone, and the device's has come
+    assert done.stdout.split() == ["2", "1048576"], done.stderr
