@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trireme.engines.torch import linear as module
-from trireme.engines.torch.linear import QuickLinear, linear, quicken, transposed_product
+from trireme.engines.torch.linear import (
+    QuickLinear,
+    linear,
+    pack,
+    packed_product,
+    packs,
+    quicken,
+    transposed_product,
+)
 
 CHOOSES = module.is_quicker
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
@@ -23,9 +33,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_quicker", lambda: True)
 
 
-def test_onednn_is_quicker_only_where_torch_may_use_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "get_cpu_capability", lambda: "AVX2")
-    assert not CHOOSES.__wrapped__()
+@pytest.mark.parametrize("maker", ["AuthenticAMD", "GenuineIntel"])
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
+def test_onednn_is_quicker_on_processors_of_amd_whose_wide_registers_torch_may_use(
+    maker: str, capability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processors = tmp_path / "cpuinfo"
+    processors.write_text(f"vendor_id : {maker}\n")
+    monkeypatch.setattr(module, "Path", lambda _: processors)
+    monkeypatch.setattr(module, "get_cpu_capability", lambda: capability)
+    assert CHOOSES.__wrapped__() == (maker == "AuthenticAMD" and capability != "DEFAULT")
 
 
 def multiplied_by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -130,3 +147,40 @@ def test_a_slice_of_columns_is_never_a_weight_of_onednn(monkeypatch: pytest.Monk
     torch.testing.assert_close(product, part.t() @ states, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(linear(states.t(), part.t()), states.t() @ part)
     assert len(shapes) == 1  # torch's own product
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *[torch.bfloat16] * packs(torch.bfloat16)])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize(("width", "out"), [(128, 384), (130, 199)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_by_packed_weights_are_those_of_float64(
+    dtype: torch.dtype, rows: int, width: int, out: int, biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*size, generator=generator).to(dtype)
+        for size in ((rows, width), (out, width), (out,))
+    )
+    copy = pack(weight)
+    assert copy is not None
+    given = bias if biased else None
+    got = packed_product(x, copy, given)
+    expected = F.linear(x.double(), weight.double(), None if given is None else given.double())
+    assert got.dtype == dtype
+    # bfloat16 sums in float32, and rounds once
+    within = 1e-4 if dtype == torch.float32 else 2**-8 * float(expected.abs().max())
+    assert float((got.double() - expected).abs().max()) < within
+
+
+def test_only_what_gains_by_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(128, 256)
+    assert pack(weight) is not None
+    others = {
+        "small": weight[:3], "float64": weight.double(), "with gaps": weight[:, :200],
+        "transposed": weight.t(), "elsewhere": weight.to("meta"),
+    }  # fmt: skip
+    assert [why for why, one in others.items() if pack(one) is not None] == []
+    monkeypatch.setattr(module, "is_quicker", lambda: False)
+    assert pack(weight) is None
+    monkeypatch.setenv("TRIREME_NATIVE", "0")
+    assert not packs(torch.bfloat16)

@@ -15,6 +15,7 @@ from tests.tiny import make_model, make_tokenizer
 from tests.trainer.samples import backend_of
 from trireme.engines.engine import Completion, Sampling
 from trireme.engines.sampling import inverse_cdf
+from trireme.engines.torch import linear as linear_module
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.prefix import SharedPrompts
 from trireme.engines.torch.rows import RowStore
@@ -87,14 +88,26 @@ async def all_prompts(engine: TorchEngine) -> list[list[Completion]]:
     return await asyncio.gather(*asked)
 
 
-@pytest.fixture(params=["step", "native", "plain"])
+@pytest.fixture(params=["step", "native", "packed", "plain"])
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the compiled step, with compiled operators alone, and as without a compiler."""
-    if request.param == "native":
+    """With the compiled step, with compiled operators alone, with packed matrices too, and as
+    without a compiler.
+    """
+    if request.param in ("native", "packed"):
         monkeypatch.setattr(step_module, "MOST_WEIGHTS", 0)
+    if request.param == "packed":
+        pack_all(monkeypatch)
     if request.param == "plain":
         monkeypatch.setattr(lean_module, "_ops", lambda _: PlainOps())
     return request.param
+
+
+def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor where packed matrices are quicker, for small ones as well."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(linear_module, "is_quicker", lambda: True)
+    monkeypatch.setattr(linear_module, "_LEAST_WEIGHTS", 0)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -195,6 +208,46 @@ def test_new_weights_reach_rows_that_share_a_prompt(tmp_path: Path, ops: str, ke
         assert torch.allclose(
             own(new, PROMPTS[3], reply), torch.tensor(reply.logprobs), atol=1e-4
         ), "a prompt that old weights have read is not joined"
+
+
+def test_packed_copies_are_those_of_the_weights_now_and_freed_while_the_engine_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_all(monkeypatch)
+    monkeypatch.setattr(step_module, "MOST_WEIGHTS", 0)
+    made: list[int] = []
+    pack = lean_module.pack
+    monkeypatch.setattr(lean_module, "pack", lambda weight: made.append(1) or pack(weight))
+    folder = make_model(tmp_path)
+    matrices = 7 * 2 + 1  # of two blocks, and the head
+
+    async def main(engine: TorchEngine) -> None:
+        async def replied(number: int) -> torch.Tensor:
+            [reply] = await engine.generate(PROMPTS[3], Sampling(max_tokens=9), key=(number, 0, 0))
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            model.load_state_dict(engine.module.state_dict())
+            logits = model(torch.tensor([PROMPTS[3] + reply.ids])).logits[0]
+            chosen = logits[len(PROMPTS[3]) - 1 : -1].log_softmax(-1)
+            expected = chosen.gather(1, torch.tensor(reply.ids)[:, None])[:, 0]
+            assert torch.allclose(expected, torch.tensor(reply.logprobs), atol=1e-4)
+            return expected
+
+        lean: Any = engine._decoder.forward
+        made.clear()  # those of the specimen
+        first = await replied(1)
+        await replied(2)
+        assert len(made) == matrices, "once for all steps"
+        with torch.no_grad():  # by someone who reports it to nobody
+            engine.module.lm_head.weight.mul_(1.5)
+        assert not torch.equal(await replied(3), first)
+        assert len(made) == 2 * matrices and lean._packed is not None
+        await engine.pause()
+        assert lean._packed is None
+        await engine.resume()
+        await replied(4)
+        assert len(made) == 3 * matrices
+
+    run(folder, main, prefix_tokens=0)
 
 
 def test_who_comes_later_joins_a_prompt_that_is_there(tiny_dir: Path, ops: str) -> None:

@@ -168,8 +168,10 @@ def test_an_adapter_of_seven_billion_weights_fits_where_the_base_is_there_once(
         assert any("GiB are missing" in str(problem) for problem in problems)
 
 
-def test_on_a_cpu_the_process_and_its_engine_are_charged(tmp_path, machine):
+@pytest.mark.parametrize("packs", [False, True])
+def test_on_a_cpu_the_process_and_its_engine_are_charged(tmp_path, machine, monkeypatch, packs):
     machine(0)
+    monkeypatch.setattr("trireme.engines.torch.linear.packs", lambda dtype: packs)
 
     def parts(*given):
         config = config_of(tmp_path, four(tmp_path), *given)
@@ -177,9 +179,13 @@ def test_on_a_cpu_the_process_and_its_engine_are_charged(tmp_path, machine):
         needs = plan.memory.needs
         return needs["engine"], needs["engine's cache"], needs["libraries"]
 
-    assert parts() == (0, 0, 460 * 2**20)  # tensors are shared, keys and values freed for a step
+    # tensors are shared; keys, values and packed matrices are freed for a step
+    assert parts() == (0, 0, 460 * 2**20)
     alone, cache, _ = parts("synchronizer.sync_style=fully_async")
-    assert alone == 4 * 4_022_468_096 and cache >= 2**15 * 2 * 4 * 1024 * 36
+    weights = 4 * 4_022_468_096
+    assert alone == weights
+    keys = cache - packs * weights  # the norms are not packed
+    assert 2**15 * 2 * 4 * 1024 * 36 <= keys + 2**24 <= weights
 
 
 def test_a_plan_that_does_not_fit_can_be_tried_all_the_same(tmp_path, machine, monkeypatch):

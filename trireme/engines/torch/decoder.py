@@ -184,6 +184,8 @@ class Decoder:
             self.store.clear()
             self.prefixes.clear()
             self.prompts.clear()
+            if self.forward is not None:
+                self.forward.rest()
             self._changed()
 
     def close(self) -> None:

@@ -64,6 +64,10 @@ class ForwardPass(Protocol):
         """Take the module's tensors anew: the weights have changed, or may be other tensors."""
         ...
 
+    def rest(self) -> None:
+        """Free what the pass has made for its steps: none follows for a while."""
+        ...
+
 
 def make_pass(model: PreTrainedModel) -> ForwardPass | None:
     """Return the first pass that suits a model; None without one."""

@@ -5,14 +5,15 @@ transformers' module. The gains are:
 - a prompt that several requests share is stored and read once, in `prompts`;
 - a decode step attends over each row's own tokens, and its norms, rotations and gates are one call
   each (`native.py`; torch's own operators without a compiler);
-- a decode step of a small float32 model is one compiled call (`step.py`);
+- a decode step of a small float32 model is one compiled call (`step.py`), and one of another model
+  multiplies by packed copies of its matrices;
 - a prefill computes no padding, and stops at the last layer's keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,11 @@ from transformers import PreTrainedModel
 
 from trireme.engines.adapter import added
 from trireme.engines.sampling import inverse_cdf, log_probabilities
-from trireme.engines.torch.linear import GRID, is_quicker, linear
+from trireme.engines.torch.linear import GRID, is_quicker, linear, pack, packed_product
 from trireme.engines.torch.rows import NAME, Pass, RowStore
 from trireme.engines.torch.specimen import make_specimen
 from trireme.ext.fast_engine.native import NativeOps
-from trireme.ext.fast_engine.step import CompiledStep
+from trireme.ext.fast_engine.step import PRODUCTS, CompiledStep, matrices
 from trireme.ext.fast_engine.where import Where
 from trireme.log import get_logger
 
@@ -49,10 +50,18 @@ class Product(NamedTuple):
     bias: Tensor | None
     addition: tuple[Tensor, Tensor] | None
     """A and B of an adapter that is not merged."""
+    packed: Tensor | None = None
+
+    def pack(self) -> Product:
+        """Return the product with a packed copy of its weight, where one is quicker."""
+        return self._replace(packed=pack(self.weight))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x [..., K]: [..., N]."""
-        out = linear(x, self.weight, self.bias)
+        """Multiply x [..., K]: [..., N]; by a packed weight x [T, K]."""
+        if self.packed is None:
+            out = linear(x, self.weight, self.bias)
+        else:
+            out = packed_product(x, self.packed, self.bias)
         return out if self.addition is None else added(out, x, *self.addition)
 
 
@@ -71,6 +80,10 @@ class Layer:
     gate: Product
     up: Product
     down: Product
+
+    def pack(self) -> Layer:
+        """Return the block with packed copies of its matrices, where these are quicker."""
+        return replace(self, **{name: getattr(self, name).pack() for name in PRODUCTS})
 
 
 class PlainOps:
@@ -182,6 +195,18 @@ class Lean:
         self._norm = base.norm.weight.detach()
         self._head = _linear(head)
         self._compiled = self._compile()
+        self._packed: tuple[list[int], list[Layer], Product] | None = None
+
+    def rest(self) -> None:
+        """Free the packed copies of matrices, until the next step."""
+        self._packed = None
+
+    def _for_steps(self) -> tuple[list[Layer], Product]:
+        """Return blocks and head with packed copies of the matrices as they are now."""
+        versions = [weight._version for weight in matrices(self._layers, self._head)]
+        if self._packed is None or self._packed[0] != versions:  # changed in place by anyone
+            self._packed = versions, [layer.pack() for layer in self._layers], self._head.pack()
+        return self._packed[1:]
 
     def _compile(self) -> CompiledStep | None:
         """Compile the steps of a small model as one call; None for a larger one, or if nothing is
@@ -213,7 +238,8 @@ class Lean:
         idle = -rows % GRID if rows > GRID // 2 and is_quicker() else 0
         x = self._embed(F.pad(tokens, (0, idle))).float()
         delta = None
-        for number, layer in enumerate(self._layers):
+        layers, head = self._for_steps()
+        for number, layer in enumerate(layers):
             hidden = ops.add_norm(x, delta, layer.norm, eps)
             q = layer.q(hidden)[:rows].view(rows, -1, width)
             k = layer.k(hidden)[:rows].view(rows, -1, width)
@@ -223,7 +249,7 @@ class Lean:
             out = ops.attend(q, k, v, number, where, self._scale, store, prompts)
             out = F.pad(out.view(rows, -1), (0, 0, 0, idle))
             x, delta = self._mlp(x, layer.o(out), layer)
-        return self._head(ops.add_norm(x, delta, self._norm, eps))[:rows]
+        return head(ops.add_norm(x, delta, self._norm, eps))[:rows]
 
     def read(
         self,

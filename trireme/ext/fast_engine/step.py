@@ -35,7 +35,8 @@ class _Matrix(ctypes.Structure):
 
 
 _NORMS = ("norm", "q_norm", "k_norm", "mlp_norm")
-_PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+"""The linear layers of a block."""
 
 
 class _Block(ctypes.Structure):
@@ -43,7 +44,7 @@ class _Block(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in _NORMS),
-        *((name, _Matrix) for name in _PRODUCTS),
+        *((name, _Matrix) for name in PRODUCTS),
         *((name, _POINTER) for name in ("keys", "values", "prompt_keys", "prompt_values")),
     )
 
@@ -79,7 +80,7 @@ class CompiledStep:
         self._ops = ops
         self._layers = layers
         self._norm, self._head = norm, head
-        self._matrices = _matrices(layers, head)
+        self._matrices = matrices(layers, head)
         self._versions: list[int] = []
         num_heads, num_keys = (len(p[0]) // head_width for p in (layers[0].q, layers[0].k))
         self._like = norm.new_empty(1, num_keys, 1, head_width)
@@ -98,11 +99,11 @@ class CompiledStep:
         """Return whether the model is small enough, float32 throughout, and without an adapter
         that is not merged.
         """
-        matrices = _matrices(layers, head)
-        if any(getattr(layer, name).addition for layer in layers for name in _PRODUCTS):
+        weights = matrices(layers, head)
+        if any(getattr(layer, name).addition for layer in layers for name in PRODUCTS):
             return False
-        plain = all(weight.dtype == torch.float32 for weight in matrices)
-        return plain and sum(weight.numel() for weight in matrices) <= MOST_WEIGHTS
+        plain = all(weight.dtype == torch.float32 for weight in weights)
+        return plain and sum(weight.numel() for weight in weights) <= MOST_WEIGHTS
 
     def __call__(
         self, x: Tensor, where: Where, store: RowStore, prompts: RowStore, tables: list[Tensor]
@@ -136,13 +137,13 @@ class CompiledStep:
             for name in _NORMS:
                 weight: Tensor | None = getattr(layer, name)
                 setattr(block, name, None if weight is None else weight.data_ptr())
-            for name in _PRODUCTS:
+            for name in PRODUCTS:
                 setattr(block, name, self._packed(getattr(layer, name)))
         self._step.head = self._packed(self._head)
 
     def _packed(self, product: Product) -> _Matrix:
         """Pack panels of a few columns each of the transposed matrix, with zeros after the last."""
-        weight, bias, _ = product
+        weight, bias = product.weight, product.bias
         panel = self._ops.panel_width
         panels = F.pad(weight, (0, 0, 0, -len(weight) % panel)).unflatten(0, (-1, panel))
         self._copies.append(panels.transpose(1, 2).contiguous())
@@ -150,5 +151,6 @@ class CompiledStep:
         return _Matrix(self._copies[-1].data_ptr(), pointer, weight.shape[1], weight.shape[0])
 
 
-def _matrices(layers: Sequence[Layer], head: Product) -> list[Tensor]:
-    return [head[0], *(getattr(layer, name)[0] for layer in layers for name in _PRODUCTS)]
+def matrices(layers: Sequence[Layer], head: Product) -> list[Tensor]:
+    """Return the weights of all linear layers, the head's first."""
+    return [head[0], *(getattr(layer, name)[0] for layer in layers for name in PRODUCTS)]

@@ -79,7 +79,7 @@ class Use:
     auxiliary: int = 0
     """Bytes of judges' and teachers' weights on the same device."""
     cache: int = 0
-    """Most bytes of keys and values of the engine."""
+    """Most bytes of the engine's keys, values and packed matrices."""
     cache_rests: bool = False
     """Whether the engine has none of them while the trainer computes."""
     entropy: bool = False
@@ -200,9 +200,24 @@ def _engine_of(
     return {
         "engine": copies * width * numbers + adapter,
         "cache": tokens * 2 * width * shape.key_width * attending
-        + rows * FLOAT * shape.state * shape.stateful,
+        + rows * FLOAT * shape.state * shape.stateful
+        + _packed(shape, width) * (not gpus),
         "cache_rests": rests,
     }
+
+
+def _packed(shape: ModelShape, width: int) -> int:
+    """Return the bytes of the matrices that the embedded engine copies while it decodes on a CPU:
+    see `pack` of engines/torch/linear.py.
+    """
+    import torch
+
+    from trireme.engines.torch.linear import packs
+
+    dtype = torch.float32 if width == FLOAT else torch.bfloat16
+    alike = not shape.experts and not shape.stateful  # the families of the faster forward pass
+    numbers = shape.layers * shape.linear + shape.vocabulary * shape.hidden
+    return width * numbers * (alike and packs(dtype))
 
 
 def _more_groups(stage: StageFacts, places: Places, shards: int, hosts: int) -> int:
