@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.fake_gpu import DEVICE, FakeGpu, put
-from trireme.engines.device import Device
+from trireme.engines.device import Device, use_all_cores
 from trireme.engines.engine import Sampling
 from trireme.engines.request import Request, make_requests
 from trireme.engines.torch import rows
@@ -86,11 +86,20 @@ def test_its_thread_has_torchs_cores_and_the_callers_has_one_until_it_is_closed(
     here = torch.get_num_threads()
 
     async def main() -> None:
-        first, second = Device(3), Device(2)
-        assert [await one.run(torch.get_num_threads) for one in (first, second)] == [3, 2]
-        assert torch.get_num_threads() == 1
+        first, second = Device(), Device(2)
+        assert [await one.run(torch.get_num_threads) for one in (first, second)] == [4, 2]
+        assert torch.get_num_threads() == await asyncio.to_thread(torch.get_num_threads) == 1
+        third = Device()
+        assert await third.run(torch.get_num_threads) == 4, "the process's, though the caller has 1"
+        third.close()
+
+        def scored() -> int:
+            use_all_cores()
+            return torch.get_num_threads()
+
+        assert await asyncio.to_thread(scored) == 4
         second.close()
-        assert await first.run(torch.get_num_threads) == 3
+        assert await first.run(torch.get_num_threads) == 4
         first.close()
 
     torch.set_num_threads(4)
@@ -107,7 +116,7 @@ def test_the_callers_pool_of_threads_is_freed() -> None:
     """In a process of its own, since pools of other tests' threads would count."""
     program = """
 import os, torch
-from trireme.engines.device import Device
+from trireme.engines.device import Device, use_all_cores
 count = lambda: len(os.listdir("/proc/self/task"))
 torch.set_num_threads(4)
 torch.randn(1 << 20).exp()

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # Read when torch and tokenizers are imported: they must be set before.
 ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one step would slow down the next one's
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }

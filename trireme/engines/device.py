@@ -24,7 +24,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -191,14 +191,21 @@ T = TypeVar("T")
 class Device:
     """Runs functions one after the other in a worker thread."""
 
+    _open: ClassVar[list[Device]] = []
+
     def __init__(self, threads: int | None = None) -> None:
-        """`threads` is the number of cores that torch uses; None leaves torch's own choice."""
+        """`threads` is the number of cores that torch uses; None leaves torch's own choice. Without
+        a GPU the caller's thread, and threads that begin later, use one until `close`.
+        """
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         self._callers = torch.get_num_threads()
-        here = self._pool.submit(torch.get_num_threads).result()  # as in any new thread
+        own = self._pool.submit(torch.get_num_threads).result()
+        self.cores = threads or max(self._callers, own, *(one.cores for one in Device._open))
+        """The threads of torch's operators in the device's thread."""
+        self._pool.submit(torch.set_num_threads, self.cores).result()
+        Device._open.append(self)
         if not torch.cuda.is_available():
             _compute_alone()
-        self._pool.submit(torch.set_num_threads, threads or here).result()
         self.colocation: ColocationLock | None = None
         """The lock shared with an engine process that uses the same accelerator."""
         self.busy = 0.0
@@ -240,16 +247,25 @@ class Device:
     def close(self) -> None:
         """End the thread after the running work."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._callers > 1:
+        if self in Device._open:  # else closed before
+            Device._open.remove(self)
             torch.set_num_threads(self._callers)
+
+
+def use_all_cores() -> None:
+    """Let torch's operators use the process's cores in the calling thread too, which computes for
+    long beside the device's.
+    """
+    cores = (one.cores for one in Device._open)
+    torch.set_num_threads(max(torch.get_num_threads(), *cores, 1))
 
 
 _PAUSE_HARD = 2
 
 
 def _compute_alone() -> None:
-    """Make torch's operators use the calling thread alone, and free its pool of threads; other
-    threads have theirs.
+    """Make torch's operators use the calling thread alone, and free its pool of threads; so do
+    threads that begin later. Threads that compute already have theirs.
 
     OpenMP has a pool for each thread that computed in parallel. Where all have more threads than
     there are cores, it puts idle ones to sleep after each operation, and to wake one takes as long

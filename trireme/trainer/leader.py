@@ -92,9 +92,12 @@ class Leader:
         if self._busy:
             return work()
         outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        threads = torch.get_num_threads()
 
         def perform() -> None:
             try:
+                if torch.get_num_threads() != threads:  # each thread has a number of its own
+                    torch.set_num_threads(threads)
                 if self._ranks.device.type == "cuda":  # each thread has its own current device
                     torch.cuda.set_device(self._ranks.device)
                 outcome.put((work(), None))

@@ -195,7 +195,10 @@ def _load(path: str, device: str | None) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    from trireme.engines.device import use_all_cores
+
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    use_all_cores()
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(path)
     model: Any
