@@ -257,8 +257,16 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 _signature = lru_cache(maxsize=256)(inspect.signature)
 
 
+class UnknownOption(ValueError):
+    """An option that something configurable does not have."""
+
+    def __init__(self, sentence: str, option: str) -> None:
+        super().__init__(sentence)
+        self.option = option
+
+
 def refuse_unknown_options(whose: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError for the first option that `whose` (such as `reward 'math'`) does not
+    """Raise UnknownOption for the first option that `whose` (such as `reward 'math'`) does not
     have.
     """
     known = list(known)
@@ -268,7 +276,7 @@ def refuse_unknown_options(whose: str, options: Iterable[str], known: Iterable[s
             longer = next((form.format(k) for k in known if k.startswith(f"{option}_")), "")
             hint = did_you_mean(option, known, form) or longer
             has = f"It has: {', '.join(known)}" if known else "It has no options"
-            raise ValueError(f"{whose} has no option '{option}'{hint}. {has}")
+            raise UnknownOption(f"{whose} has no option '{option}'{hint}. {has}", option)
 
 
 def lazy_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from trireme.aio import call_user
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.experience import Experience
-from trireme.registry import ORMS, REWARDS, did_you_mean, is_path
+from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
 from trireme.rewards.orm import ORM, Value
 from trireme.rewards.reward import number, score
 from trireme.rewards.reward import resolve as resolve_single
@@ -284,9 +284,8 @@ def _item(given: Any, options: dict[str, Any]) -> Function:
     """Make the reward function of an item of a list, which may also have a weight."""
     try:
         return _function(given, options)
-    except ValueError as error:
-        refused = [name for name in options if f"has no option '{name}'" in str(error)]
-        if refused and (hint := did_you_mean(refused[0], ["weight"])):
+    except UnknownOption as error:
+        if hint := did_you_mean(error.option, ["weight"]):
             raise ValueError(f"{error}{hint}") from error
         raise
 
