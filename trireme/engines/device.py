@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -191,7 +192,7 @@ T = TypeVar("T")
 class Device:
     """Runs functions one after the other in a worker thread."""
 
-    _open: ClassVar[list[Device]] = []
+    _open: ClassVar[WeakSet[Device]] = WeakSet()
 
     def __init__(self, threads: int | None = None) -> None:
         """`threads` is the number of cores that torch uses; None leaves torch's own choice. Without
@@ -203,7 +204,7 @@ class Device:
         self.cores = threads or max(self._callers, own, *(one.cores for one in Device._open))
         """The threads of torch's operators in the device's thread."""
         self._pool.submit(torch.set_num_threads, self.cores).result()
-        Device._open.append(self)
+        Device._open.add(self)
         if not torch.cuda.is_available():
             _compute_alone()
         self.colocation: ColocationLock | None = None
@@ -248,7 +249,7 @@ class Device:
         """End the thread after the running work."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self in Device._open:  # else closed before
-            Device._open.remove(self)
+            Device._open.discard(self)
             torch.set_num_threads(self._callers)
 
 
