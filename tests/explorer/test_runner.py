@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from trireme.engines.device import RolloutBarrier
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import EID, Experience
 from trireme.explorer.metrics import rollout_metrics
-from trireme.explorer.runner import Outcome
+from trireme.explorer.runner import Outcome, drop
 from trireme.model.model import Revoked
 from trireme.workflows.classes import Workflow
 from trireme.workflows.workflow import resolve
@@ -523,3 +524,31 @@ def test_time_at_the_barrier_is_not_the_rollouts_own_and_an_earlier_attempts_cou
 
     outcome = outcome_of(waits, barrier=barrier, max_timeout=0.2)
     assert [failure.kind for failure in outcome.failures] == fails
+
+
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_a_call_that_fails_while_its_rollout_is_cancelled_prints_nothing(ends: str) -> None:
+    async def main() -> list[Any]:
+        reported: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what))
+        allowed = asyncio.Event()
+
+        async def fails() -> None:
+            try:
+                await allowed.wait()
+            finally:
+                raise RuntimeError("the server is gone")
+
+        call = asyncio.ensure_future(fails())
+        await asyncio.sleep(0)
+        if ends == "before":
+            allowed.set()
+            await asyncio.wait({call})
+        drop(call)
+        await asyncio.wait({call})
+        del call
+        gc.collect()
+        await asyncio.sleep(0)
+        return reported
+
+    assert asyncio.run(main()) == []

@@ -406,7 +406,11 @@ def stamp(
 
 
 def drop(call: asyncio.Future[Any]) -> None:
-    """Cancel a call whose result is no longer awaited, and ignore what it still raises."""
-    if not call.done():
+    """Cancel a call whose result is no longer awaited, and ignore what it still raises, or has
+    raised when its rollout was cancelled.
+    """
+    if call.done():
+        _ = call.cancelled() or call.exception()  # else asyncio prints it
+    else:
         call.add_done_callback(lambda late: late.cancelled() or late.exception())
         call.cancel()
