@@ -116,7 +116,7 @@ def test_the_callers_pool_of_threads_is_freed() -> None:
     """In a process of its own, since pools of other tests' threads would count."""
     program = """
 import os, torch
-from trireme.engines.device import Device, use_all_cores
+from trireme.engines.device import Device
 count = lambda: len(os.listdir("/proc/self/task"))
 torch.set_num_threads(4)
 torch.randn(1 << 20).exp()

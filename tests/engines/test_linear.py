@@ -14,8 +14,8 @@ from trireme.engines.torch import linear as module
 from trireme.engines.torch.linear import (
     QuickLinear,
     linear,
+    multiply,
     pack,
-    packed_product,
     packs,
     quicken,
     transposed_product,
@@ -48,13 +48,13 @@ def test_onednn_is_quicker_on_processors_of_amd_whose_wide_registers_torch_may_u
 def multiplied_by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the first factors of all products from here on."""
     shapes: list[tuple[int, ...]] = []
-    multiply = module._multiply
+    real = module.multiply
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         shapes.append(tuple(x.shape))
-        return multiply(x, weight, bias)
+        return real(x, weight, bias)
 
-    monkeypatch.setattr(module, "_multiply", counted)
+    monkeypatch.setattr(module, "multiply", counted)
     return shapes
 
 
@@ -164,7 +164,7 @@ def test_products_by_packed_weights_are_those_of_float64(
     copy = pack(weight)
     assert copy is not None
     given = bias if biased else None
-    got = packed_product(x, copy, given)
+    got = multiply(x, copy, given)
     expected = F.linear(x.double(), weight.double(), None if given is None else given.double())
     assert got.dtype == dtype
     # bfloat16 sums in float32, and rounds once

@@ -193,18 +193,18 @@ class Device:
     """Runs functions one after the other in a worker thread."""
 
     _open: ClassVar[WeakSet[Device]] = WeakSet()
+    _cores: ClassVar[int] = 0
+    """The threads that torch used before the first of the open ones was made."""
 
     def __init__(self, threads: int | None = None) -> None:
         """`threads` is the number of cores that torch uses; None leaves torch's own choice. Without
         a GPU the caller's thread, and threads that begin later, use one until `close`.
         """
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-        self._callers = torch.get_num_threads()
-        own = self._pool.submit(torch.get_num_threads).result()
-        self.cores = threads or max(self._callers, own, *(one.cores for one in Device._open))
-        """The threads of torch's operators in the device's thread."""
-        self._pool.submit(torch.set_num_threads, self.cores).result()
+        if not Device._open:
+            Device._cores = torch.get_num_threads()
         Device._open.add(self)
+        self._pool.submit(_use_cores, threads or Device._cores).result()
         if not torch.cuda.is_available():
             _compute_alone()
         self.colocation: ColocationLock | None = None
@@ -250,15 +250,20 @@ class Device:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self in Device._open:  # else closed before
             Device._open.discard(self)
-            torch.set_num_threads(self._callers)
+            if not Device._open:
+                torch.set_num_threads(Device._cores)
 
 
 def use_all_cores() -> None:
-    """Let torch's operators use the process's cores in the calling thread too, which computes for
-    long beside the device's.
+    """Let torch's operators use the process's cores in the calling thread too, where it computes
+    for long while the device's does.
     """
-    cores = (one.cores for one in Device._open)
-    torch.set_num_threads(max(torch.get_num_threads(), *cores, 1))
+    _use_cores(Device._cores or torch.get_num_threads())
+
+
+def _use_cores(count: int) -> None:
+    torch.get_num_threads()  # a thread's first call of it takes over the process's last setting
+    torch.set_num_threads(count)
 
 
 _PAUSE_HARD = 2

@@ -35,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias)
-    return _multiply(x, weight, bias)
+    return multiply(x, weight, bias)
 
 
 def transposed_product(a: Tensor, b: Tensor) -> Tensor:
@@ -59,18 +59,13 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """Copy a weight [N, K] for `packed_product`; None if nothing is gained. The copy takes as much
+    """Copy a weight [N, K] for `multiply`; None if nothing is gained. The copy takes as much
     memory, and some 0.4 s for each GB.
     """
     least = weight.numel() >= _LEAST_WEIGHTS and weight.is_contiguous()
     if not least or weight.device.type != "cpu" or not packs(weight.dtype):
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), GRID)
-
-
-def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [T, K] by a packed weight [N, K], plus bias [N]: [T, N], without gradients."""
-    return _multiply(x, packed, bias)
 
 
 def quicken(model: nn.Module) -> None:
@@ -94,7 +89,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return _multiply(x, weight, bias)
+        return multiply(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -103,12 +98,15 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         dy_rows = dy.reshape(-1, dy.shape[-1])
-        dx = _multiply(dy, weight.t(), None) if wanted[0] else None
+        dx = multiply(dy, weight.t(), None) if wanted[0] else None
         dw = transposed_product(dy_rows, x.reshape(-1, x.shape[-1])) if wanted[1] else None
         return dx, dw, dy_rows.sum(0) if wanted[2] else None
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply x [..., K] by weight [N, K], packed or not, plus bias [N]: [..., N]. By oneDNN,
+    without gradients.
+    """
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from trireme.engines.adapter import added
 from trireme.engines.sampling import inverse_cdf, log_probabilities
-from trireme.engines.torch.linear import GRID, is_quicker, linear, pack, packed_product
+from trireme.engines.torch.linear import GRID, is_quicker, linear, multiply, pack
 from trireme.engines.torch.rows import NAME, Pass, RowStore
 from trireme.engines.torch.specimen import make_specimen
 from trireme.ext.fast_engine.native import NativeOps
@@ -57,11 +57,11 @@ class Product(NamedTuple):
         return self._replace(packed=pack(self.weight))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x [..., K]: [..., N]; by a packed weight x [T, K]."""
+        """Multiply x [..., K]: [..., N]."""
         if self.packed is None:
             out = linear(x, self.weight, self.bias)
         else:
-            out = packed_product(x, self.packed, self.bias)
+            out = multiply(x, self.packed, self.bias)
         return out if self.addition is None else added(out, x, *self.addition)
 
 
@@ -195,6 +195,7 @@ class Lean:
         self._norm = base.norm.weight.detach()
         self._head = _linear(head)
         self._compiled = self._compile()
+        self._matrices = matrices(self._layers, self._head)
         self._packed: tuple[list[int], list[Layer], Product] | None = None
 
     def rest(self) -> None:
@@ -203,7 +204,7 @@ class Lean:
 
     def _for_steps(self) -> tuple[list[Layer], Product]:
         """Return blocks and head with packed copies of the matrices as they are now."""
-        versions = [weight._version for weight in matrices(self._layers, self._head)]
+        versions = [weight._version for weight in self._matrices]
         if self._packed is None or self._packed[0] != versions:  # changed in place by anyone
             self._packed = versions, [layer.pack() for layer in self._layers], self._head.pack()
         return self._packed[1:]

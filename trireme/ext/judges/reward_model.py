@@ -198,7 +198,7 @@ def _load(path: str, device: str | None) -> tuple[Any, Any]:
     from trireme.engines.device import use_all_cores
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    use_all_cores()
+    use_all_cores()  # of this model's own thread
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(path)
     model: Any

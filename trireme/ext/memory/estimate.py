@@ -207,7 +207,7 @@ def _engine_of(
 
 
 def _packed(shape: ModelShape, width: int) -> int:
-    """Return the bytes of the matrices that the embedded engine copies while it decodes on a CPU:
+    """Return the most bytes of matrices that the embedded engine copies while it decodes on a CPU:
     see `pack` of engines/torch/linear.py.
     """
     import torch
