@@ -30,6 +30,7 @@ LEARNS = {
     "words_gspo": "the same, by GSPO",
     "words_dr_grpo": "the same, by Dr. GRPO",
     "words_async": "the same, asynchronously",
+    "words_replay": "the same, asynchronously, each group trained twice at most",
     "calculator": "multiplication with a calculator, over several turns",
     "second_try": "six words, with a second attempt after a hint",
     "guess": "one of seven numbers guessed in three tries (an agent of OpenAI's SDK)",
