@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Read when torch and tokenizers are imported: they must be set before.
 ENVIRONMENT = {
+    # threads that spin make two runs on the same cores some thirty times as slow
+    "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
