@@ -19,6 +19,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "trireme.data.rows:NoRows": ("rows.jsonl", "is empty"),
     "trireme.explorer.explorer:RolloutsFailed": ("3 of 4 rollouts failed", "Traceback"),
     "trireme.ext.evaluation.trial:TrialFailed": ("the workflow failed", "Traceback"),
+    "trireme.registry:UnknownOption": ("reward 'math' has no option 'wieght'", "wieght"),
     "trireme.sync.probe:BrokenWeights": ("layers.0", " since train step 3"),
     "trireme.trainer.trainer:Stopped": (7,),
 }

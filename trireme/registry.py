@@ -261,8 +261,11 @@ class UnknownOption(ValueError):
     """An option that something configurable does not have."""
 
     def __init__(self, sentence: str, option: str) -> None:
-        super().__init__(sentence)
+        super().__init__(sentence, option)
         self.option = option
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 def refuse_unknown_options(whose: str, options: Iterable[str], known: Iterable[str]) -> None:
