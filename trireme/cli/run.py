@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from trireme.config import ConfigError, Plan, load_config
 from trireme.config.plan import unmet
 from trireme.config.variables import variable
+from trireme.engines.spin import allow_spinning
 from trireme.files import InUse
 from trireme.launch.stop import Stop
 from trireme.log import hide_passwords, write_failure
@@ -25,13 +26,18 @@ from trireme.usercode import sentence_of
 if TYPE_CHECKING:
     from trireme.launch.check import Draft
 
-# Read when torch and tokenizers are imported: they must be set before.
-ENVIRONMENT = {
-    # threads that spin make two runs on the same cores some thirty times as slow
-    "OMP_WAIT_POLICY": "PASSIVE",
+_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # of the processes that this one starts
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
+
+
+def set_environment() -> None:
+    """Set what torch and tokenizers read when they are imported, unless the user has."""
+    allow_spinning()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def run(
@@ -50,8 +56,7 @@ def run(
     run, with the next free name. `strict` refuses another engine or device than the YAML names.
     `heading` is printed once the configuration can run.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     stop = Stop()
     stop.listen()
     try:

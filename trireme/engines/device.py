@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 import torch
+
+from trireme.engines.spin import watch
 
 if TYPE_CHECKING:
     from trireme.engines.engine import Engine
@@ -204,9 +207,12 @@ class Device:
         if not Device._open:
             Device._cores = torch.get_num_threads()
         Device._open.add(self)
-        self._pool.submit(_use_cores, threads or Device._cores).result()
+        cores = threads or Device._cores
+        self._pool.submit(_use_cores, cores).result()
         if not torch.cuda.is_available():
             _compute_alone()
+            if cores > 1:
+                watch(self._pool.submit(threading.get_native_id).result(), cores)
         self.colocation: ColocationLock | None = None
         """The lock shared with an engine process that uses the same accelerator."""
         self.busy = 0.0

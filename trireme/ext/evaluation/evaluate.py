@@ -42,10 +42,9 @@ def evaluate_models(options: EvalOptions) -> int:
 
     A model that cannot be evaluated has no row, and the code is 1; the others have theirs.
     """
-    from trireme.cli.run import ENVIRONMENT, complain
+    from trireme.cli.run import complain, set_environment
 
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     say("loading torch, and checking models and tasks", file=sys.stderr, flush=True)
     measured: Measured = []
     signals: list[int] = []

@@ -32,12 +32,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def rollout(options: RolloutOptions) -> int:
     """Serve until Ctrl-C (exit code 130) or SIGTERM (0); returns the exit code."""
-    from trireme.cli.run import ENVIRONMENT, complain
+    from trireme.cli.run import complain, set_environment
     from trireme.config.lookup import plugin_files
     from trireme.workflows.plugins import load_plugins
 
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     try:
         options = _with_key(options)
         say(f"loading {options.model}", file=sys.stderr, flush=True)

@@ -1,0 +1,173 @@
+"""Spin: OpenMP's threads spin on quiet cores and sleep on busy ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.limits import HANG_S
+from trireme.engines import spin
+
+GNU = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux alone"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes, and no core"),
+]
+
+
+def run_alone(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own: OpenMP reads its variables once."""
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S,
+        env=env | variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+class Looks:
+    """Stands in for the clock, for what the system says of a thread, and for threads that make
+    others sleep: after each look it notes whether they do.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shares: Sequence[float]) -> None:
+        self.asleep: list[bool] = []
+        self._held = 0
+        self._time = 0.0
+        self._waits = self._waiting(shares)
+        monkeypatch.setattr(spin, "_waited", lambda schedule: next(self._waits))
+        monkeypatch.setattr(spin, "_Sleep", self._hold)
+        monkeypatch.setattr(spin.time, "sleep", self._pass)
+        monkeypatch.setattr(spin.time, "monotonic", lambda: self._time)
+        spin._watch(0, 2)
+        assert not self._held, "its threads outlive the one that is watched"
+        self.asleep = self.asleep[1:]  # the first note is from before the first look
+
+    def _pass(self, seconds: float) -> None:
+        self.asleep.append(self._held > 0)
+        self._time += seconds
+
+    def _waiting(self, shares: Sequence[float]) -> Iterator[float]:
+        waited = 0.0
+        yield waited
+        for share in shares:
+            waited += share * spin._LOOK_SECONDS
+            yield waited
+        raise FileNotFoundError("the thread has ended")
+
+    def _hold(self, count: int) -> Looks:
+        self._held += 1
+        return self
+
+    def end(self) -> None:
+        """As `_Sleep` has it."""
+        self._held -= 1
+
+
+def test_threads_spin_after_two_quiet_seconds_and_sleep_after_a_busy_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quiet, busy = [0.04] * 12, [0.3] * 6
+    asleep = Looks(monkeypatch, [*quiet, *busy, *quiet]).asleep
+    # the mean of the last four looks passes 0.12 with the second busy one, that of the last eight
+    # is below 0.08 when one of them is left (0.0725)
+    assert asleep == [True] * 7 + [False] * 6 + [True] * 11 + [False] * 6
+
+
+def test_a_single_busy_look_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = Looks(monkeypatch, [*[0.04] * 10, 0.3, *[0.04] * 10]).asleep
+    assert asleep == [True] * 7 + [False] * 14
+
+
+@pytest.mark.skipif(not GNU.exists(), reason="Linux alone")
+def test_a_commands_threads_spin_half_a_millisecond_and_its_programs_sleep() -> None:
+    program = """
+import os, subprocess, sys
+from trireme.cli.run import set_environment
+before = dict(os.environ)
+set_environment()
+print({name: os.environ[name] for name in os.environ if os.environ[name] != before.get(name)})
+sys.stdout.flush()
+os.environ["OMP_DISPLAY_ENV"] = "FALSE"
+import torch
+os.environ["OMP_DISPLAY_ENV"] = "VERBOSE"
+subprocess.run([sys.executable, "-c", "import torch"], check=True)
+"""
+    done = run_alone(program, OMP_DISPLAY_ENV="VERBOSE")
+    assert "'OMP_WAIT_POLICY': 'PASSIVE'" in done.stdout and "GOMP" not in done.stdout
+    counts = [line.split("'")[1] for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+    assert counts == [str(spin.SPINS), "0"], "its own, and that of a program that it starts"
+
+
+@pytest.mark.skipif(not GNU.exists(), reason="Linux alone")
+def test_who_has_chosen_is_obeyed() -> None:
+    program = """
+import os, threading
+from trireme.cli.run import set_environment
+set_environment()
+import torch
+from trireme.engines.device import Device
+device = Device(2)
+print(os.environ["OMP_WAIT_POLICY"], [one.name for one in threading.enumerate()])
+"""
+    done = run_alone(program, OMP_WAIT_POLICY="ACTIVE")
+    assert done.stdout.startswith("ACTIVE") and "'spin'" not in done.stdout
+    assert "'spin'" in run_alone(program).stdout
+
+
+@pytest.mark.skipif(not GNU.exists(), reason="Linux alone")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core has no idle threads")
+def test_more_threads_than_cores_make_all_of_them_sleep() -> None:
+    """Seconds of the process for an operation that follows a pause of three milliseconds: who spins
+    computes through all of them.
+    """
+    program = """
+import time, torch
+import trireme.engines.device as device
+from trireme.engines.spin import _Sleep
+
+device.watch = lambda thread, count: None  # this test decides
+used = device.Device(2)
+numbers = torch.ones(1 << 17)  # two threads' work of some twenty microseconds
+
+def seconds():
+    began, count = time.process_time(), 100
+    for _ in range(count):
+        numbers.add_(1)
+        time.sleep(0.003)
+    return (time.process_time() - began) / count
+
+def once():
+    return used._pool.submit(seconds).result()
+
+once()
+spinning = once()
+sleep = _Sleep(2)
+time.sleep(0.1)
+asleep = once()
+sleep.end()
+print(spinning, asleep, once())
+"""
+    spinning, asleep, again = map(float, run_alone(program).stdout.split())
+    assert spinning > 2 * asleep and again > 2 * asleep
+
+
+def test_what_watches_ends_with_the_device() -> None:
+    program = """
+import threading, time
+from trireme.engines.device import Device
+device = Device(2)
+device.close()
+end = time.monotonic() + 600
+while threading.active_count() > 1 and time.monotonic() < end:
+    time.sleep(0.01)
+print(threading.active_count())
+"""
+    assert run_alone(program).stdout.split() == ["1"]
