@@ -15,6 +15,7 @@ from tests.limits import HANG_S
 from trireme.engines import spin
 
 GNU = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+"""The OpenMP of torch's build for CPUs."""
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="Linux alone"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes, and no core"),
@@ -120,6 +121,21 @@ print(os.environ["OMP_WAIT_POLICY"], [one.name for one in threading.enumerate()]
     done = run_alone(program, OMP_WAIT_POLICY="ACTIVE")
     assert done.stdout.startswith("ACTIVE") and "'spin'" not in done.stdout
     assert "'spin'" in run_alone(program).stdout
+
+
+@pytest.mark.skipif(not GNU.exists(), reason="Linux alone")
+def test_a_commands_threads_sleep_where_a_gpu_computes() -> None:
+    program = """
+import threading
+from trireme.cli.run import set_environment
+set_environment()
+import torch
+from trireme.engines.device import Device
+torch.cuda.is_available = lambda: True
+devices = [Device(2), Device(2)]
+print(sorted(one.name for one in threading.enumerate() if not one.name.startswith("device")))
+"""
+    assert run_alone(program).stdout.split() == ["['MainThread',", "'sleep']"]
 
 
 @pytest.mark.skipif(not GNU.exists(), reason="Linux alone")

@@ -30,7 +30,7 @@ from weakref import WeakSet
 
 import torch
 
-from trireme.engines.spin import watch
+from trireme.engines.spin import never_spin, watch
 
 if TYPE_CHECKING:
     from trireme.engines.engine import Engine
@@ -209,7 +209,9 @@ class Device:
         Device._open.add(self)
         cores = threads or Device._cores
         self._pool.submit(_use_cores, cores).result()
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            never_spin()
+        else:
             _compute_alone()
             if cores > 1:
                 watch(self._pool.submit(threading.get_native_id).result(), cores)

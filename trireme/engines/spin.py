@@ -34,6 +34,8 @@ threads of Python too: up to 0.1; beside two busy processes on two cores: at lea
 _BUSY_LOOKS, _QUIET_LOOKS = 4, 8
 _allowed: list[ctypes.CDLL] = []
 """The OpenMP that `allow_spinning` has loaded, if any."""
+_held: list[_Sleep] = []
+"""What `never_spin` has begun."""
 
 
 def allow_spinning() -> None:
@@ -42,17 +44,27 @@ def allow_spinning() -> None:
     Processes that this one starts do not inherit that. Does nothing if the user has chosen, if
     torch has been imported, or if its OpenMP is not GNU's.
     """
-    found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
-    if found is None or found.origin is None or any(name in os.environ for name in _CHOICES):
+    chosen = any(name in os.environ for name in _CHOICES)
+    if chosen or "torch" in sys.modules or not _may_be_watched():
         return
-    library = Path(found.origin).parent / "lib" / "libgomp.so.1"
-    if not library.exists() or not _may_be_watched():
+    found = importlib.util.find_spec("torch")
+    package = Path(found.origin).parent if found and found.origin else Path("none")
+    libraries = [*package.glob("lib/libgomp*.so*"), *package.glob("../torch.libs/libgomp*.so*")]
+    if not libraries:
         return
     os.environ["GOMP_SPINCOUNT"] = str(SPINS)
     try:
-        _allowed.append(ctypes.CDLL(str(library)))
+        _allowed.append(ctypes.CDLL(str(libraries[0])))
     finally:
         del os.environ["GOMP_SPINCOUNT"]
+
+
+def never_spin() -> None:
+    """Let OpenMP's threads sleep whenever they are idle: where a GPU computes, threads of Python
+    need the cores.
+    """
+    if _allowed and not _held:
+        _held.append(_Sleep(1))
 
 
 def watch(thread: int, count: int) -> None:
