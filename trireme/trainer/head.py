@@ -118,7 +118,8 @@ def _score(logits: Tensor, heat: Tensor, targets: Tensor, chunk: _Chunk, num: in
     """Return the first `num` numbers [num, E] of a chunk's entries: log p, the entropy, and the
     mean of p (H + log p) over the vocabulary.
     """
-    logits = logits / heat[chunk.nodes, None]
+    if not _is_one(some := heat[chunk.nodes]):
+        logits = logits / some[:, None]
     log_sums = logits.logsumexp(-1)
     index = chunk.at * logits.shape[1] + targets[chunk.entries]
     logprobs = logits.view(-1)[index] - log_sums[chunk.at]
@@ -130,6 +131,13 @@ def _score(logits: Tensor, heat: Tensor, targets: Tensor, chunk: _Chunk, num: in
     if num == 3:
         rows.append((p.square() * ((entropies - log_sums)[:, None] + logits)).sum(-1))
     return torch.stack([logprobs, *(row[chunk.at] for row in rows)])
+
+
+def _is_one(heat: Tensor) -> bool:
+    """Return whether temperatures divide nothing: a pass over logits takes time on a CPU. A GPU
+    would have to be waited for, and divides.
+    """
+    return heat.device.type == "cpu" and bool((heat == 1).all())
 
 
 def _again(
@@ -218,7 +226,8 @@ class _LinearHead(torch.autograd.Function):
             raw = _product(states, cast, bias) if kept is None else kept
             logits = ctx.scale.of(raw)
             d_logits = _gradient(logits, heat[c.nodes], c, targets, gradients, ctx.entropy)
-            d_raw = d_logits.mul_(ctx.scale.slope(logits))
+            slope = ctx.scale.slope(logits)
+            d_raw = d_logits if isinstance(slope, float) and slope == 1 else d_logits.mul_(slope)
             if d_bias is not None:
                 d_bias += d_raw.sum(0)
             d_raw = d_raw.to(ctx.dtype)
@@ -246,16 +255,16 @@ def _gradient(
     """Return the gradient by a chunk's logits [N, V], from the gradients by its entries'
     numbers.
     """
-    log_p = log_probabilities(logits / heat[:, None])
-    p = log_p.exp()
+    one = _is_one(heat)
+    log_p = log_probabilities(logits if one else logits / heat[:, None])
+    p = log_p.exp() if entropy else log_p.exp_()  # each of these is as large as the logits
     of_logprobs = gradients[0][chunk.entries]
     summed = torch.zeros_like(heat, dtype=p.dtype).index_add_(0, chunk.at, of_logprobs)
-    out = p * -summed[:, None]
+    out = p * -summed[:, None] if entropy else p.mul_(-summed[:, None])
     at = chunk.at * logits.shape[1] + targets[chunk.entries]
     out.view(-1).index_add_(0, at, of_logprobs)
     if entropy:
         of_entropies = torch.zeros_like(summed).index_add_(0, chunk.at, gradients[1][chunk.entries])
         entropies = -(p * log_p).sum(-1)
-        # in place, since each of these is as large as the logits
         out -= log_p.add_(entropies[:, None]).mul_(p).mul_(of_entropies[:, None])
-    return out.div_(heat[:, None])
+    return out if one else out.div_(heat[:, None])
