@@ -44,11 +44,12 @@ def allow_spinning() -> None:
     Processes that this one starts do not inherit that. Does nothing if the user has chosen, if
     torch has been imported, or if its OpenMP is not GNU's.
     """
-    chosen = any(name in os.environ for name in _CHOICES)
-    if chosen or "torch" in sys.modules or not _may_be_watched():
+    if any(name in os.environ for name in _CHOICES) or "torch" in sys.modules:
         return
     found = importlib.util.find_spec("torch")
-    package = Path(found.origin).parent if found and found.origin else Path("none")
+    if found is None or found.origin is None or not _may_be_watched():
+        return
+    package = Path(found.origin).parent
     libraries = [*package.glob("lib/libgomp*.so*"), *package.glob("../torch.libs/libgomp*.so*")]
     if not libraries:
         return

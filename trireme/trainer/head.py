@@ -122,7 +122,7 @@ def _score(logits: Tensor, heat: Tensor, targets: Tensor, chunk: _Chunk, num: in
         logits = logits / some[:, None]
     log_sums = logits.logsumexp(-1)
     index = chunk.at * logits.shape[1] + targets[chunk.entries]
-    logprobs = logits.view(-1)[index] - log_sums[chunk.at]
+    logprobs = logits.reshape(-1)[index] - log_sums[chunk.at]
     if num == 1:
         return logprobs[None]
     p = logits.softmax(-1)
