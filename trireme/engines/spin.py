@@ -23,6 +23,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+from trireme.processes import environment
+
 SPINS = 20_000
 """About half a millisecond."""
 _CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -44,7 +46,7 @@ def allow_spinning() -> None:
     Processes that this one starts do not inherit that. Does nothing if the user has chosen, if
     torch has been imported, or if its OpenMP is not GNU's.
     """
-    if any(name in os.environ for name in _CHOICES) or "torch" in sys.modules:
+    if _is_chosen() or "torch" in sys.modules:
         return
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None or not _may_be_watched():
@@ -53,11 +55,8 @@ def allow_spinning() -> None:
     libraries = [*package.glob("lib/libgomp*.so*"), *package.glob("../torch.libs/libgomp*.so*")]
     if not libraries:
         return
-    os.environ["GOMP_SPINCOUNT"] = str(SPINS)
-    try:
+    with environment({"GOMP_SPINCOUNT": str(SPINS)}):
         _allowed.append(ctypes.CDLL(str(libraries[0])))
-    finally:
-        del os.environ["GOMP_SPINCOUNT"]
 
 
 def never_spin() -> None:
@@ -73,10 +72,15 @@ def watch(thread: int, count: int) -> None:
     `count` of them, has its core to itself; until it ends. Does nothing if the user has chosen, or
     where that cannot be seen.
     """
-    chosen = not _allowed and any(name in os.environ for name in _CHOICES)
-    if chosen or not _may_be_watched() or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+    if _is_chosen() and not _allowed:  # where it is allowed, that choice is of other processes
+        return
+    if not _may_be_watched() or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return
     threading.Thread(target=_watch, args=(thread, count), name="spin", daemon=True).start()
+
+
+def _is_chosen() -> bool:
+    return any(name in os.environ for name in _CHOICES)
 
 
 def _may_be_watched() -> bool:
