@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import struct
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from trireme import serialize
 from trireme.experience import EID, Experience, group_by
-from trireme.serialize import FORMAT, _packed, decode, encode
+from trireme.pictures import BEGIN
+from trireme.serialize import FORMAT, _packed, decode, encode, encode_each
 
 
 def test_response_length_fields_are_padded_to_the_tokens() -> None:
@@ -81,9 +87,11 @@ def test_rows_with_many_borders_and_with_few_are_packed_and_come_back_bit_for_bi
     e = Experience(
         torch.arange(size), mask=runs, logprobs=some, versions=each, advantages=torch.randn(size)
     )
-    assert _packed(runs)[0] == "runs"
-    assert _packed(runs)[1].tolist() == ([1, 0, 20, 4] if begins else [0, 1, 20, 4])
-    form, words = _packed(some)
+    ((form, packed),) = _packed([runs], [size])
+    words = np.frombuffer(packed, np.int32)
+    assert form == "runs" and words.tolist() == ([1, 0, 20, 4] if begins else [0, 1, 20, 4])
+    ((form, packed),) = _packed([some], [size])
+    words = np.frombuffer(packed, np.int32)
     lengths = [0, 1, 3, 4, 7, 1, 8] if begins else [4, 4, 7, 1, 8]  # -0.0 is not the word 0
     assert (form, words[: 2 + len(lengths)].tolist()) == ("some", [size, len(lengths), *lengths])
     [back] = decode(encode([e]))
@@ -91,6 +99,52 @@ def test_rows_with_many_borders_and_with_few_are_packed_and_come_back_bit_for_bi
         there, expected = getattr(back, name), getattr(e, name)
         assert there.dtype == expected.dtype and torch.equal(there, expected), name
     assert back.logprobs is not None and back.logprobs[5].signbit()
+
+
+def _odd(source: random.Random, number: int) -> Experience:
+    """Make an experience whose rows have runs, zeros and noise in any order, or pictures' ids."""
+    size = source.choice((1, 2, 3, 17, 64, 200))
+
+    def row(noise: Callable[[], float]) -> list[float]:
+        parts = [[0] * size, [noise() for _ in range(size)], [noise()] * size]
+        return [x for _ in range(3) for x in source.choice(parts)[: source.randrange(size + 1)]]
+
+    def whole(noise: Callable[[], float]) -> list[float]:
+        return [*row(noise), *[0] * size][:size]
+
+    floats = [0.0, -0.0, 1.5, math.inf, source.random()]
+    tokens = [source.randrange(1000) for _ in range(size)]
+    if number % 7 == 3:
+        tokens[0] = BEGIN + 5
+    return Experience(
+        tokens,
+        mask=[bool(x) for x in whole(lambda: source.randrange(2))],
+        logprobs=whole(lambda: source.choice(floats)) if number % 3 else None,
+        versions=[int(x) for x in whole(lambda: source.randrange(-1, 3))],
+        advantages=whole(source.random) if number % 4 else None,
+        rejected=[] if number % 5 == 0 else None,
+        eid=EID(number),
+        info={"number": number},
+    )
+
+
+def test_groups_that_are_encoded_together_have_the_bytes_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = random.Random(0)
+    experiences = [_odd(source, number) for number in range(120)]
+    groups = [experiences[n : n + n % 4] for n in range(0, 120, 3)]
+    alone = [encode(group) for group in groups]
+    assert encode_each(groups) == alone
+    monkeypatch.setattr(serialize, "TOKENS_TOGETHER", 100)  # some of them together
+    assert encode_each(groups) == alone and encode_each([]) == []
+    for group, data in zip(groups, alone, strict=True):
+        for old, new in zip(group, decode(data), strict=True):
+            assert old.eid == new.eid
+            for name in ("tokens", "mask", "logprobs", "versions", "advantages", "rejected"):
+                a, b = getattr(old, name), getattr(new, name)
+                assert (a is None) == (b is None), name
+                assert a is None or a.numpy().tobytes() == b.numpy().tobytes(), name
 
 
 def test_foreign_bytes_and_values_that_are_not_json_are_refused() -> None:

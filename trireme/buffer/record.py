@@ -32,7 +32,7 @@ from trireme.buffer.table import (
     is_damaged,
     open_database,
     resolve_url,
-    row_of,
+    rows_of,
 )
 from trireme.experience import Experience
 from trireme.files import (
@@ -149,7 +149,7 @@ class Record:
 
     def _write_rows(self, url: str, experiences: list[Experience]) -> None:
         whole = self._pictures is None  # otherwise a picture is in its file
-        rows = list({e.eid.uid: row_of(e, pictures=whole) for e in experiences}.values())
+        rows = rows_of(list({e.eid.uid: e for e in experiences}.values()), pictures=whole)
 
         def write(connection: Connection) -> None:
             ids = [row["msg_id"] for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from sqlalchemy.schema import CreateColumn
 
 from trireme.experience import EID, Experience
 from trireme.log import get_logger, hide_passwords
-from trireme.serialize import encode
+from trireme.serialize import encode_each
 from trireme.text import storable
 
 logger = get_logger("queue_experience_buffer")
@@ -90,8 +91,13 @@ def picture_table(name: str, metadata: MetaData) -> Table:
     )
 
 
-def row_of(experience: Experience, *, pictures: bool = True) -> dict[str, Any]:
-    """Return the columns of an experience; without `pictures`: see `encode`."""
+def rows_of(experiences: Sequence[Experience], *, pictures: bool = True) -> list[dict[str, Any]]:
+    """Return the columns of experiences; without `pictures`: see `encode`."""
+    encoded = encode_each([[e] for e in experiences], pictures=pictures)
+    return [_row_of(e, data) for e, data in zip(experiences, encoded, strict=True)]
+
+
+def _row_of(experience: Experience, data: bytes) -> dict[str, Any]:
     eid, version = experience.eid, experience.version
     return {
         "timestamp": time.time(),
@@ -108,7 +114,7 @@ def row_of(experience: Experience, *, pictures: bool = True) -> dict[str, Any]:
         "consumed": 0,
         "used": 0,
         "ready_at": 0.0,
-        "experience_bytes": encode([experience], pictures=pictures),
+        "experience_bytes": data,
     }
 
 

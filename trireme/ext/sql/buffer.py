@@ -33,7 +33,7 @@ from sqlalchemy import Connection, Engine, MetaData
 from sqlalchemy.exc import DBAPIError
 
 from trireme.buffer.buffer import DEFAULTS, Clock, Closed, Condition, Demand, WallClock
-from trireme.buffer.table import first_line, is_away, open_database, row_of
+from trireme.buffer.table import first_line, is_away, open_database, rows_of
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
 from trireme.ext.sql.claims import Claims, Reuse
@@ -133,7 +133,7 @@ class SqlBuffer:
                 f"took nothing for {self._timeout:g} s (max_read_timeout){self._missing('train')}"
             )
 
-        rows = await asyncio.to_thread(lambda: [row_of(e, pictures=False) for e in experiences])
+        rows = await asyncio.to_thread(rows_of, experiences, pictures=False)
         known = self._pictures.known
         pictures = known.lacking(picture for e in experiences for picture in e.pictures)
 
