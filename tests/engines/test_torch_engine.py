@@ -8,6 +8,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
+from tests.limits import HANG_S
 from tests.tested import ENGINE, SINKS, families
 from tests.tiny import make_model, make_tokenizer, make_with_sinks
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Sampling
 from trireme.engines.torch import rows
+from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
 
@@ -403,6 +406,96 @@ def test_a_gate_holds_the_engine_until_every_live_rollout_waits(tiny_dir: Path) 
         return held
 
     assert run(tiny_dir, main, barrier=barrier) == 0
+
+
+@pytest.mark.parametrize("slow", [(0,), (2,), (0, 1, 2, 3)], ids=str)
+def test_what_is_computed_together_does_not_depend_on_how_fast_rollouts_go_on(
+    tiny_dir: Path, slow: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts of several turns, of which some take a while after each."""
+    together: list[list[tuple[int, int]]] = []
+    advance = Decoder.advance
+
+    def noted(decoder: Decoder, admitted: Any, **options: Any) -> Any:
+        ended = advance(decoder, admitted, **options)
+        together.append(sorted((r.key[1], r.key[3]) for r in (*decoder.active, *ended)))
+        return ended
+
+    monkeypatch.setattr(Decoder, "advance", noted)
+
+    def turns(pausing: tuple[int, ...]) -> Any:
+        barrier = RolloutBarrier()
+
+        async def rollout(engine: TorchEngine, task: int) -> list[int]:
+            ids = [5, 6, 7 + task]
+            with barrier.rollout((1, task, 0)):
+                for turn in range(3):
+                    sampling = Sampling(max_tokens=3 + 5 * task, ignore_eos=True)
+                    [reply] = await engine.generate(ids, sampling, key=(1, task, 0, turn))
+                    ids += reply.ids
+                    if task in pausing:
+                        await asyncio.sleep(0.02)
+            return ids
+
+        async def main(engine: TorchEngine) -> Any:
+            return await asyncio.gather(*(rollout(engine, task) for task in range(4)))
+
+        together.clear()
+        return run(tiny_dir, main, barrier=barrier), list(together)
+
+    assert turns(slow) == turns(())
+    # task 0 ends with the first advance, and its next turn comes one advance later
+    assert together[0] == [(task, 0) for task in range(4)]
+    assert together[1] == [(task, 0) for task in range(1, 4)]
+    assert together[2] == [(0, 1), (2, 0), (3, 0)]  # the second has ended task 1's
+
+
+@pytest.mark.parametrize("how", ["pause", "abort", "close"])
+def test_a_whole_reply_is_given_out_where_no_advance_follows(tiny_dir: Path, how: str) -> None:
+    barrier = RolloutBarrier()
+
+    async def ask(engine: TorchEngine, task: int, tokens: int) -> Any:
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        return await engine.generate([5, 6], sampling, key=(1, task, 0, 0))
+
+    async def main(engine: TorchEngine) -> Any:
+        with ExitStack() as live:
+            for task in range(3):
+                live.enter_context(barrier.rollout((1, task, 0)))
+            replies = [
+                asyncio.ensure_future(ask(engine, task, tokens))
+                for task, tokens in enumerate((2, 4, 60))
+            ]
+            await asyncio.wait_for(replies[0], HANG_S)
+            while engine.health().generated_tokens < 3 * 2 + 2 * 2:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            assert not replies[1].done()  # the first rollout has not gone on yet
+            if how == "pause":
+                await engine.pause()
+            elif how == "abort":
+                assert await engine.abort((1, 1, 0)) == 0
+            else:
+                await engine.close()
+            [reply] = await asyncio.wait_for(replies[1], HANG_S)
+        return reply.stop_reason, len(reply.ids)
+
+    assert run(tiny_dir, main, barrier=barrier) == ("length", 4)
+
+
+def test_a_rollout_with_another_request_gets_its_reply_at_once(tiny_dir: Path) -> None:
+    barrier = RolloutBarrier()
+    short, long = (Sampling(max_tokens=n, ignore_eos=True) for n in (2, 150))
+
+    async def main(engine: TorchEngine) -> None:
+        with barrier.rollout((1, 0, 0)):
+            other = asyncio.ensure_future(engine.generate([5, 6], long, key=(1, 0, 0, 0)))
+            for index in range(1, 4):
+                await asyncio.wait_for(engine.generate([7], short, key=(1, 0, 0, index)), HANG_S)
+            assert not other.done()
+            await other
+
+    run(tiny_dir, main, barrier=barrier)
 
 
 def test_bad_prompts_and_a_broken_engine_say_so(tiny_dir: Path) -> None:

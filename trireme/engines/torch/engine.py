@@ -5,7 +5,9 @@ finished ones. Requests join and leave between advances. Invariants:
 - A request that the decoder cannot continue ends alone. If the model itself fails, even on a prompt
   of one token, every waiting and every later caller gets the error: none hangs.
 - With a barrier, an advance starts only when every live rollout waits for the engine, and requests
-  enter in the order of their keys.
+  enter in the order of their keys. The replies of an advance are given out when the next one
+  starts, so that workflows and rewards run while the engine computes: what they ask for enters one
+  advance later, however fast they are.
 """
 
 from __future__ import annotations
@@ -71,6 +73,8 @@ class TorchEngine:
         self._waiting: list[Request] = []
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._rollouts: dict[tuple[Any, ...], list[Request]] = {}  # by batch, task and run
+        self._ended: list[Request] = []
+        """Requests of the last advance whose callers have not got their replies yet."""
         self._changed: asyncio.Event | None = None
         self._driver: asyncio.Task[None] | None = None
         self._updates = 0
@@ -171,10 +175,10 @@ class TorchEngine:
         aborted = [r for requests in several for r in requests if r.key[: len(key)] == key]
         count = 0
         for request in aborted:
-            if request.stop_reason is None:
+            if request.stop_reason is None and request.error is None:
                 self._drop(request)
-                self._finish(request)
                 count += 1
+            self._finish(request)  # a whole reply that was not given out yet is
         return count
 
     def health(self) -> Health:
@@ -234,9 +238,10 @@ class TorchEngine:
                     self._changed.clear()
                     await self._changed.wait()
                 admitted = self._pick()
-                finished = await self._device.run(self._advance, admitted)
-                for request in finished:
-                    self._finish(request)
+                self._give_out()
+                self._ended = await self._device.run(self._advance, admitted)
+                if self._barrier is None or self._goes_on_elsewhere():
+                    self._give_out()
                 # Callers that just got a reply may send a request before the next advance.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
@@ -262,14 +267,38 @@ class TorchEngine:
         return self._holds(len(rows), max(r.room for r in rows))
 
     def _ready(self) -> bool:
+        """Return whether the next advance may start. Replies that would wait for it although none
+        comes are given out.
+        """
+        if self._paused:
+            self._give_out()
         waiting = (
             key
             for key, requests in self._rollouts.items()  # mostly of one request
-            if not requests[0].stop_reason or any(not r.stop_reason for r in requests)
+            if id(requests[0]) in self._futures or any(id(r) in self._futures for r in requests)
         )
         if self._barrier is not None and not self._barrier.open(waiting):  # also if none is left
             return False
-        return not (self._paused or self._updates) and bool(self._waiting or self._decoder.active)
+        if not self._waiting and not self._decoder.active:
+            self._give_out()
+            return False
+        return not (self._paused or self._updates)
+
+    def _goes_on_elsewhere(self) -> bool:
+        """Return whether a rollout has a reply and another request that is still running: the
+        barrier does not wait for what it asks for next, so that it must get its reply at once.
+        """
+        return any(
+            other.stop_reason is None and other.error is None
+            for request in self._ended
+            for other in self._rollouts.get(request.key[:3], ())
+        )
+
+    def _give_out(self) -> None:
+        """Give the callers of the last advance their replies."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self._finish(request)
 
     def _pick(self) -> list[Request]:
         if self._barrier is not None:
