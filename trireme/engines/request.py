@@ -92,6 +92,21 @@ class Request:
             return True
         return False
 
+    def extend(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        sampler_logprobs: list[float],
+        version: int,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> bool:
+        """Append tokens of which only the last can end the request; returns True if it does."""
+        self.out += tokens[:-1]
+        self.logprobs += logprobs[:-1]
+        self.sampler_logprobs += sampler_logprobs[:-1]
+        self.versions += [version] * (len(tokens) - 1)
+        return self.add(tokens[-1], logprobs[-1], sampler_logprobs[-1], version, tokenizer)
+
     def _stop_string(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
         """The stop string that the last token completed, if any."""
         longest = max(map(len, self.sampling.stop))

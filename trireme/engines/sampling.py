@@ -125,15 +125,16 @@ def draw(
     seen: Tensor | None = None,
     forbidden: Tensor | None = None,
     sample: Callable[[Tensor, Tensor], Tensor] | None = None,
+    normalise: Callable[[Tensor], Tensor] = log_probabilities,
 ) -> Drawn:
     """Draw one token per row from logits [B, V].
 
     `uniform` [B] are numbers in [0, 1); `seen` [B, V] marks tokens that the repetition penalty
     applies to; `forbidden` [B, V] those that may not be drawn now (an end before `min_tokens`).
-    `sample` does what `inverse_cdf` does.
+    `sample` does what `inverse_cdf` does, `normalise` what `log_probabilities` does.
     """
     logits = logits.float()
-    full = log_probabilities(logits if rows.even else logits / rows.temperature)
+    full = normalise(logits if rows.even else logits / rows.temperature)
     if rows.plain and forbidden is None:
         chosen = full
     else:
@@ -142,7 +143,7 @@ def draw(
             bent = torch.where(seen, penalised(bent, rows.penalty), bent)
         if forbidden is not None:
             bent = bent.masked_fill(forbidden, -torch.inf)
-        chosen = truncated(log_probabilities(bent / rows.temperature), rows)
+        chosen = truncated(normalise(bent / rows.temperature), rows)
     tokens = chosen.argmax(-1) if rows.any_greedy else None
     if not rows.all_greedy:
         sampled = (sample or inverse_cdf)(chosen, uniform)

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tests.engines.test_torch_engine import run
 from tests.tiny import make_model, make_tokenizer
 from tests.trainer.samples import backend_of
 from trireme.engines.engine import Completion, Sampling
+from trireme.engines.request import Request, make_requests
 from trireme.engines.sampling import inverse_cdf
 from trireme.engines.torch import linear as linear_module
+from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.prefix import SharedPrompts
 from trireme.engines.torch.rows import RowStore
 from trireme.engines.torch.shell import load_shell
 from trireme.ext.fast_engine import lean as lean_module
 from trireme.ext.fast_engine import step as step_module
-from trireme.ext.fast_engine.lean import PlainOps, make_lean
+from trireme.ext.fast_engine.lean import Lean, PlainOps, make_lean
 from trireme.ext.fast_engine.native import NativeOps, _folder, _load
 from trireme.ext.fast_engine.where import Where
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(5, 5 + n)) for n in (1, 3, 17, 40)]
+HEATS = (1.0, 0.7, 0.0, 1.3)
 SAMPLING = Sampling(max_tokens=14, n=3, temperature=0.9, ignore_eos=True)
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -384,6 +395,100 @@ def test_a_row_of_a_compiled_step_has_the_bits_that_it_has_alone_and_is_near_flo
     assert float((together - expected).abs().max()) < 2e-5 * float(expected.abs().max())
     for rows in (slice(0, 1), slice(70, 79), slice(3, 40)):
         assert torch.equal(logits(rows), together[rows])
+
+
+def by_calls(
+    folder: Path, samplings: list[Sampling], most: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Request], list[tuple[int, int]]]:
+    """Replies to PROMPTS by a decoder, `most` tokens a call; and of each call of several tokens
+    their number, and how many the first reply then has, or -1 if it has ended.
+    """
+    decoder = Decoder(
+        load_shell(folder, device="cpu", dtype="float32"), AutoTokenizer.from_pretrained(folder),
+        kv_tokens=9999, prefix_tokens=0, fast=True,
+    )  # fmt: skip
+    assert isinstance(decoder.forward, Lean)
+    requests = [
+        request
+        for number, (ids, sampling) in enumerate(zip(PROMPTS, samplings, strict=True))
+        for request in make_requests(
+            ids, sampling, (1, number), seed=0, room=999, max_model_len=99,
+            vocabulary=decoder.vocabulary, ends=[3],
+        )
+    ]  # fmt: skip
+    calls: list[tuple[int, int]] = []
+    several = decoder.forward.several
+
+    def noted(*args: Any) -> Any:
+        drawn = several(*args)
+        assert drawn is not None
+        first = requests[0]
+        calls.append((len(drawn[0]), -1 if first.stop_reason else len(first.out)))
+        return drawn
+
+    monkeypatch.setattr(decoder.forward, "several", noted)
+    admitted = requests
+    while admitted or decoder.active:
+        decoder.advance(admitted, steps=most, hurry=lambda: False)
+        admitted = []
+    return requests, calls
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_several_tokens_in_a_call_are_those_of_one_after_another(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, "qwen3-bias")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    samplings = [Sampling(max_tokens=30 + 3 * i, n=9, temperature=t) for i, t in enumerate(HEATS)]
+    together, calls = by_calls(folder, samplings, 8, monkeypatch)
+    alone, none = by_calls(folder, samplings, 1, monkeypatch)
+    assert max(calls)[0] == 8 and not none
+    assert {r.stop_reason for r in alone} == {"stop", "length"}
+    for a, b in zip(together, alone, strict=True):
+        assert a.out == b.out and a.logprobs == b.logprobs and a.stop_reason == b.stop_reason
+        assert a.sampler_logprobs == b.sampler_logprobs and a.versions == b.versions
+    greedy = [r for r in together if not r.sampling.temperature]
+    assert greedy and not any(any(r.sampler_logprobs) for r in greedy)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"top_k": 5},
+        {"stop": ("zz",)},
+        {"logprobs": 2},
+        {"min_tokens": 20},
+        {"stop_token_ids": (9,)},
+    ],
+    ids=lambda odd: next(iter(odd)),
+)
+def test_a_row_that_needs_more_between_two_tokens_is_decoded_one_by_one(
+    tmp_path: Path, odd: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, "llama")
+    plain = Sampling(max_tokens=20, ignore_eos=True)
+    first = dataclasses.replace(plain, **odd, max_tokens=30, temperature=0.5)
+    _, calls = by_calls(folder, [first, plain, plain, plain], 8, monkeypatch)
+    # at 20 tokens it has as many as it must have, and the others have ended
+    least = 20 if {"min_tokens", "stop_token_ids"} & odd.keys() else 30
+    assert all(tokens < 0 or tokens >= least for _, tokens in calls)
+
+
+def test_compiled_log_probabilities_are_those_of_float64_and_no_number_stays_none() -> None:
+    torch.manual_seed(0)
+    native = NativeOps(torch.float32)
+    for rows, count in ((7, 5), (3, 1000), (5, 40_000)):
+        logits = torch.randn(rows, count) * torch.rand(rows, 1) * 20
+        logits[::2, count // 2 :] = -torch.inf
+        given = logits.clone()
+        found, exact = native.log_probabilities(logits), logits.double().log_softmax(-1)
+        assert torch.equal(logits, given)  # not overwritten
+        assert torch.equal(found.isfinite(), exact.isfinite())
+        apart = (found - exact)[found.isfinite()].abs()
+        assert float(apart.max()) < 4e-6  # rounding of numbers up to 80
+        logits[1, 3] = torch.nan
+        assert bool(native.log_probabilities(logits)[1].isnan().all())
 
 
 def test_it_is_compiled_for_the_processor_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

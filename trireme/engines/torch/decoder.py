@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trireme.engines.request import Request
 from trireme.engines.sampling import Drawn, RowParameters, draw, log_probabilities, uniforms
 from trireme.engines.torch.composite import text_model
-from trireme.engines.torch.forward import Places, make_pass
+from trireme.engines.torch.forward import DrawRule, ForwardPass, Places, make_pass
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
 from trireme.engines.torch.recurrent import is_recurrent
 from trireme.engines.torch.rows import Pass, RowStore
@@ -68,7 +68,7 @@ class Decoder:
         self.prefixes = PrefixCache(prefix_tokens)
         self.prompts = SharedPrompts(kv_tokens)
         self.version = 0
-        self.generated = self.prefilled = self.cached = 0
+        self.generated = self.prefilled = self.cached = self._steps = 0
         self._parameters: RowParameters | None = None
         self._streams = torch.zeros(0, dtype=torch.long)
         """[B], made together with the parameters."""
@@ -91,10 +91,9 @@ class Decoder:
         try:
             self._place(admitted)
             self._prefill([r for r in self.active if r.cached < len(r.prompt) + len(r.out) - 1])
-            for _ in range(steps):
-                if not self.active or finished or hurry():
-                    break
-                finished = self._decode()
+            end = self._steps + steps
+            while self.active and self._steps < end and not finished and not hurry():
+                finished = self._decode(most=end - self._steps)
         except Exception as error:
             finished = self._one_by_one(error)
         for request in finished:
@@ -318,20 +317,68 @@ class Decoder:
         out = model(input_ids=tokens, position_ids=one.positions, use_cache=False, rows=one)
         return out.logits[0] if logits else None
 
-    def _decode(self) -> list[Request]:
-        """Decode one token for every active row; returns those that ended."""
+    def _decode(self, most: int = 1) -> list[Request]:
+        """Decode one token for every active row, or up to `most` in one call if all are drawn by
+        one plain rule; returns those that ended.
+        """
         tokens = torch.tensor(
             [r.out[-1] if r.out else r.prompt[-1] for r in self.active], device=self.device
         )
+        if most > 1 and (ended := self._decode_several(tokens, most)) is not None:
+            return ended
+        self._steps += 1
         logits = self._whole_step(tokens) if self.forward is None else self._fast_step(tokens)
         return self._append(self._draw(logits))
+
+    def _decode_several(self, tokens: Tensor, most: int) -> list[Request] | None:
+        """Decode several tokens by a pass of forward.py, until a request ends; None without one, or
+        if a request needs something between two tokens.
+        """
+        if self.forward is None or not self._is_plain():
+            return None
+        left = [r.max_tokens - len(r.out) for r in self.active]
+        most = min(most, *left)
+        parameters, streams = self._drawn_by()
+        heat = parameters.temperature[:, 0].masked_fill(parameters.greedy, 0.0)
+        places = torch.tensor([len(r.out) for r in self.active])
+        rule = DrawRule(streams, places, torch.tensor(left), heat, self.active[0].ends)
+        where = self._places(self.forward)
+        self.store.reserve(len(self.active), where.longest + most - 1)
+        drawn = self.forward.several(tokens, where, self.store, self.prompts.store, rule, most)
+        if drawn is None:
+            return None
+        count = len(drawn[0])
+        where.next(count)
+        self._steps += count
+        finished = []
+        rows = zip(self.active, drawn[0].T.tolist(), drawn[1].T.tolist(), strict=True)
+        for request, own, logprobs in rows:
+            request.cached += count
+            sampler = logprobs if request.sampling.temperature else [0.0] * count
+            if request.extend(own, logprobs, sampler, self.version, self.tokenizer):
+                finished.append(request)
+        self.generated += count * len(self.active)
+        return finished
+
+    def _is_plain(self) -> bool:
+        """Return whether all rows are drawn by one DrawRule, and nobody looks at single tokens."""
+        ends = self.active[0].ends
+        return self._drawn_by()[0].plain and all(
+            r.ends == ends
+            and len(r.out) >= r.sampling.min_tokens
+            and not (r.sampling.stop or r.sampling.logprobs or r.on_token or r.pictures)
+            for r in self.active
+        )
+
+    def _places(self, forward: ForwardPass) -> Places:
+        if self._where is None:
+            self._where = forward.where([(r.cached, r.slot, r.shared) for r in self.active])
+        return self._where
 
     def _fast_step(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] by a pass of forward.py."""
         assert self.forward is not None
-        if self._where is None:
-            self._where = self.forward.where([(r.cached, r.slot, r.shared) for r in self.active])
-        where = self._where
+        where = self._places(self.forward)
         self.store.reserve(len(self.active), where.longest)
         logits = self.forward.step(tokens, where, self.store, self.prompts.store)
         where.next()
@@ -359,20 +406,28 @@ class Decoder:
         )
         return out.logits[:, -1]
 
-    def _draw(self, logits: Tensor) -> Drawn:
+    def _drawn_by(self) -> tuple[RowParameters, Tensor]:
+        """Return the parameters of the rows, and their streams of random numbers."""
         if self._parameters is None:
             self._parameters = RowParameters.of([r.sampling for r in self.active], self.device)
             self._streams = torch.tensor([r.stream for r in self.active])
-        parameters = self._parameters
-        uniform = uniforms(self._streams, torch.tensor([len(r.out) for r in self.active]))
+        return self._parameters, self._streams
+
+    def _draw(self, logits: Tensor) -> Drawn:
+        parameters, streams = self._drawn_by()
+        uniform = uniforms(streams, torch.tensor([len(r.out) for r in self.active]))
         seen = self._seen_tokens(logits) if parameters.penalty is not None else None
+        more: dict[str, Any] = {}
+        if self.forward is not None:
+            own = self.forward
+            more = {"sample": own.inverse_cdf, "normalise": own.log_probabilities}
         return draw(
             logits,
             parameters,
             uniform.to(self.device),
             seen=seen,
             forbidden=self._forbidden(logits),
-            sample=None if self.forward is None else self.forward.inverse_cdf,
+            **more,
         )
 
     def _append(self, drawn: Drawn) -> list[Request]:

@@ -8,7 +8,7 @@ decoder calls the module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,13 +25,34 @@ class Places(Protocol):
         """The tokens of the longest row, the next one included."""
         ...
 
-    def next(self) -> None:
-        """Count one token more in every row."""
+    def next(self, tokens: int = 1) -> None:
+        """Count so many tokens more in every row."""
         ...
+
+
+class DrawRule(NamedTuple):
+    """How tokens are drawn where no row truncates or changes its distribution, which is that of
+    logits / temperature.
+    """
+
+    streams: Tensor
+    """[B] int64, and the place of the next token in each reply, for `uniforms` of sampling.py."""
+    places: Tensor
+    """[B] int64"""
+    left: Tensor
+    """[B] int64, the tokens that each reply may still get."""
+    temperature: Tensor
+    """[B] float32; 0: the most probable token."""
+    ends: frozenset[int]
+    """The tokens that end a reply."""
 
 
 class ForwardPass(Protocol):
     """Forward passes of one model, in place of its module's."""
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Return log softmax of rows of logits, as `log_probabilities` of sampling.py does."""
+        ...
 
     def inverse_cdf(self, logprobs: Tensor, uniform: Tensor) -> Tensor:
         """Draw a token of each row, as `inverse_cdf` of sampling.py does."""
@@ -57,6 +78,17 @@ class ForwardPass(Protocol):
         """Return the logits [B, V] after one more token in each of rows 0 .. B-1.
 
         A row's first tokens may lie in `prompts`, which several rows share.
+        """
+        ...
+
+    def several(
+        self, tokens: Tensor, where: Any, store: RowStore, prompts: RowStore, rule: DrawRule,
+        most: int,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Decode and draw up to `most` tokens of each row, until one of them ends.
+
+        Returns the tokens and their log-probabilities, both [steps, B], of which a `step` after
+        another would give the same; None where the pass cannot.
         """
         ...
 

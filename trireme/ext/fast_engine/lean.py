@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from trireme.engines.adapter import added
 from trireme.engines.sampling import inverse_cdf, log_probabilities
+from trireme.engines.torch.forward import DrawRule
 from trireme.engines.torch.linear import GRID, is_quicker, linear, multiply, pack
 from trireme.engines.torch.rows import NAME, Pass, RowStore
 from trireme.engines.torch.specimen import make_specimen
@@ -93,6 +94,7 @@ class PlainOps:
 
     name = "torch's operators"
 
+    log_probabilities = staticmethod(log_probabilities)
     inverse_cdf = staticmethod(inverse_cdf)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -175,7 +177,7 @@ class Lean:
         """`compiled` is whether a small model's steps may be one call."""
         self._model = model
         self._ops = ops
-        self.inverse_cdf = ops.inverse_cdf
+        self.inverse_cdf, self.log_probabilities = ops.inverse_cdf, ops.log_probabilities
         base: Any = model.base_model
         self._embed: nn.Module = base.embed_tokens
         attention = base.layers[0].self_attn
@@ -251,6 +253,21 @@ class Lean:
             out = F.pad(out.view(rows, -1), (0, 0, 0, idle))
             x, delta = self._mlp(x, layer.o(out), layer)
         return head(ops.add_norm(x, delta, self._norm, eps))[:rows]
+
+    def several(
+        self, tokens: Tensor, where: Where, store: RowStore, prompts: RowStore, rule: DrawRule,
+        most: int,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Decode and draw several tokens of each row in one call; None if steps are not compiled,
+        or if a token that can be drawn has no embedding.
+        """
+        weight: Any = self._embed.weight
+        if self._compiled is None or len(weight) < len(self._head[0]):
+            return None
+        tables = self._angles(where.longest + where.longest_shared + most - 1)
+        return self._compiled.several(
+            self._embed(tokens), where, store, prompts, tables, rule, weight, most
+        )
 
     def read(
         self,

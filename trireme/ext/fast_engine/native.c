@@ -142,34 +142,70 @@ static inline double exponential64(double x) {
     return x > -700.0 ? poly * power : 0.0;
 }
 
-#define BLOCK 64
-/* The token of each row at which the running sum of p passes uniform [rows] times all of it. */
-int inverse_cdf(const float *logprobs, const double *uniform, int64_t *tokens, int64_t rows,
-                int64_t n) {
-    int64_t blocks = (n + BLOCK - 1) / BLOCK;
-    double *sums = malloc((size_t)blocks * sizeof(double));
-    if (!sums) return 1;
-    for (int64_t r = 0; r < rows; r++) {
-        const float *x = logprobs + r * n;
-        double total = 0;
-        for (int64_t b = 0; b < blocks; b++) {
-            int64_t end = (b + 1) * BLOCK < n ? (b + 1) * BLOCK : n;
-            double sum = 0;
-            for (int64_t i = b * BLOCK; i < end; i++) sum += exponential64(x[i]);
-            sums[b] = sum;
-            total += sum;
-        }
-        double target = uniform[r] * total, before = 0;
-        int64_t b = 0;
-        while (b < blocks - 1 && before + sums[b] <= target) before += sums[b++];
-        int64_t token = b * BLOCK;
-        while (token < n && (before += exponential64(x[token])) <= target) token++;
-        if (token >= n) /* rounding reached past the last that has any probability */
-            for (token = n - 1; token > 0 && x[token] == -INFINITY;) token--;
-        tokens[r] = token;
+/* x [n] becomes log softmax(x / temperature), the sum in float64; all NaN where one is. */
+static void normalise(float *x, int64_t n, float temperature) {
+    if (temperature != 1.0f)
+        for (int64_t i = 0; i < n; i++) x[i] /= temperature;
+    float most = x[0];
+    for (int64_t i = 1; i < n; i++) most = x[i] > most ? x[i] : most;
+    double sum = 0, odd = 0;
+    for (int64_t i = 0; i < n; i++) {
+        sum += exponential64((double)x[i] - (double)most);
+        odd += x[i] == x[i] ? 0.0 : 1.0;
     }
-    free(sums);
+    double whole = odd > 0 ? (double)NAN : (double)most + log(sum);
+    for (int64_t i = 0; i < n; i++) x[i] = (float)((double)x[i] - whole);
+}
+
+enum { MANY = 1 << 15 }; /* numbers from which on rows are shared among threads */
+
+/* Each of the rows [rows, n] becomes log softmax of itself. */
+int log_probabilities(float *x, int64_t rows, int64_t n, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * n >= MANY)
+    for (int64_t r = 0; r < rows; r++) normalise(x + r * n, n, 1.0f);
     return 0;
+}
+
+#define BLOCK 64
+/* The token at which the running sum of p [n] passes uniform times all of it. `sums` has room for
+   one number per block. */
+static int64_t passed(const float *x, double uniform, int64_t n, double *sums) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    double total = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t end = (b + 1) * BLOCK < n ? (b + 1) * BLOCK : n;
+        double sum = 0;
+        for (int64_t i = b * BLOCK; i < end; i++) sum += exponential64(x[i]);
+        sums[b] = sum;
+        total += sum;
+    }
+    double target = uniform * total, before = 0;
+    int64_t b = 0;
+    while (b < blocks - 1 && before + sums[b] <= target) before += sums[b++];
+    int64_t token = b * BLOCK;
+    while (token < n && (before += exponential64(x[token])) <= target) token++;
+    if (token >= n) /* rounding reached past the last that has any probability */
+        for (token = n - 1; token > 0 && x[token] == -INFINITY;) token--;
+    return token;
+}
+
+/* `passed` for each row of logprobs [rows, n], with its number of uniform [rows]. */
+int inverse_cdf(const float *logprobs, const double *uniform, int64_t *tokens, int64_t rows,
+                int64_t n, int64_t threads) {
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * n >= MANY)
+    {
+        double *sums = malloc((size_t)(n / BLOCK + 1) * sizeof(double));
+        if (!sums) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++)
+            if (sums) tokens[r] = passed(logprobs + r * n, uniform[r], n, sums);
+        free(sums);
+    }
+    return failed;
 }
 
 typedef struct {
@@ -405,9 +441,49 @@ static int advance(const Step *s, int64_t first, int64_t rows, float *room, floa
     return failed;
 }
 
-/* Logits [B, V] after one more token in each of rows 0 .. B - 1. */
-int decode_step(const Step *s) {
-    int64_t size = buffer_size(&s->work), inner = 0, failed = 0;
+/* How tokens are drawn from logits [B, V], which become log-probabilities. */
+typedef struct {
+    const int64_t *streams;   /* [B] of random numbers: see `uniforms` of sampling.py */
+    const int64_t *places;    /* [B] tokens of each reply before the first drawn one */
+    const int64_t *left;      /* [B] tokens that each reply may still get */
+    const float *temperature; /* [B], 0: the most probable token */
+    const uint8_t *ends;      /* [V] not 0: a token that ends a reply */
+    const float *embeddings;  /* [V, width] */
+    int64_t *tokens;          /* [steps, B] */
+    float *logprobs;          /* [steps, B] */
+    int64_t steps;
+} Draws;
+
+/* SplitMix64 by its counter, as `uniforms` of sampling.py. */
+static double uniform(int64_t stream, int64_t place) {
+    uint64_t bits = (uint64_t)stream + ((uint64_t)place + 1) * 0x9E3779B97F4A7C15u;
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+    bits = bits ^ (bits >> 31);
+    return (double)(bits >> 11) * 0x1p-53;
+}
+
+/* Draws the token of a row from its logits; returns whether it ends the row. */
+static int draw(const Step *s, const Draws *d, int64_t step, int64_t row, double *sums) {
+    const int64_t n = s->head.out;
+    float *x = s->logits + row * n, heat = d->temperature[row];
+    normalise(x, n, heat > 0 ? heat : 1.0f);
+    int64_t token = 0;
+    if (heat > 0)
+        token = passed(x, uniform(d->streams[row], d->places[row] + step), n, sums);
+    else
+        for (int64_t i = 1; i < n; i++) token = x[i] > x[token] ? i : token;
+    d->tokens[step * s->work.B + row] = token;
+    d->logprobs[step * s->work.B + row] = x[token];
+    memcpy(s->x + row * s->width, d->embeddings + token * s->width,
+           (size_t)s->width * sizeof(float));
+    return d->ends[token] || step + 1 >= d->left[row];
+}
+
+/* Logits [B, V] after one more token in each of rows 0 .. B - 1; with `d` they are drawn from, as
+   the given step. Returns -1 without memory, 1 if a row has ended, and else 0. */
+static int one_step(const Step *s, const Draws *d, int64_t step) {
+    int64_t size = buffer_size(&s->work), inner = 0, failed = 0, ended = 0;
     for (int64_t b = 0; b < s->num_blocks; b++)
         inner = s->blocks[b].gate.out > inner ? s->blocks[b].gate.out : inner;
     int64_t row = 2 * s->width + 2 * (s->work.H + s->work.K) * s->work.D + 2 * inner;
@@ -417,20 +493,53 @@ int decode_step(const Step *s) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *room = malloc((size_t)(CHUNK * row + size) * sizeof(float));
-        if (!room) {
+        double *sums = malloc((size_t)(s->head.out / BLOCK + 1) * sizeof(double));
+        int any = 0;
+        if (!room || !sums) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t first = 0; first < B; first += chunk) {
             int64_t rows = B - first < chunk ? B - first : chunk;
-            if (room && advance(s, first, rows, room, room + CHUNK * row)) {
+            if (!room || !sums) continue;
+            if (advance(s, first, rows, room, room + CHUNK * row)) {
 #pragma omp atomic write
                 failed = 1;
             }
+            for (int64_t r = first; d && r < first + rows; r++) any |= draw(s, d, step, r, sums);
+        }
+        if (any) {
+#pragma omp atomic write
+            ended = 1;
         }
         free(room);
+        free(sums);
     }
-    return (int)failed;
+    return failed ? -1 : (int)ended;
+}
+
+/* Logits [B, V] after one more token in each of rows 0 .. B - 1. */
+int decode_step(const Step *s) { return one_step(s, NULL, 0); }
+
+/* Decodes and draws up to `steps` tokens for each row, until one of them ends. Returns how many,
+   -1 without memory. */
+int decode_steps(const Step *given, const Draws *d) {
+    const int64_t B = given->work.B;
+    int64_t *counts = malloc((size_t)(2 * B) * sizeof(int64_t));
+    if (!counts) return -1;
+    memcpy(counts, given->work.lengths, (size_t)B * sizeof(int64_t));
+    memcpy(counts + B, given->positions, (size_t)B * sizeof(int64_t));
+    Step s = *given;
+    s.work.lengths = counts, s.positions = counts + B;
+    int64_t done = 0;
+    int state = 0;
+    while (done < d->steps && !state) {
+        state = one_step(&s, d, done);
+        for (int64_t i = 0; i < 2 * B; i++) counts[i]++;
+        done++;
+    }
+    free(counts);
+    return state < 0 ? -1 : (int)done;
 }
 #endif

@@ -36,9 +36,10 @@ _SIGNATURES = {
     "rotate": [_POINTER] * 5 + [_INT] * 3 + [_FLOAT],
     "silu_times": [_POINTER] * 3 + [_INT],
     "attend": [_POINTER] * 5,
-    "inverse_cdf": [_POINTER] * 3 + [_INT] * 2,
+    "log_probabilities": [_POINTER] + [_INT] * 3,
+    "inverse_cdf": [_POINTER] * 3 + [_INT] * 3,
 }
-_OF_FLOAT32 = {"decode_step": [_POINTER], "panel_width": []}
+_OF_FLOAT32 = {"decode_step": [_POINTER], "decode_steps": [_POINTER] * 2, "panel_width": []}
 
 
 class Work(ctypes.Structure):
@@ -112,20 +113,37 @@ class NativeOps:
         )  # fmt: skip
         return out
 
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Return log softmax of rows of logits, as `log_probabilities` of sampling.py does."""
+        out = logits.clone(memory_format=torch.contiguous_format)
+        self.invoke("log_probabilities", out.data_ptr(), *out.shape, torch.get_num_threads())
+        return out
+
     def inverse_cdf(self, logprobs: Tensor, uniform: Tensor) -> Tensor:
         """Draw a token of each row, as `inverse_cdf` of sampling.py does."""
         logprobs = logprobs.contiguous()
         tokens = torch.empty(len(logprobs), dtype=torch.long)
         self.invoke(
             "inverse_cdf", logprobs.data_ptr(), uniform.data_ptr(), tokens.data_ptr(),
-            *logprobs.shape,
+            *logprobs.shape, torch.get_num_threads(),
         )  # fmt: skip
         return tokens
 
     def invoke(self, name: str, *arguments: int | float | None) -> None:
         """Call a function of native.c, without the interpreter's lock."""
         if getattr(self._library, name)(*arguments):
-            raise MemoryError(f"no memory is left for the engine's {name}")
+            raise _no_memory(name)
+
+    def count(self, name: str, *arguments: int) -> int:
+        """Call a function of native.c that returns a count, without the interpreter's lock."""
+        counted = getattr(self._library, name)(*arguments)
+        if counted < 0:
+            raise _no_memory(name)
+        return counted
+
+
+def _no_memory(name: str) -> MemoryError:
+    return MemoryError(f"no memory is left for the engine's {name}")
 
 
 @cache

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trireme.engines.torch.forward import DrawRule
 from trireme.engines.torch.rows import RowStore
 from trireme.ext.fast_engine.native import NativeOps, Work
 from trireme.ext.fast_engine.where import Where
@@ -60,6 +61,16 @@ class _Step(ctypes.Structure):
         ("num_blocks", _INT),
         ("width", _INT),
         ("eps", _FLOAT),
+    )
+
+
+class _Draws(ctypes.Structure):
+    """`Draws` of native.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("streams", "places", "left", "temperature", "ends")),
+        *((name, _POINTER) for name in ("embeddings", "tokens", "logprobs")),
+        ("steps", _INT),
     )
 
 
@@ -111,6 +122,37 @@ class CompiledStep:
         """Return logits [B, V] of the tokens whose embeddings are x [B, W], which is
         overwritten.
         """
+        logits = self._prepare(x, where, store, prompts, tables)
+        self._ops.invoke("decode_step", ctypes.addressof(self._step))
+        return logits
+
+    def several(
+        self, x: Tensor, where: Where, store: RowStore, prompts: RowStore, tables: list[Tensor],
+        rule: DrawRule, embeddings: Tensor, most: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Decode and draw up to `most` tokens of each row, until one of them ends; x as above.
+
+        Returns the tokens and their log-probabilities, both [steps, B].
+        """
+        logits = self._prepare(x, where, store, prompts, tables)
+        rows, vocabulary = logits.shape
+        tokens = torch.empty(most, rows, dtype=torch.long)
+        logprobs = torch.empty(most, rows)
+        ends = torch.zeros(vocabulary, dtype=torch.uint8)
+        ends[[token for token in rule.ends if token < vocabulary]] = 1
+        draws = _Draws(
+            rule.streams.data_ptr(), rule.places.data_ptr(), rule.left.data_ptr(),
+            rule.temperature.data_ptr(), ends.data_ptr(), embeddings.data_ptr(),
+            tokens.data_ptr(), logprobs.data_ptr(), most,
+        )  # fmt: skip
+        step, drawn = ctypes.addressof(self._step), ctypes.addressof(draws)
+        count = self._ops.count("decode_steps", step, drawn)
+        return tokens[:count], logprobs[:count]
+
+    def _prepare(
+        self, x: Tensor, where: Where, store: RowStore, prompts: RowStore, tables: list[Tensor]
+    ) -> Tensor:
+        """Point the step to its tensors; returns the logits that it will write."""
         versions = [weight._version for weight in self._matrices]
         if versions != self._versions:  # changed in place by anyone
             self._copy()
@@ -128,7 +170,6 @@ class CompiledStep:
         step.x, step.positions = x.data_ptr(), where.positions.data_ptr()
         logits = self._norm.new_empty(rows, len(self._head[0]))
         step.logits = logits.data_ptr()
-        self._ops.invoke("decode_step", ctypes.addressof(step))
         return logits
 
     def _copy(self) -> None:

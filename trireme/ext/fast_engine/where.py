@@ -45,11 +45,11 @@ class Where:
         self._bias: Tensor | None = None
         self._by_slot: tuple[Tensor, Tensor] | None = None
 
-    def next(self) -> None:
-        """Advance every row by one token."""
-        self.positions += 1
-        self.lengths += 1
-        self.longest += 1
+    def next(self, tokens: int = 1) -> None:
+        """Advance every row by so many tokens."""
+        self.positions += tokens
+        self.lengths += tokens
+        self.longest += tokens
         self._flat = self._bias = None
 
     def flat(self, num_keys: int, room: int) -> Tensor:
