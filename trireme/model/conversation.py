@@ -18,12 +18,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
+
 from trireme.engines.engine import Completion
 from trireme.experience import EID, REPORTED_TOKENS, Experience
 from trireme.model.recorder import Call
 from trireme.pictures import Picture, album, as_json_messages, pictures_in, shown
 
 Decode = Callable[[Sequence[int]], str]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def kept_tokens(call: Call, content: str, decode: Decode) -> tuple[int, int] | None:
@@ -136,43 +140,42 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
     last = path[-1]
     if len(path) == 1 and last.truncated:
         return _prompt_truncated(last, decode)
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    sampler_logprobs: list[float] = []
-    versions: list[int] = []
-    weights: list[float] = []
+    total = sum(len(call.inserted) + len(call.completion.ids) for call in path)
+    tokens, versions = np.empty(total, np.int64), np.full(total, -1, np.int32)
+    logprobs, sampler_logprobs = np.zeros(total, np.float32), np.zeros(total, np.float32)
+    mask, weights = np.zeros(total, bool), np.zeros(total, np.float32)
+    at = 0
     for call in path:
-        c, size = call.completion, len(call.inserted)
+        c, first = call.completion, at + len(call.inserted)
+        tokens[at:first] = call.inserted
+        at = first + len(c.ids)
+        tokens[first:at], versions[first:at] = c.ids, c.versions
+        logprobs[first:at], sampler_logprobs[first:at] = c.logprobs, c.sampler_logprobs
         start = min(trained.get(call, len(c.ids)), len(c.ids))
-        call_weights = [0.0] * start + (call.weights or [1.0] * len(c.ids))[start:]
-        tokens += [*call.inserted, *c.ids]
-        mask += [False] * size + [weight != 0 for weight in call_weights]
-        weights += [0.0] * size + call_weights
-        logprobs += [0.0] * size + c.logprobs
-        sampler_logprobs += [0.0] * size + c.sampler_logprobs
-        versions += [-1] * size + c.versions
-    prompt_length = mask.index(True) if True in mask else len(tokens)
-    pictures = _pictures(path, tokens)
+        own = np.array(call.weights[start:] if call.weights else 1.0)
+        weights[first + start : at], mask[first + start : at] = own, own != 0
+    prompt_length = int(mask.argmax()) if mask.any() else total
     only = len(path) == 1
+    bent = any(call.completion.sampler_logprobs != call.completion.logprobs for call in path)
+    weighted = any(call.weights for call in path) and not np.isin(weights, (0.0, 1.0)).all()
     return Experience(
-        tokens,
-        mask=mask,
+        torch.from_numpy(tokens),
+        mask=torch.from_numpy(mask),
         prompt_length=prompt_length,
-        logprobs=logprobs,
-        sampler_logprobs=sampler_logprobs if sampler_logprobs != logprobs else None,
-        versions=versions,
-        loss_weight=weights if {*weights} - {0.0, 1.0} else None,
+        logprobs=torch.from_numpy(logprobs),
+        sampler_logprobs=torch.from_numpy(sampler_logprobs) if bent else None,
+        versions=torch.from_numpy(versions),
+        loss_weight=torch.from_numpy(weights) if weighted else None,
         temperature=last.temperature,
         stop_reason=last.completion.stop_reason,
         truncate_status=_truncation(last),
         prompt_text=path[0].prompt_text
         if only and path[0].prompt_text
-        else decode(tokens[:prompt_length]),
-        response_text=last.completion.text if only else decode(tokens[prompt_length:]),
+        else decode(tokens[:prompt_length].tolist()),
+        response_text=last.completion.text if only else decode(tokens[prompt_length:].tolist()),
         messages=as_json_messages(last.conversation) or None,
         tools=last.tools,
-        pictures=pictures,
+        pictures=_pictures(path, tokens),
         metrics={"conversation/tools_dropped": 1.0} if last.tools_dropped else {},
         info=_reported([call for call in path if trained.get(call) == 0]),
     )
@@ -235,7 +238,7 @@ def _prompt_truncated(call: Call, decode: Decode) -> Experience:
     )
 
 
-def _pictures(path: Sequence[Call], tokens: Sequence[int]) -> list[Picture]:
+def _pictures(path: Sequence[Call], tokens: Sequence[int] | Ids) -> list[Picture]:
     """Return the pictures that the tokens of a conversation show."""
     known = album(picture for call in path for picture in pictures_in(call.messages or ()))
-    return list(shown(tokens, known).values()) if known else []
+    return list(shown([int(token) for token in tokens], known).values()) if known else []

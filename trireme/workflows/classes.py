@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from trireme.aio import is_async
@@ -88,9 +88,8 @@ class Workflow:
         instead.
         """
         self.task = task
-        for name in _OF_TASK:
-            if not isinstance(getattr(type(self), name, None), property):
-                setattr(self, name, getattr(task, name))
+        for name in _bound(type(self)):
+            setattr(self, name, getattr(task, name))
 
     def reset(self, task: Task) -> None:
         """Switch to another task."""
@@ -103,6 +102,14 @@ class Workflow:
 
     def _client(self, model: Any) -> Any:
         return model.get_openai_async_client() if self.is_async else model.get_openai_client()
+
+
+@lru_cache(maxsize=256)
+def _bound(cls: type) -> list[str]:
+    """Return the attributes that an object gets from its task: those without a property of its
+    class.
+    """
+    return [name for name in _OF_TASK if not isinstance(getattr(cls, name, None), property)]
 
 
 def run_method(cls: type) -> tuple[str | None, bool]:
