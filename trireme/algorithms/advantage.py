@@ -28,6 +28,25 @@ def by_group(groups: Tensor) -> Iterator[Tensor]:
         yield groups == number
 
 
+def moments(
+    values: Tensor, groups: Tensor, counts: Tensor | None = None, *, correction: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the group's index of each value [N], and each group's size, mean and standard
+    deviation [G], in float64, in which those of equal values are exact: their deviation is 0.
+
+    `counts` [N] is true for the values that count. The deviation divides by the size less
+    `correction`, and is NaN where that is 0.
+    """
+    index = groups.unique(return_inverse=True)[1]
+    kept = torch.ones_like(index, dtype=torch.bool) if counts is None else counts
+    exact, of = values[kept].double(), index[kept]
+    nothing = exact.new_zeros(int(index.max()) + 1 if len(index) else 0)
+    size = nothing.index_add(0, of, torch.ones_like(exact))
+    mean = nothing.index_add(0, of, exact) / size
+    squares = nothing.index_add(0, of, (exact - mean[of]).square())
+    return index, size, mean, (squares / (size - correction)).sqrt()
+
+
 def takes_one_rollout(function: Any) -> Any:
     """Mark a function that takes `groups` as valid for tasks with a single rollout."""
     function.takes_one_rollout = True
@@ -62,23 +81,21 @@ def grpo(
         raise ValueError(
             f"algorithm.advantage_fn_args.std_cal_level is '{std_cal_level}': 'group' or 'batch'"
         )
-    advantages = torch.empty_like(rewards)
     counts = counted(rewards, groups, runs)
     if rank_penalty:
         rewards = _unlikely_first(rewards, groups, counts, mean_logprobs, rank_penalty)
-    batch_std = rewards[counts].std() if counts.sum() > 1 else rewards.new_ones(())
-    for member in by_group(groups):
-        counted_rewards = rewards[member & counts]
-        alone = len(counted_rewards) == 1
-        mean = rewards.new_zeros(()) if alone else counted_rewards.mean()
-        std = rewards.new_ones(()) if alone else counted_rewards.std()
-        if std_threshold is not None and (alone or std <= std_threshold):
-            advantages[member] = torch.nan
-            continue
-        scale = batch_std if std_cal_level == "batch" else std
-        centred = rewards[member] - mean
-        advantages[member] = centred / (scale + epsilon) if norm_by_std else centred
-    return advantages
+    index, size, mean, std = moments(rewards, groups, counts)
+    alone = size == 1
+    mean, std = mean.masked_fill(alone, 0.0), std.masked_fill(alone, 1.0)
+    advantages = rewards - mean[index]
+    if norm_by_std and std_cal_level == "group":
+        advantages = advantages / (std[index] + epsilon)
+    elif norm_by_std:
+        batch_std = rewards[counts].std() if counts.sum() > 1 else 1.0
+        advantages = advantages / (batch_std + epsilon)
+    if std_threshold is not None:
+        advantages = advantages.masked_fill((alone | (std <= std_threshold))[index], torch.nan)
+    return advantages.to(rewards.dtype)
 
 
 def reinforceplusplus_baseline(

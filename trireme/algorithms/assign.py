@@ -6,11 +6,13 @@ import copy
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trireme.algorithms.advantage import moments
 from trireme.algorithms.part import Part
 from trireme.batch import Columns
 from trireme.experience import EID, Experience, group_by
@@ -181,7 +183,7 @@ def columns_of(experiences: Sequence[Experience]) -> Columns:
             )
         rewards.append(experience.reward)
     numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}
-    likely = {"mean_logprobs": lambda: torch.tensor([_mean_logprob(e) for e in experiences])}
+    likely = {"mean_logprobs": lambda: torch.from_numpy(_mean_logprobs(experiences))}
     made = {
         **_reward_parts(experiences),
         **(likely if all(e.logprobs is not None for e in experiences) else {}),
@@ -236,11 +238,15 @@ def _refuse_unknown_parts(experiences: Sequence[Experience], asked_by: str) -> N
             )
 
 
-def _mean_logprob(e: Experience) -> float:
-    """Return the mean over the trained tokens; NaN without any."""
-    assert e.logprobs is not None
-    trained = e.logprobs.numpy()[e.mask.numpy()]
-    return float(trained.mean()) if len(trained) else math.nan
+def _mean_logprobs(experiences: Sequence[Experience]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the mean over the trained tokens of each; NaN without any."""
+    rows = [e.logprobs.numpy() for e in experiences if e.logprobs is not None]
+    starts = np.cumsum([0, *(len(row) for row in rows[:-1])])
+    trained = np.concatenate([e.mask.numpy() for e in experiences])
+    summed = np.where(trained, np.concatenate(rows), 0.0)
+    sums, counts = (np.add.reduceat(x, starts, dtype=np.float64) for x in (summed, trained))
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return (sums / counts).astype(np.float32)
 
 
 def _step_rewards(experiences: Sequence[Experience]) -> list[float]:
@@ -271,9 +277,7 @@ def _anchors(experiences: Sequence[Experience]) -> list[int]:
 
 
 def _reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
-    stds = torch.stack(
-        [rewards[groups == g].std(correction=0) for g in range(int(groups.max()) + 1)]
-    )
+    *_, stds = moments(rewards, groups, correction=0)
     return {
         "reward_mean": float(rewards.mean()),
         "group_reward_std": float(stds.mean()),

@@ -133,31 +133,38 @@ def untrained(calls: Sequence[Call], done: dict[Call, int]) -> dict[Call, int]:
     return starts
 
 
-def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Decode) -> Experience:
+def experience_of(
+    path: Sequence[Call], trained: Mapping[Call, int], decode: Decode, eid: EID | None = None
+) -> Experience:
     """Make the experience of a conversation, which trains the sampled tokens of the calls
     `trained`, each from a given token on.
     """
     last = path[-1]
     if len(path) == 1 and last.truncated:
-        return _prompt_truncated(last, decode)
+        return _prompt_truncated(last, decode, eid)
     total = sum(len(call.inserted) + len(call.completion.ids) for call in path)
-    tokens, versions = np.empty(total, np.int64), np.full(total, -1, np.int32)
-    logprobs, sampler_logprobs = np.zeros(total, np.float32), np.zeros(total, np.float32)
-    mask, weights = np.zeros(total, bool), np.zeros(total, np.float32)
+    tokens, mask = np.empty(total, np.int64), np.zeros(total, bool)
+    versions, logprobs = np.full(total, -1, np.int32), np.zeros(total, np.float32)
+    bent = any(call.completion.sampler_logprobs != call.completion.logprobs for call in path)
+    sampler_logprobs = np.zeros(total if bent else 0, np.float32)
+    weighted = any(call.weights for call in path)
+    weights = np.zeros(total if weighted else 0, np.float32)
     at = 0
     for call in path:
         c, first = call.completion, at + len(call.inserted)
         tokens[at:first] = call.inserted
         at = first + len(c.ids)
-        tokens[first:at], versions[first:at] = c.ids, c.versions
-        logprobs[first:at], sampler_logprobs[first:at] = c.logprobs, c.sampler_logprobs
+        tokens[first:at], versions[first:at], logprobs[first:at] = c.ids, c.versions, c.logprobs
         start = min(trained.get(call, len(c.ids)), len(c.ids))
-        own = np.array(call.weights[start:] if call.weights else 1.0)
-        weights[first + start : at], mask[first + start : at] = own, own != 0
+        mask[first + start : at] = True
+        if bent:
+            sampler_logprobs[first:at] = c.sampler_logprobs
+        if weighted:
+            own = np.array(call.weights[start:] if call.weights else 1.0)
+            weights[first + start : at], mask[first + start : at] = own, own != 0
     prompt_length = int(mask.argmax()) if mask.any() else total
     only = len(path) == 1
-    bent = any(call.completion.sampler_logprobs != call.completion.logprobs for call in path)
-    weighted = any(call.weights for call in path) and not np.isin(weights, (0.0, 1.0)).all()
+    weighted = weighted and not np.isin(weights, (0.0, 1.0)).all()
     return Experience(
         torch.from_numpy(tokens),
         mask=torch.from_numpy(mask),
@@ -165,6 +172,7 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
         logprobs=torch.from_numpy(logprobs),
         sampler_logprobs=torch.from_numpy(sampler_logprobs) if bent else None,
         versions=torch.from_numpy(versions),
+        eid=eid,
         loss_weight=torch.from_numpy(weights) if weighted else None,
         temperature=last.temperature,
         stop_reason=last.completion.stop_reason,
@@ -194,9 +202,8 @@ def _reported(calls: Sequence[Call]) -> dict[str, Any]:
 
 def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:
     """Make the experience of one call: everything before it is its prompt."""
-    experience = experience_of(call.path, {call: 0}, decode)
+    experience = experience_of(call.path, {call: 0}, decode, EID(run=run))
     experience.response_text = call.completion.text
-    experience.eid = EID(run=run)
     if call.parent is None and experience.prompt_length <= len(call.inserted):
         return experience  # nothing in its prompt was sampled
     if experience.versions is not None:
@@ -220,9 +227,10 @@ def _truncation(call: Call) -> str | None:
     return "response_truncated" if call.completion.stop_reason == "length" else None
 
 
-def _prompt_truncated(call: Call, decode: Decode) -> Experience:
+def _prompt_truncated(call: Call, decode: Decode, eid: EID | None) -> Experience:
     return Experience(
         call.inserted,
+        eid=eid,
         prompt_length=len(call.inserted) - 1,
         mask=[False] * len(call.inserted),
         logprobs=[0.0] * len(call.inserted),

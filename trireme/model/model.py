@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +68,13 @@ class Reply:
         return self.stop_reason == "length"
 
 
+@dataclass
+class _Life:
+    """Whether the rollout that a model and its forks belong to is over; any thread may read it."""
+
+    over: bool = False
+
+
 class Model:
     """An engine, a tokenizer and the record of one rollout."""
 
@@ -115,7 +121,7 @@ class Model:
         self._gateway = gateway
         self._address: Address | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._revoked = threading.Event()  # shared with forks
+        self._life = _Life()  # shared with forks
         self._addresses: list[Address] = []  # shared with forks
 
     async def chat(
@@ -270,7 +276,7 @@ class Model:
 
     def revoke(self) -> None:
         """Make every further call raise Revoked, and its address answer no request."""
-        self._revoked.set()
+        self._life.over = True
         while self._addresses:
             self._addresses.pop().close()
         for model in self.auxiliary:
@@ -291,7 +297,7 @@ class Model:
             auxiliary=self.auxiliary,
             gateway=self._gateway,
         )
-        twin._counter, twin._loop, twin._revoked = self._counter, self._loop, self._revoked
+        twin._counter, twin._loop, twin._life = self._counter, self._loop, self._life
         twin._addresses = self._addresses
         return twin
 
@@ -463,7 +469,7 @@ class Model:
         return replies
 
     def _check_live(self) -> None:
-        if self._revoked.is_set():
+        if self._life.over:
             raise Revoked(
                 f"rollout {'/'.join(str(part) for part in self.key)} is over: its model takes no "
                 "more calls"
