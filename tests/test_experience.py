@@ -87,10 +87,10 @@ def test_rows_with_many_borders_and_with_few_are_packed_and_come_back_bit_for_bi
     e = Experience(
         torch.arange(size), mask=runs, logprobs=some, versions=each, advantages=torch.randn(size)
     )
-    ((form, packed),) = _packed([runs], [size])
+    ((form, packed),) = _packed([runs], [size], torch.bool)
     words = np.frombuffer(packed, np.int32)
     assert form == "runs" and words.tolist() == ([1, 0, 20, 4] if begins else [0, 1, 20, 4])
-    ((form, packed),) = _packed([some], [size])
+    ((form, packed),) = _packed([some], [size], torch.float32)
     words = np.frombuffer(packed, np.int32)
     lengths = [0, 1, 3, 4, 7, 1, 8] if begins else [4, 4, 7, 1, 8]  # -0.0 is not the word 0
     assert (form, words[: 2 + len(lengths)].tolist()) == ("some", [size, len(lengths), *lengths])
@@ -145,6 +145,18 @@ def test_groups_that_are_encoded_together_have_the_bytes_of_each_alone(
                 a, b = getattr(old, name), getattr(new, name)
                 assert (a is None) == (b is None), name
                 assert a is None or a.numpy().tobytes() == b.numpy().tobytes(), name
+
+
+def test_rows_of_another_kind_are_stored_as_the_numbers_that_they_are() -> None:
+    """As code of a user leaves them: doubles, a mask of integers."""
+    plain, odd = (Experience([1, 2, 3], mask=[0, 1, 1], logprobs=[0, -0.5, -1.5]) for _ in range(2))
+    assert odd.logprobs is not None
+    odd.logprobs, odd.mask = odd.logprobs.double(), odd.mask.long()
+    for experiences in ([odd], [plain, odd]):
+        for data in (encode(experiences), encode_each([[e] for e in experiences])[-1]):
+            back = decode(data)[-1]
+            assert back.logprobs is not None and back.logprobs.tolist() == [0, -0.5, -1.5]
+            assert back.mask.tolist() == [False, True, True]
 
 
 def test_foreign_bytes_and_values_that_are_not_json_are_refused() -> None:

@@ -79,7 +79,8 @@ def _encode_together(groups: Sequence[Sequence[Experience]], pictures: bool) -> 
         there = [number for number, some in enumerate(rows) if some]
         sizes = [sum(row.shape[0] for row in rows[number]) for number in there]
         each = [row for number in there for row in rows[number]]
-        for number, (form, packed) in zip(there, _packed(each, sizes), strict=True):
+        kind = TOKEN_FIELDS.get(name, torch.int64)
+        for number, (form, packed) in zip(there, _packed(each, sizes, kind), strict=True):
             forms[number].append((name, form, len(packed) // 4))
             words[number].append(packed)
     return [
@@ -238,26 +239,29 @@ def _as_json(header: dict[str, Any], experiences: Sequence[Experience]) -> bytes
         raise
 
 
-def _packed(rows: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[tuple[str, bytes]]:
-    """Yield form and words of each row; the rows are the given ones, joined to these sizes.
+def _packed(
+    rows: Sequence[torch.Tensor], sizes: Sequence[int], kind: torch.dtype
+) -> Iterator[tuple[str, bytes]]:
+    """Yield form and words of each row; the rows are the given ones, joined to these sizes, as
+    numbers of this kind, whatever the code of a user has made of them.
 
     A form is `all` of them; `runs`, their values, then lengths; `some`: size, number and lengths of
     runs of 0 and not 0 (0 first), then the words that are not 0; or `wide`: two words each.
     """
     if not all(sizes):
-        packed = _packed(rows, [size for size in sizes if size])
+        packed = _packed(rows, [size for size in sizes if size], kind)
         yield from (next(packed) if size else ("all", b"") for size in sizes)
         return
     if not sizes:
         return
-    plain = (rows[0] if len(rows) == 1 else torch.cat(list(rows))).numpy(force=True)
+    joined = rows[0] if len(rows) == 1 else torch.cat(list(rows))
+    plain = joined.to(kind).numpy(force=True)
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    words = _as_words(plain)
-    if words is None:
-        for start, end in zip(starts, ends, strict=True):
-            yield _wide(plain[start:end])
+    if kind == torch.int64:
+        yield from (_ids(plain[start:end]) for start, end in zip(starts, ends, strict=True))
         return
+    words = plain.view(np.int32) if kind == torch.float32 else plain.astype(np.int32)
     alike, there = _Runs.of(words, starts), _Runs.of(words != 0, starts)
     values = words[words != 0]
     before = [0, *np.cumsum(np.add.reduceat(words != 0, starts, dtype=np.int64)).tolist()]
@@ -300,15 +304,7 @@ class _Runs(NamedTuple):
         return cls(starts, lengths, list(pairwise(firsts)))
 
 
-def _as_words(plain: np.ndarray[Any, Any]) -> Words | None:
-    """Return a row as words of 4 bytes; None if it has ids that take two, those of pictures."""
-    if plain.dtype == np.float32:
-        return plain.view(np.int32)
-    words = plain.astype(np.int32)
-    return None if plain.dtype == np.int64 and (words != plain).any() else words
-
-
-def _wide(plain: np.ndarray[Any, Any]) -> tuple[str, bytes]:
+def _ids(plain: np.ndarray[Any, Any]) -> tuple[str, bytes]:
     words = plain.astype(np.int32)
     if (words == plain).all():
         return "all", words.tobytes()

@@ -68,7 +68,9 @@ class Decoder:
         self.prefixes = PrefixCache(prefix_tokens)
         self.prompts = SharedPrompts(kv_tokens)
         self.version = 0
-        self.generated = self.prefilled = self.cached = self._steps = 0
+        self.generated = self.prefilled = self.cached = 0
+        self._steps = 0
+        """Tokens decoded so far in each row."""
         self._parameters: RowParameters | None = None
         self._streams = torch.zeros(0, dtype=torch.long)
         """[B], made together with the parameters."""
@@ -339,7 +341,7 @@ class Decoder:
         left = [r.max_tokens - len(r.out) for r in self.active]
         most = min(most, *left)
         parameters, streams = self._drawn_by()
-        heat = parameters.temperature[:, 0].masked_fill(parameters.greedy, 0.0)
+        heat = parameters.temperature[:, 0].float().masked_fill(parameters.greedy, 0.0)
         places = torch.tensor([len(r.out) for r in self.active])
         rule = DrawRule(streams, places, torch.tensor(left), heat, self.active[0].ends)
         where = self._places(self.forward)

@@ -33,7 +33,8 @@ from trireme.pictures import Picture
 logger = get_logger("engine")
 
 STEPS_PER_HOP = 8
-"""Tokens decoded per visit to the device's thread if no other work is waiting."""
+"""Tokens decoded per visit to the device's thread if no other work is waiting; of a small model in
+one call, which work that comes meanwhile waits for."""
 
 
 class TorchEngine:

@@ -5,8 +5,8 @@ transformers' module. The gains are:
 - a prompt that several requests share is stored and read once, in `prompts`;
 - a decode step attends over each row's own tokens, and its norms, rotations and gates are one call
   each (`native.py`; torch's own operators without a compiler);
-- a decode step of a small float32 model is one compiled call (`step.py`), and one of another model
-  multiplies by packed copies of its matrices;
+- decode steps of a small float32 model are one compiled call (`step.py`), up to eight of them with
+  their draws, and one of another model multiplies by packed copies of its matrices;
 - a prefill computes no padding, and stops at the last layer's keys.
 """
 

@@ -1,8 +1,9 @@
-"""Step: a whole decode step of a small float32 model as one compiled call.
+"""Step: decode steps of a small float32 model as one compiled call.
 
 A step of a small model by torch's operators spends more time on calls than on arithmetic. One call
 of `decode_step` in native.c does all of it without the interpreter's lock, some rows per thread,
 with its own matrix products: each number has the same bits whatever other rows are in the batch.
+`decode_steps` draws the tokens as well, until a row ends.
 """
 
 from __future__ import annotations
