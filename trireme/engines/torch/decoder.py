@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.request import Request
 from trireme.engines.sampling import Drawn, RowParameters, draw, log_probabilities, uniforms
+from trireme.engines.torch import forward as passes
 from trireme.engines.torch.composite import text_model
-from trireme.engines.torch.forward import DrawRule, ForwardPass, Places, make_pass
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
 from trireme.engines.torch.recurrent import is_recurrent
 from trireme.engines.torch.rows import Pass, RowStore
@@ -59,7 +59,7 @@ class Decoder:
         """`fast`: by a pass of forward.py, where one suits the model."""
         self.model = model
         self.vision = vision_of(model)
-        self.forward = make_pass(model) if fast and self.vision is None else None
+        self.forward = passes.make_pass(model) if fast and self.vision is None else None
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
         self._recurrent = is_recurrent(model.config)
@@ -74,7 +74,7 @@ class Decoder:
         self._parameters: RowParameters | None = None
         self._streams = torch.zeros(0, dtype=torch.long)
         """[B], made together with the parameters."""
-        self._where: Places | None = None
+        self._where: passes.Places | None = None
         heads: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
         self.vocabulary: int = min(layer.weight.shape[0] for layer in heads)
         """The number of token ids."""
@@ -343,7 +343,7 @@ class Decoder:
         parameters, streams = self._drawn_by()
         heat = parameters.temperature[:, 0].float().masked_fill(parameters.greedy, 0.0)
         places = torch.tensor([len(r.out) for r in self.active])
-        rule = DrawRule(streams, places, torch.tensor(left), heat, self.active[0].ends)
+        rule = passes.DrawRule(streams, places, torch.tensor(left), heat, self.active[0].ends)
         where = self._places(self.forward)
         self.store.reserve(len(self.active), where.longest + most - 1)
         drawn = self.forward.several(tokens, where, self.store, self.prompts.store, rule, most)
@@ -372,7 +372,7 @@ class Decoder:
             for r in self.active
         )
 
-    def _places(self, forward: ForwardPass) -> Places:
+    def _places(self, forward: passes.ForwardPass) -> passes.Places:
         if self._where is None:
             self._where = forward.where([(r.cached, r.slot, r.shared) for r in self.active])
         return self._where
