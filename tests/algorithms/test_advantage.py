@@ -83,3 +83,11 @@ def test_grpo_refuses_an_unknown_level():
 def test_by_group_gives_each_member_once():
     members = list(by_group(torch.tensor([4, 2, 4])))
     assert [m.tolist() for m in members] == [[False, True, False], [True, False, True]]
+
+
+def test_a_reward_too_large_to_square_spoils_its_group_alone():
+    rewards = torch.tensor([1e38, 1e38, 0.0, 2.0])
+    out = grpo(rewards, torch.tensor([0, 0, 1, 1]))
+    assert out[:2].isnan().all()
+    assert out[2:].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+    assert grpo(torch.full((3,), 0.1), torch.zeros(3), std_threshold=0.0).isnan().all()

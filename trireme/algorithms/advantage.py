@@ -35,11 +35,13 @@ def moments(
     deviation [G], in float64, in which those of equal values are exact: their deviation is 0.
 
     `counts` [N] is true for the values that count. The deviation divides by the size less
-    `correction`, and is NaN where that is 0.
+    `correction`, and is NaN where that is 0. A value too large to square in its own dtype makes
+    its group's mean and deviation NaN.
     """
     index = groups.unique(return_inverse=True)[1]
     kept = torch.ones_like(index, dtype=torch.bool) if counts is None else counts
-    exact, of = values[kept].double(), index[kept]
+    large = ~values.square().isfinite()
+    exact, of = values.double().masked_fill(large, torch.nan)[kept], index[kept]
     nothing = exact.new_zeros(int(index.max()) + 1 if len(index) else 0)
     size = nothing.index_add(0, of, torch.ones_like(exact))
     mean = nothing.index_add(0, of, exact) / size
