@@ -214,9 +214,9 @@ def _experiences(
 
 def _header(e: Experience) -> dict[str, Any]:
     """The JSON part of an experience, with the length of each of its rows."""
-    rows = {name: row for name in _ROWS if (row := getattr(e, name)) is not None}
+    sizes = {name: each.shape[0] for name in _ROWS if (each := getattr(e, name)) is not None}
     row: dict[str, Any] = {
-        "sizes": {name: row.shape[0] for name, row in rows.items()},
+        "sizes": sizes,
         "eid": [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix],
     }
     row.update({name: value for name in _PLAIN if (value := getattr(e, name)) not in (None, {})})
@@ -256,8 +256,9 @@ def _packed(
         return
     joined = rows[0] if len(rows) == 1 else torch.cat(list(rows))
     plain = joined.to(kind).numpy(force=True)
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
+    each = np.array(sizes, np.int64)
+    ends = each.cumsum()
+    starts = ends - each
     if kind == torch.int64:
         yield from (_ids(plain[start:end]) for start, end in zip(starts, ends, strict=True))
         return
