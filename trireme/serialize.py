@@ -104,10 +104,13 @@ def _encoded(
             data = torch.frombuffer(bytearray(picture.data), dtype=torch.uint8)
             images[f"picture/{picture.digest}"] = data
     held = dict(images)
-    if words and images:
+    if words:
         held["words"] = torch.frombuffer(bytearray(words), dtype=torch.int32)
-    crc = _checksum(held) if images or not words else zlib.crc32(words, zlib.crc32(b"words"))
-    header = {"rows": forms, "crc": crc, "experiences": [_header(e) for e in experiences]}
+    header = {
+        "rows": forms,
+        "crc": _checksum(held),
+        "experiences": [_header(e) for e in experiences],
+    }
     text = zlib.compress(_as_json(header, experiences), 1)
     if words and not images:
         return _block(words, text)
@@ -242,8 +245,8 @@ def _as_json(header: dict[str, Any], experiences: Sequence[Experience]) -> bytes
 def _packed(
     rows: Sequence[torch.Tensor], sizes: Sequence[int], kind: torch.dtype
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield form and words of each row; the rows are the given ones, joined to these sizes, as
-    numbers of this kind, whatever the code of a user has made of them.
+    """Yield form and words of each row; the rows are the given ones, joined to these sizes and
+    cast to `kind`, since user code may have left another dtype.
 
     A form is `all` of them; `runs`, their values, then lengths; `some`: size, number and lengths of
     runs of 0 and not 0 (0 first), then the words that are not 0; or `wide`: two words each.

@@ -228,7 +228,7 @@ def _check_json(experience: Experience, whose: str) -> None:
         if not isinstance(text := getattr(experience, field), str | None):
             raise WrongExperience(f"{whose} whose {field} is {type(text).__name__}: expected text")
     if _no_json([getattr(experience, field) for field in JSON_FIELDS]) is None:
-        return  # mostly; together they take less time
+        return  # the usual case: one pass over all fields takes less time
     for field in JSON_FIELDS:
         values = getattr(experience, field)
         if (reason := _no_json(values)) is None:

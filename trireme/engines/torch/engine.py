@@ -179,7 +179,7 @@ class TorchEngine:
             if request.stop_reason is None and request.error is None:
                 self._drop(request)
                 count += 1
-            self._finish(request)  # a whole reply that was not given out yet is
+            self._finish(request)  # also gives out a whole reply that was held
         return count
 
     def health(self) -> Health:
@@ -268,8 +268,8 @@ class TorchEngine:
         return self._holds(len(rows), max(r.room for r in rows))
 
     def _ready(self) -> bool:
-        """Return whether the next advance may start. Replies that would wait for it although none
-        comes are given out.
+        """Return whether the next advance may start. If none will, give out the replies that are
+        held for it.
         """
         if self._paused:
             self._give_out()

@@ -36,9 +36,9 @@ class DrawRule(NamedTuple):
     """
 
     streams: Tensor
-    """[B] int64, and the place of the next token in each reply, for `uniforms` of sampling.py."""
+    """[B] int64, the random stream of each reply: see `uniforms` of sampling.py."""
     places: Tensor
-    """[B] int64"""
+    """[B] int64, the tokens that each reply has: the position of the next one in its stream."""
     left: Tensor
     """[B] int64, the tokens that each reply may still get."""
     temperature: Tensor
