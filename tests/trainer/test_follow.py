@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,10 @@ from tests.trainer.ranks import run, start
 from tests.trainer.samples import apart, backend_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.batch import Batch
-from trireme.trainer.leader import Commands, Leader, RankLost, follow
+from trireme.trainer.leader import Commands, Leader, RankHeartbeat, RankLost, follow
 from trireme.trainer.learning import TrainState
 from trireme.trainer.led import LedModels, Models, commands
-from trireme.trainer.ranks import Ranks, RankSpec, free_address
+from trireme.trainer.ranks import Ranks, RankSpec, connect, free_address
 from trireme.trainer.step import train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
@@ -111,3 +112,33 @@ def test_a_rank_that_is_gone_is_named_and_nothing_hangs(how, tiny_dir, tmp_path)
     sentence = file.read_text()
     said = r"failed \(MemoryError: no room\)" if how == "fails" else "on .* died or froze"
     assert re.fullmatch(f"trainer rank 1 {said} during train_step", sentence), sentence
+
+
+def _beats(place: RankSpec, folder: Path) -> None:
+    """Heartbeats of this rank until the file is there; writes whom it has ever missed."""
+    heartbeat, missed = RankHeartbeat(place), set()
+    while not (folder / "end").exists():
+        missed.update(heartbeat.lost())
+        time.sleep(0.01)
+    (folder / f"missed_{place.rank}").write_text(f"{sorted(missed)}")
+
+
+def test_a_suspended_machine_loses_no_rank(tmp_path):
+    address = free_address()
+    places = [RankSpec(rank, 2, address, timeout=HANG_S, lost_after=3) for rank in range(2)]
+    store = connect(places[0], serve=True)
+    processes = [start(_beats, place, tmp_path) for place in places]
+    try:
+        store.wait(["beat/0", "beat/1"])
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in processes:
+                os.kill(process.pid or 0, number)
+            time.sleep(4)
+        (tmp_path / "end").touch()
+        for process in processes:
+            process.join(HANG_S)
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [(tmp_path / f"missed_{rank}").read_text() for rank in range(2)] == ["[]", "[]"]

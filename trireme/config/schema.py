@@ -228,7 +228,7 @@ class ClusterConfig(Section, place="cluster"):
     """Number of machines; 0 is 1."""
     gpu_per_node: NonNegativeInt = 0
     """GPUs of each machine, or CPU processes where it has none; 0: what is there or needed."""
-    heartbeat_timeout: PositiveFloat = 30.0
+    heartbeat_timeout: PositiveFloat = 60.0
     """Seconds without an answer after which a part that a launcher started counts as dead."""
     engine_restarts: NonNegativeInt = 3
     """How often each engine that dies is started again; then the run ends."""

@@ -201,6 +201,7 @@ def make_rank_spec(plan: Plan, rank: int, world: int, address: str) -> RankSpec:
         shards=trainer.fsdp_size,
         device=plan.device,
         timeout=trainer.collective_timeout,
+        lost_after=plan.config.cluster.heartbeat_timeout,
     )
 
 

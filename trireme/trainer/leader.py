@@ -204,23 +204,23 @@ def follow(spec: RankSpec, make: Callable[[Ranks], Commands]) -> None:
 class RankHeartbeat:
     """Sends heartbeats in a thread and checks others: rank 0 all others, the others rank 0.
 
-    A rank whose leader is gone ends: its process exits unless it has done so by itself.
+    A rank whose leader is gone ends: its process exits unless it has done so by itself. What counts
+    is how often this process looked in vain, not the clock: on a suspended machine all were silent.
     """
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._store = connect(spec)
         self._others = range(1, spec.world) if spec.rank == 0 else range(1)
-        now = time.monotonic()
-        self._seen: dict[int, tuple[str, float]] = {rank: ("", now) for rank in self._others}
+        self._seen: dict[int, tuple[str, float]] = {rank: ("", 0) for rank in self._others}
+        """Each rank's last beat, and how often it has been read since."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def lost(self) -> list[int]:
         """Ranks without a heartbeat for `lost_after` seconds."""
-        now = time.monotonic()
-        return [r for r, (_, at) in self._seen.items() if now - at > self._spec.lost_after]
+        return [r for r, (_, n) in self._seen.items() if n * EVERY > self._spec.lost_after]
 
     def close(self) -> None:
         """Stop beating."""
@@ -236,17 +236,14 @@ class RankHeartbeat:
                 for rank in self._others:
                     self._listen(rank)
             except dist.DistError:
-                self._seen = dict.fromkeys(self._others, ("", float("-inf")))
+                self._seen = dict.fromkeys(self._others, ("", float("inf")))
             if self._spec.rank and self.lost():
                 self._end()
 
     def _listen(self, rank: int) -> None:
-        key = f"beat/{rank}"
-        if not self._store.check([key]):
-            return
-        beat = self._store.get(key).decode()
-        if beat != self._seen[rank][0]:
-            self._seen[rank] = (beat, time.monotonic())
+        key, (last, looks) = f"beat/{rank}", self._seen[rank]
+        beat = self._store.get(key).decode() if self._store.check([key]) else ""
+        self._seen[rank] = (last, looks + 1) if beat == last else (beat, 0)
 
     def _end(self) -> None:
         """End the process, since rank 0 is gone: a thread inside a collective cannot be woken."""

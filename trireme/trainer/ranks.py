@@ -74,8 +74,8 @@ class RankSpec:
     """cpu, cuda:N, or cuda: the process's current one, the only one that a launcher shows."""
     timeout: float = field(kw_only=True)
     """Seconds that a collective, or the meeting, may take: `trainer.collective_timeout`."""
-    lost_after: float = 20.0
-    """Seconds without a heartbeat after which a rank counts as dead."""
+    lost_after: float = 60.0
+    """Seconds after which a silent rank counts as dead: `cluster.heartbeat_timeout`."""
 
     def __post_init__(self) -> None:
         if self.world % self.sequence:

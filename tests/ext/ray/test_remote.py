@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import pickle
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -316,6 +317,51 @@ def test_a_process_that_is_in_a_cluster_counts_its_gpus(monkeypatch: pytest.Monk
     named = ClusterConfig.model_validate({"ray_address": "10.0.0.1:6379"})
     assert gpus_of(named) == Gpus(4, 2**34)
     assert asked == [["a"]]
+
+
+@pytest.mark.parametrize(
+    ("there", "may_grow", "limit"),
+    [(1, False, "0.1"), (1, True, "0.3"), (2, False, None), (2, True, None)],
+)
+def test_places_that_the_cluster_has_are_waited_for_and_lacking_ones_briefly(
+    there: int, may_grow: bool, limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two CPUs that another run holds for half a second: both limits are shorter."""
+    free = time.monotonic() + 0.6
+
+    def wait(seconds: float) -> bool:
+        time.sleep(0.01)
+        return time.monotonic() > free
+
+    group = SimpleNamespace(bundle_specs=[{"CPU": 1}] * 2, wait=wait)
+    monkeypatch.setattr(ray_cluster, "placement_group", lambda bundles, strategy: group)
+    monkeypatch.setattr(ray_cluster, "LOOK_S", 0.1)
+    monkeypatch.setattr(ray_cluster, "JOIN_S", 0.3)
+    for name in ("cluster_resources", "available_resources"):
+        monkeypatch.setattr(ray, name, lambda: {"CPU": there})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
+    places = SimpleNamespace(
+        trainer_ranks=1, per_node=2, auxiliary=0, num_engines=1, engine_size=1, total=2, nodes=1
+    )
+    plan: Any = SimpleNamespace(device="cpu", places=places)
+    plan.engine, plan.sync = SimpleNamespace(urls=()), SimpleNamespace(takes_turns=False)
+    plan.config = SimpleNamespace(cluster=ClusterConfig(start_timeout=HANG_S))
+    ready = ray_cluster.Reservation(plan).ready(may_grow=may_grow, note=print)
+    if limit is None:
+        asyncio.run(ready)
+        return
+    with pytest.raises(RuntimeError, match=rf"has 1 CPUs on 1 machines, .* after {limit} s"):
+        asyncio.run(ready)
+
+
+def test_a_heartbeat_counts_no_time_in_which_this_process_did_not_run(tmp_path: Path) -> None:
+    async def ping() -> dict[str, Any]:
+        time.sleep(0.5)  # of the loop that waits: the machine was suspended
+        await asyncio.sleep(0.02)
+        return {"pid": 1, "node": "here"}
+
+    handle = SimpleNamespace(ping=SimpleNamespace(remote=ping))
+    asyncio.run(Watched("trainer", handle, tmp_path / "trainer.log").beat(0.3))
 
 
 @pytest.mark.parametrize(

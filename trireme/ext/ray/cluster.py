@@ -37,6 +37,8 @@ ANSWER_S = 30.0
 """Seconds in which a cluster has to answer."""
 JOIN_S = 60.0
 """Seconds that machines of a cluster get to join it."""
+LOOK_S = 5.0
+"""Seconds after which our own cluster lacks places that it does not have."""
 STORE_BYTES = 2**31
 """Memory for what Ray passes on between our own cluster's processes: by default it takes a third of
 the machine's, of which containers have little; a step's experiences are some 100 MB."""
@@ -199,6 +201,7 @@ class Reservation:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._gpu = plan.device == "cuda"
+        self._kind = "GPU" if self._gpu else "CPU"
         places, self._group = plan.places, None
         ranks, per_node = places.trainer_ranks, places.per_node
         self._ranks_per_bundle = 1 if plan.sync.takes_turns else min(ranks, per_node)
@@ -223,17 +226,24 @@ class Reservation:
         """Wait until all places are reserved. Raises RuntimeError with the requested and the
         available resources.
 
-        `may_grow`: other machines may still join; `note(text)` reports the wait.
+        Places that the cluster has, held by another run or on a slow machine, may take
+        `cluster.start_timeout`; for places that it lacks, machines may join if it `may_grow`.
+        `note(text)` reports the wait.
         """
-        limit = min(self._plan.config.cluster.start_timeout, JOIN_S) if may_grow else 5.0
-        deadline = time.monotonic() + limit
-        noted = False
-        while self._group is not None and not await asyncio.to_thread(self._group.wait, 0.5):
-            if time.monotonic() > deadline:
+        if self._group is None:
+            return
+        start_timeout = self._plan.config.cluster.start_timeout
+        limit = min(start_timeout, JOIN_S if may_grow else LOOK_S)
+        if self._there() >= self._held():
+            limit = start_timeout
+        begun, noted = time.monotonic(), False
+        while not await asyncio.to_thread(self._group.wait, 0.5):
+            waited = time.monotonic() - begun
+            if waited > limit:
                 raise RuntimeError(f"{self._lack()} after {limit:g} s")
-            if may_grow and not noted and time.monotonic() > deadline - limit + 3:
+            if not noted and 3 < waited < limit - 3:
                 noted = True
-                note(f"{self._lack()}: waiting {limit:g} s for more machines")
+                note(f"{self._lack()}: waiting {limit:g} s for them")
 
     def engine(self, index: int) -> dict[str, Any]:
         """Return options of the actor that hosts an engine."""
@@ -273,12 +283,18 @@ class Reservation:
             "scheduling_strategy": strategy,
         }
 
-    def _lack(self) -> str:
-        kind = "GPU" if self._gpu else "CPU"
-        there = int(ray.cluster_resources().get(kind, 0))
-        free = int(ray.available_resources().get(kind, 0))
+    def _held(self) -> int:
+        """Return the places that all bundles ask for."""
         bundles = self._group.bundle_specs if self._group is not None else ()
-        held = sum(int(bundle.get(kind, 0)) for bundle in bundles)
+        return sum(int(bundle.get(self._kind, 0)) for bundle in bundles)
+
+    def _there(self) -> int:
+        """Return the places of the cluster's machines, free or not."""
+        return int(ray.cluster_resources().get(self._kind, 0))
+
+    def _lack(self) -> str:
+        kind, held, there = self._kind, self._held(), self._there()
+        free = int(ray.available_resources().get(kind, 0))
         asked, nodes = self._plan.places.total, self._plan.places.nodes
         alive = sum(node["Alive"] for node in ray.nodes())
         return (

@@ -268,9 +268,20 @@ class Watched:
         logger.info("%s: process %d on node %s", self.name, self.pid, self.node)
 
     async def beat(self, timeout: float) -> None:
-        """Send one heartbeat. Raises WorkerDied."""
+        """Send one heartbeat. Raises WorkerDied.
+
+        The time-out is waited for in parts, of which each counts once: a suspended machine, where
+        this process did not run either, uses up one of them.
+        """
+        ping = asyncio.ensure_future(self._ping())
         try:
-            await asyncio.wait_for(self._ping(), timeout)
+            for _ in range(BEATS):
+                await asyncio.wait([ping], timeout=timeout / BEATS)
+                if ping.done():
+                    break
+            else:
+                raise TimeoutError
+            ping.result()
         except TimeoutError:
             reason = f"it has not answered for {timeout:g} s (cluster.heartbeat_timeout)"
         except RayActorError as error:
@@ -279,6 +290,8 @@ class Watched:
             reason = str(error).partition("; the end of ")[0]
         else:
             return
+        finally:
+            ping.cancel()
         raise WorkerDied(f"{self.name} has died: {reason}; its log is {self.log}")
 
     async def _ping(self) -> dict[str, Any]:
