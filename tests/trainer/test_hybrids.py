@@ -28,7 +28,7 @@ from trireme.engines.engine import Sampling
 from trireme.engines.torch import decoder as decoder_module
 from trireme.engines.torch.prefix import PrefixCache
 from trireme.engines.torch.recurrent import States
-from trireme.engines.torch.rows import SavedRow
+from trireme.engines.torch.rows import SavedRow, SavedRows
 from trireme.engines.torch.shell import load_shell
 from trireme.trainer.lora import Lora
 from trireme.trainer.model import load_model
@@ -356,8 +356,9 @@ def test_layers_that_pass_no_carrier_are_refused(tmp_path: Path) -> None:
 
 def test_a_saved_state_counts_in_the_prefix_cache_as_tokens_do() -> None:
     """One layer's keys and values are 8 numbers a token, another's state is 160."""
-    saved = SavedRow({0: torch.zeros(2, 1, 32, 4)}, {1: {"conv0": torch.zeros(160)}})
-    assert saved.tokens(32) == 52 and SavedRow(saved.layers, {}).tokens(32) == 32
+    rows = SavedRows({0: torch.zeros(2, 1, 1, 32, 4)}, {1: {"conv0": torch.zeros(1, 160)}})
+    assert rows.tokens == 52 and SavedRows(rows.layers, {}).tokens == 32
+    saved = SavedRow(rows, 0, 32)
     ids = list(range(33))
     for room, found in ((51, 0), (52, 32)):
         cache = PrefixCache(room)

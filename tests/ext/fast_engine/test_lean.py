@@ -357,7 +357,7 @@ def test_compiled_attention_equals_torchs_and_no_row_sees_the_others(
         alone = RowStore(2000)
         alone.reserve(1, 160)
         alone.layer(0, k[:1, :, None])
-        alone.put(0, store.row(row, 160), 160)
+        alone.put(0, store.save([row], [160])[0], 160)
         mine = slice(row, row + 1)
         out = native.attend(
             q[mine], k[mine], v[mine], 0, Where.of([one], CPU), 0.25, alone, prompts

@@ -11,6 +11,7 @@ Everything here runs in the device's thread. Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -98,8 +99,7 @@ class Decoder:
                 finished = self._decode(most=end - self._steps)
         except Exception as error:
             finished = self._one_by_one(error)
-        for request in finished:
-            self._park(request)
+        self._park(finished)
         self._remove(finished)
         return finished
 
@@ -486,27 +486,33 @@ class Decoder:
             mask[row, [t for t in ids if t < BEGIN] if request.pictures else ids] = True
         return mask
 
-    def _park(self, request: Request) -> None:
-        """Store a finished row's keys and values for a prompt that continues it."""
-        if self.prefixes.max_tokens and request.cached:
-            own = self.store.row(self.active.index(request), request.cached - request.shared)
-            prompt = None
-            if request.shared:
-                prompt = self.prompts.store.row(request.slot, request.shared)
-            self.prefixes.add(request.ids[: request.cached], own.copied(prompt))
+    def _park(self, finished: Sequence[Request]) -> None:
+        """Store finished rows' keys and values for prompts that continue them."""
+        at = {id(request): row for row, request in enumerate(self.active)}
+        todo = [request for request in finished if self.prefixes.wants(request.cached)]
+        own = [request.cached - request.shared for request in todo]
+        rows = self.prefixes.copies(self.store, [at[id(r)] for r in todo], own)
+        prompts = self.prompts.saved((r.slot for r in todo if r.shared), self.prefixes)
+        for request, saved in zip(todo, rows, strict=True):
+            whole = replace(saved, prompt=prompts[request.slot]) if request.shared else saved
+            self.prefixes.add(request.ids[: request.cached], whole)
 
     def _remove(self, gone: Sequence[Request]) -> None:
         """Free rows; the last ones move into the holes."""
+        if not gone:
+            return
+        ends = set(map(id, gone))
+        left = len(self.active) - len(gone)
+        holes = [n for n, r in enumerate(self.active[:left]) if id(r) in ends]
+        last = [n for n, r in enumerate(self.active) if n >= left and id(r) not in ends]
+        lengths = [self.active[row].cached - self.active[row].shared for row in last]
+        self.store.move(last, holes, max(lengths, default=0))
+        for row, hole in zip(last, holes, strict=True):
+            self.active[hole] = self.active[row]
+        del self.active[left:]
         for request in gone:
-            row = self.active.index(request)
-            last = self.active[-1]
-            if request is not last:
-                self.store.copy_row(len(self.active) - 1, [row], last.cached - last.shared)
-                self.active[row] = last
-            self.active.pop()
             self.prompts.leave(request)
-        if gone:
-            self._changed()
+        self._changed()
 
     def _changed(self) -> None:
         self._parameters = self._where = None

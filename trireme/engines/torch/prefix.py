@@ -2,19 +2,22 @@
 prompts that several running requests share.
 
 Entries belong to one weight version: the engine clears the cache with every new one. Bounded in
-tokens; the least recently used entry goes first.
+tokens; the least recently used entry goes first. Entries that were saved together, or begin with
+one saved prompt, share memory, which counts until the last of them goes.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trireme.engines.request import Request
-from trireme.engines.torch.rows import RowStore, SavedRow
+from trireme.engines.torch.rows import RowStore, SavedRow, SavedRows
 
 BLOCK = 16
+SHARES = 16
+"""Copies of rows of at least this number have room in the cache."""
 CANDIDATES = 32
 """Entries with the same beginning that are compared token by token, newest first."""
 
@@ -26,8 +29,6 @@ class ParkedSequence:
     ids: tuple[int, ...]
     saved: SavedRow
     blocks: list[int]
-    tokens: int
-    """The memory that it takes, in tokens of keys and values."""
 
 
 class PrefixCache:
@@ -37,8 +38,28 @@ class PrefixCache:
         self.max_tokens = max_tokens
         self._entries: OrderedDict[int, ParkedSequence] = OrderedDict()
         self._by_block: dict[int, list[int]] = {}
+        self._users: Counter[SavedRows] = Counter()
+        """The number of entries that need each copy."""
         self._tokens = 0
+        """The memory of all copies, in tokens of keys and values."""
         self._next = 0
+
+    def wants(self, length: int) -> bool:
+        """Return whether a sequence of so many tokens can be found at all."""
+        return BLOCK <= length <= self.max_tokens
+
+    def copies(
+        self, store: RowStore, rows: Sequence[int], lengths: Sequence[int]
+    ) -> list[SavedRow]:
+        """Copy the first tokens of some rows, several together as far as that keeps to a part of
+        the cache: an entry that is used keeps the memory of those that were copied with it.
+        """
+        longest, out = max(lengths, default=0), []
+        size = max(1, self.max_tokens // (SHARES * max(longest, 1)))
+        for begin in range(0, len(rows), size):
+            end = begin + size
+            out += store.save(rows[begin:end], lengths[begin:end])
+        return out
 
     def find(self, ids: Sequence[int], *, whole: bool = False) -> tuple[SavedRow | None, int]:
         """Return a saved row, and the number of leading tokens of `ids` that it serves (never all).
@@ -59,14 +80,16 @@ class PrefixCache:
 
     def add(self, ids: Sequence[int], saved: SavedRow) -> None:
         """Store a sequence; `saved` covers all of `ids`."""
-        blocks, tokens = _chain(ids), saved.tokens(len(ids))
-        if not blocks or tokens > self.max_tokens:
+        copies = [part.rows for part in saved.parts]
+        if not self.wants(len(ids)) or sum(copy.tokens for copy in copies) > self.max_tokens:
             return
-        self._entries[self._next] = ParkedSequence(tuple(ids), saved, blocks, tokens)
+        blocks = _chain(ids)
+        self._entries[self._next] = ParkedSequence(tuple(ids), saved, blocks)
         for block in blocks:
             self._by_block.setdefault(block, []).append(self._next)
         self._next += 1
-        self._tokens += tokens
+        self._tokens += sum(copy.tokens for copy in copies if not self._users[copy])
+        self._users.update(copies)
         while self._tokens > self.max_tokens:
             self._drop_oldest()
 
@@ -74,11 +97,16 @@ class PrefixCache:
         """Drop all entries."""
         self._entries.clear()
         self._by_block.clear()
+        self._users.clear()
         self._tokens = 0
 
     def _drop_oldest(self) -> None:
         number, entry = self._entries.popitem(last=False)
-        self._tokens -= entry.tokens
+        for part in entry.saved.parts:
+            self._users[part.rows] -= 1
+            if not self._users[part.rows]:
+                del self._users[part.rows]
+                self._tokens -= part.rows.tokens
         for block in entry.blocks:
             self._by_block[block].remove(number)
             if not self._by_block[block]:
@@ -96,6 +124,15 @@ class SharedPrompts:
         """The number of requests of each used slot."""
         self._lengths: dict[int, int] = {}
         """The tokens in each used slot."""
+        self._saved: dict[int, SavedRow] = {}
+        """Copies of used slots, for all members that end."""
+
+    def saved(self, slots: Iterable[int], cache: PrefixCache) -> dict[int, SavedRow]:
+        """Return copies of used slots, the same ones each time; `cache` makes them."""
+        new = [slot for slot in dict.fromkeys(slots) if slot not in self._saved]
+        copies = cache.copies(self.store, new, [self._lengths[slot] for slot in new])
+        self._saved.update(zip(new, copies, strict=True))
+        return self._saved
 
     def slot(self, ids: tuple[int, ...]) -> int | None:
         """Return a prompt's slot; None if it has none."""
@@ -142,6 +179,7 @@ class SharedPrompts:
             self._members[request.slot] -= 1
             if not self._members[request.slot]:
                 del self._members[request.slot], self._lengths[request.slot]
+                self._saved.pop(request.slot, None)
                 self._slots = {ids: n for ids, n in self._slots.items() if n != request.slot}
             request.slot = request.shared = 0
 
@@ -155,6 +193,7 @@ class SharedPrompts:
         self._slots.clear()
         self._members.clear()
         self._lengths.clear()
+        self._saved.clear()
 
 
 def _common(kept: Sequence[int], ids: Sequence[int]) -> int:

@@ -27,28 +27,42 @@ GPU = "cuda"
 _UNKNOWN = ("softcap", "position_bias")
 
 
-@dataclass(frozen=True)
-class SavedRow:
-    """The tokens of a row, in tensors of its own or in views of the store's."""
+@dataclass(frozen=True, eq=False)
+class SavedRows:
+    """A copy of tokens of several rows, in one tensor a layer: many small copies take several times
+    as long.
+    """
 
     layers: dict[int, Tensor]
-    """Keys and values [2, Hkv, length, D] of each layer that attends."""
+    """Keys and values [2, rows, Hkv, length, D] of each layer that attends, as long as the longest
+    row's."""
     states: dict[int, State]
-    """The state of each layer that has one, after all of these tokens."""
+    """The states [rows, ...] of each layer that has one, after all of these tokens."""
 
-    def tokens(self, length: int) -> int:
-        """Return for how many tokens of keys and values it takes memory: `length`, and its
-        states.
-        """
-        held = sum(layer.numel() for layer in self.layers.values())
+    @cached_property
+    def tokens(self) -> int:
+        """For how many tokens of keys and values it takes memory, its states included."""
         states = sum(state.numel() for each in self.states.values() for state in each.values())
-        return length + (states * length // held if held else states)
+        if not self.layers:
+            return states
+        shapes = [layer.shape for layer in self.layers.values()]
+        return shapes[0][1] * shapes[0][3] + states // sum(2 * s[2] * s[4] for s in shapes)
 
-    def copied(self, prompt: SavedRow | None = None) -> SavedRow:
-        """Return a copy, with the keys and values of a prompt before its own."""
-        parts = [self.layers] if prompt is None else [prompt.layers, self.layers]
-        layers = {n: torch.cat([part[n] for part in parts], 2) for n in self.layers}
-        return SavedRow(layers, _each(self.states, Tensor.clone))
+
+@dataclass(frozen=True, eq=False)
+class SavedRow:
+    """One of several saved rows, and the saved prompt that it shares with others."""
+
+    rows: SavedRows
+    at: int
+    length: int
+    """Its own tokens, after those of the prompt."""
+    prompt: SavedRow | None = None
+
+    @property
+    def parts(self) -> list[SavedRow]:
+        """Return the saved rows that its tokens are in, in their order."""
+        return [self] if self.prompt is None else [self.prompt, self]
 
 
 class RowStore:
@@ -143,19 +157,43 @@ class RowStore:
             for state in states.values():
                 state[targets] = state[source].clone()
 
-    def row(self, row: int, length: int) -> SavedRow:
-        """Return views of a row's first `length` tokens; its states are after all that it has."""
-        layers = {n: layer[:, row, :, :length] for n, layer in self._layers.items()}
-        return SavedRow(layers, _each(self._states, lambda state: state[row]))
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first `length` tokens of each row, all that it has, into another one."""
+        layers = list(self._layers.values())
+        if sources and layers:
+            # one call: after each, this thread would wait for the Python of others
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [layer[:, row, :, :length] for layer in layers for row in targets],
+                [layer[:, row, :, :length] for layer in layers for row in sources],
+            )
+        for states in self._states.values():
+            for state in states.values():
+                state[targets] = state[sources]
+
+    def save(self, rows: Sequence[int], lengths: Sequence[int]) -> list[SavedRow]:
+        """Copy the first tokens of some rows; their states are after all that they have."""
+        longest = max(lengths)
+        saved = SavedRows(
+            {
+                n: torch.stack([layer[:, row, :, :longest] for row in rows], 1)
+                for n, layer in self._layers.items()
+            },
+            _each(self._states, lambda state: torch.stack([state[row] for row in rows])),
+        )
+        return [SavedRow(saved, at, length) for at, length in enumerate(lengths)]
 
     def put(self, row: int, saved: SavedRow, length: int) -> None:
-        """Write the first `length` tokens that `row` returned into a row; where there are states,
-        all of them.
-        """
-        for layer, old in saved.layers.items():
-            self.layer(layer, old)
-            self._layers[layer][:, row, :, :length] = old[:, :, :length]
-        for layer, states in _each(saved.states, lambda state: state[None]).items():
+        """Write the first `length` saved tokens into a row; where there are states, all of them."""
+        begin = 0
+        for part in saved.parts:
+            end = min(begin + part.length, length)
+            for layer, old in part.rows.layers.items():
+                own = old[:, part.at]
+                self.layer(layer, own)
+                self._layers[layer][:, row, :, begin:end] = own[:, :, : end - begin]
+            begin = end
+        mine = slice(saved.at, saved.at + 1)
+        for layer, states in _each(saved.rows.states, lambda state: state[mine]).items():
             self.put_states(layer, slice(row, row + 1), states)
 
     def clear(self) -> None:
