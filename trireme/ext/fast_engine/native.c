@@ -331,14 +331,18 @@ int attend(const Work *w, const real *q, const real *k, const real *v, real *out
 /* A whole decode step. A row's results do not depend on the other rows: a chunk of them goes
    through all layers on one thread, and threads do not wait for each other. */
 
+/* TALL rows of two vectors each, the sums of a tile, and what they are made of, fill the registers.
+   What a chunk of rows reads and writes is to stay in the nearest cache. */
 #ifdef __AVX512F__
-enum { LANES = 16, TALL = 12 };
+enum { LANES = 16, TALL = 12, CHUNK = 36 };
+#elif defined(__AVX__)
+enum { LANES = 8, TALL = 6, CHUNK = 24 };
 #elif defined(__ARM_NEON)
-enum { LANES = 4, TALL = 8 };
+enum { LANES = 4, TALL = 8, CHUNK = 32 };
 #else
-enum { LANES = 8, TALL = 4 };
+enum { LANES = 4, TALL = 6, CHUNK = 24 };
 #endif
-enum { PANEL = 2 * LANES, CHUNK = 36 };
+enum { PANEL = 2 * LANES };
 typedef float Lanes __attribute__((vector_size(LANES * 4), aligned(4)));
 
 typedef struct {
@@ -368,9 +372,11 @@ typedef struct {
 /* Columns of a panel. */
 int panel_width(void) { return PANEL; }
 
-/* y [rows, PANEL] = x [rows, K] times a panel, each sum in the order of K. */
+/* y [rows, PANEL] = x [rows, K] times a panel + bias, each sum in the order of K; rows of y are
+   `stride` apart. */
 static inline __attribute__((always_inline)) void tile(const float *x, const float *panel,
-                                                       int64_t K, float *y, const int rows) {
+                                                       const float *bias, int64_t K, float *y,
+                                                       int64_t stride, const int rows) {
     Lanes sums[TALL][2] = {};
     for (int64_t k = 0; k < K; k++) {
         const Lanes a = *(const Lanes *)(panel + k * PANEL);
@@ -381,28 +387,34 @@ static inline __attribute__((always_inline)) void tile(const float *x, const flo
             sums[r][1] += x[r * K + k] * b;
         }
     }
+    const Lanes a = bias ? *(const Lanes *)bias : (Lanes){};
+    const Lanes b = bias ? *(const Lanes *)(bias + LANES) : (Lanes){};
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
-        *(Lanes *)(y + r * PANEL) = sums[r][0];
-        *(Lanes *)(y + r * PANEL + LANES) = sums[r][1];
+        *(Lanes *)(y + r * stride) = sums[r][0] + a;
+        *(Lanes *)(y + r * stride + LANES) = sums[r][1] + b;
     }
 }
 
 /* y [rows, out] = x [rows, in] W' + bias */
 static void multiply(const Matrix *m, const float *x, float *y, int64_t rows) {
-    float part[TALL * PANEL];
+    float part[TALL * PANEL], end[PANEL] = {0};
+    const int64_t K = m->in;
     for (int64_t n = 0; n < m->out; n += PANEL) {
-        const float *panel = m->packed + n * m->in;
-        int64_t width = m->out - n < PANEL ? m->out - n : PANEL, tall = 0;
-        for (int64_t r = 0; r < rows; r += tall) {
-            tall = rows - r >= TALL ? TALL : rows - r >= 4 ? 4 : 1;
-            const float *from = x + r * m->in;
-            if (tall == TALL) tile(from, panel, m->in, part, TALL);
-            else if (tall == 4) tile(from, panel, m->in, part, 4);
-            else tile(from, panel, m->in, part, 1);
-            for (int64_t i = 0; i < tall; i++)
-                for (int64_t j = 0; j < width; j++)
-                    y[(r + i) * m->out + n + j] = part[i * PANEL + j] + (m->bias ? m->bias[n + j] : 0);
+        const float *panel = m->packed + n * K, *bias = m->bias ? m->bias + n : NULL;
+        const int64_t width = m->out - n < PANEL ? m->out - n : PANEL, whole = width == PANEL;
+        if (bias && !whole) bias = memcpy(end, bias, (size_t)width * sizeof(float));
+        for (int64_t r = 0, tall; r < rows; r += tall) {
+            const float *from = x + r * K;
+            float *to = whole ? y + r * m->out + n : part;
+            const int64_t stride = whole ? m->out : PANEL, left = rows - r;
+            tall = left >= TALL ? TALL : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            if (tall == TALL) tile(from, panel, bias, K, to, stride, TALL);
+            else if (tall == 4) tile(from, panel, bias, K, to, stride, 4);
+            else if (tall == 2) tile(from, panel, bias, K, to, stride, 2);
+            else tile(from, panel, bias, K, to, stride, 1);
+            for (int64_t i = 0; !whole && i < tall; i++)
+                memcpy(y + (r + i) * m->out + n, part + i * PANEL, (size_t)width * sizeof(float));
         }
     }
 }
@@ -487,9 +499,10 @@ static int one_step(const Step *s, const Draws *d, int64_t step) {
     for (int64_t b = 0; b < s->num_blocks; b++)
         inner = s->blocks[b].gate.out > inner ? s->blocks[b].gate.out : inner;
     int64_t row = 2 * s->width + 2 * (s->work.H + s->work.K) * s->work.D + 2 * inner;
-    int64_t B = s->work.B, threads = s->work.threads, round = threads * CHUNK;
-    int64_t parts = threads * ((B + round - 1) / round), chunk = (B + parts - 1) / parts;
-    chunk = (chunk + 3) / 4 * 4;
+    int64_t B = s->work.B, threads = s->work.threads;
+    /* as many chunks for each thread, of whole tiles where there are many */
+    int64_t unit = B >= 4 * TALL * threads ? TALL : 4, units = (B + unit - 1) / unit;
+    int64_t most = CHUNK / unit * threads, parts = (units + most - 1) / most * threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *room = malloc((size_t)(CHUNK * row + size) * sizeof(float));
@@ -500,9 +513,10 @@ static int one_step(const Step *s, const Draws *d, int64_t step) {
             failed = 1;
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t first = 0; first < B; first += chunk) {
-            int64_t rows = B - first < chunk ? B - first : chunk;
-            if (!room || !sums) continue;
+        for (int64_t part = 0; part < parts; part++) {
+            int64_t first = units * part / parts * unit, end = units * (part + 1) / parts * unit;
+            int64_t rows = (end < B ? end : B) - first;
+            if (!room || !sums || rows <= 0) continue;
             if (advance(s, first, rows, room, room + CHUNK * row)) {
 #pragma omp atomic write
                 failed = 1;
