@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,12 +39,16 @@ class Looks:
     others sleep: after each look it notes whether they do.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, shares: Sequence[float]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, shares: Sequence[float], others: float = 1.0
+    ) -> None:
+        """`others`: cores that other programs use."""
         self.asleep: list[bool] = []
         self._held = 0
         self._time = 0.0
         self._waits = self._waiting(shares)
         monkeypatch.setattr(spin, "_waited", lambda schedule: next(self._waits))
+        monkeypatch.setattr(spin, "_others", lambda: self._time * others)
         monkeypatch.setattr(spin, "_Sleep", self._hold)
         monkeypatch.setattr(spin.time, "sleep", self._pass)
         monkeypatch.setattr(spin.time, "monotonic", lambda: self._time)
@@ -85,6 +90,25 @@ def test_threads_spin_after_two_quiet_seconds_and_sleep_after_a_busy_one(
 def test_a_single_busy_look_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = Looks(monkeypatch, [*[0.04] * 10, 0.3, *[0.04] * 10]).asleep
     assert asleep == [True] * 7 + [False] * 14
+
+
+def test_threads_that_wait_for_their_own_process_alone_spin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asleep = Looks(monkeypatch, [0.3] * 20, others=0.1).asleep
+    assert asleep == [True] * 7 + [False] * 13
+
+
+def test_what_other_programs_compute_is_seen() -> None:
+    others = spin._others()
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        end = time.monotonic() + HANG_S
+        while spin._others() - others < 0.3:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        busy.kill()
 
 
 @pytest.mark.skipif(not GNU.exists(), reason="Linux alone")

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.processes import environment
@@ -32,7 +33,11 @@ _CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _LOOK_SECONDS = 0.25
 _BUSY, _QUIET = 0.12, 0.08
 """Shares of the time for which a thread that could compute waits for a core. A run alone, which has
-threads of Python too: up to 0.1; beside two busy processes on two cores: at least 0.15."""
+threads of Python too: 0.1, and up to 0.16 for a second; beside two busy processes on two cores: at
+least 0.15."""
+_OTHERS = 0.25
+"""Cores' worth of other programs' work, of which the fewer do not count as a load: then a thread
+waits for its own process alone."""
 _BUSY_LOOKS, _QUIET_LOOKS = 4, 8
 _allowed: list[ctypes.CDLL] = []
 """The OpenMP that `allow_spinning` has loaded, if any."""
@@ -89,19 +94,15 @@ def _may_be_watched() -> bool:
 
 def _watch(thread: int, count: int) -> None:
     schedule = Path(f"/proc/self/task/{thread}/schedstat")
-    shares: deque[float] = deque(maxlen=_QUIET_LOOKS)
+    looks = deque([(time.monotonic(), _waited(schedule), _others())], maxlen=_QUIET_LOOKS + 1)
     sleep: _Sleep | None = _Sleep(count)  # until the cores are seen to be quiet
     try:
-        before = _waited(schedule), time.monotonic()
         while True:
             time.sleep(_LOOK_SECONDS)
-            now = _waited(schedule), time.monotonic()
-            shares.append((now[0] - before[0]) / (now[1] - before[1]))
-            before = now
-            lately = [*shares][-_BUSY_LOOKS:]
-            if sleep is None and sum(lately) / _BUSY_LOOKS > _BUSY:
+            looks.append((time.monotonic(), _waited(schedule), _others()))
+            if sleep is None and _load(looks, _BUSY_LOOKS) > _BUSY:
                 sleep = _Sleep(count)
-            elif sleep and len(shares) == _QUIET_LOOKS and sum(shares) / _QUIET_LOOKS < _QUIET:
+            elif sleep and len(looks) > _QUIET_LOOKS and _load(looks, _QUIET_LOOKS) < _QUIET:
                 sleep.end()
                 sleep = None
     except (FileNotFoundError, ProcessLookupError):  # the thread has ended
@@ -109,6 +110,29 @@ def _watch(thread: int, count: int) -> None:
     finally:
         if sleep is not None:
             sleep.end()
+
+
+def _load(looks: Sequence[tuple[float, float, float]], last: int) -> float:
+    """Return the share of the time of the `last` looks for which the thread waited for a core; 0 if
+    other programs hardly computed in it.
+    """
+    (begin, waited, others), end = looks[max(-last - 1, -len(looks))], looks[-1]
+    seconds = end[0] - begin
+    return (end[1] - waited) / seconds if (end[2] - others) / seconds > _OTHERS else 0.0
+
+
+def _others() -> float:
+    """Return the seconds for which other programs have used the cores of this process; all of the
+    time where that cannot be seen.
+    """
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    try:
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    except OSError:
+        return time.monotonic() * len(cores)
+    # of programs, programs of low priority, and the system
+    ticks = sum(sum(map(int, words[1:4])) for words in lines if words[0] in cores)
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _waited(schedule: Path) -> float:
