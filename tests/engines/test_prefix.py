@@ -80,9 +80,12 @@ def test_rows_are_moved_in_all_layers() -> None:
     store = store_of(6)
     store.layer(1, torch.zeros(1, 1, 1, 2))[0].normal_()
     before = [store.layer(n, torch.empty(0))[0].clone() for n in range(2)]
-    store.move([5, 3], [0, 2], LENGTH)
-    store.move([], [], 0)
+    store.move([5, 3], [0, 2], [LENGTH, 9])
+    store.move([], [], [])
     for layer, was in enumerate(before):
         now = store.layer(layer, torch.empty(0))[0]
-        assert torch.equal(now[[0, 2], :, :LENGTH], was[[5, 3], :, :LENGTH])
+        assert torch.equal(now[0, :, :LENGTH], was[5, :, :LENGTH])
+        assert torch.equal(now[2, :, :9], was[3, :, :9]) and torch.equal(
+            now[2, :, 9:], was[2, :, 9:]
+        )
         assert torch.equal(now[[1, 3, 4, 5]], was[[1, 3, 4, 5]])

@@ -505,10 +505,10 @@ class Decoder:
         left = len(self.active) - len(gone)
         holes = [n for n, r in enumerate(self.active[:left]) if id(r) in ends]
         last = [n for n, r in enumerate(self.active) if n >= left and id(r) not in ends]
-        lengths = [self.active[row].cached - self.active[row].shared for row in last]
-        self.store.move(last, holes, max(lengths, default=0))
-        for row, hole in zip(last, holes, strict=True):
-            self.active[hole] = self.active[row]
+        moved = [self.active[row] for row in last]
+        self.store.move(last, holes, [request.cached - request.shared for request in moved])
+        for hole, request in zip(holes, moved, strict=True):
+            self.active[hole] = request
         del self.active[left:]
         for request in gone:
             self.prompts.leave(request)

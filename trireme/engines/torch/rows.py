@@ -157,14 +157,14 @@ class RowStore:
             for state in states.values():
                 state[targets] = state[source].clone()
 
-    def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` tokens of each row, all that it has, into another one."""
-        layers = list(self._layers.values())
+    def move(self, sources: list[int], targets: list[int], lengths: list[int]) -> None:
+        """Copy all tokens of each row, so many, into another one."""
+        layers = self._layers.values()
         if sources and layers:
             # one call: after each, this thread would wait for the Python of others
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                [layer[:, row, :, :length] for layer in layers for row in targets],
-                [layer[:, row, :, :length] for layer in layers for row in sources],
+                [x[:, row, :, :n] for x in layers for row, n in zip(targets, lengths, strict=True)],
+                [x[:, row, :, :n] for x in layers for row, n in zip(sources, lengths, strict=True)],
             )
         for states in self._states.values():
             for state in states.values():
