@@ -30,7 +30,8 @@ PLAN: Any = SimpleNamespace(
     config=SimpleNamespace(
         trainer=SimpleNamespace(
             ulysses_sequence_parallel_size=1, collective_timeout=30.0, fsdp_size=-1
-        )
+        ),
+        cluster=SimpleNamespace(heartbeat_timeout=60.0),
     ),
 )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_gpus import library as library
+from tests.limits import HANG_S
 from trireme.config import gpus
 from trireme.config.gpus import Gpus
 from trireme.config.schema import ClusterConfig
@@ -36,6 +37,7 @@ def test_each_machine_with_gpus_is_asked_for_their_memory(
     for name, value in (("DRIVER", 13000), ("GPUS", 2), ("INIT", 0)):
         monkeypatch.setenv(f"FAKE_{name}", str(value))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    monkeypatch.setattr(ray_cluster, "ANSWER_S", HANG_S)  # a busy machine would not say
     head = {"num_cpus": 0, "num_gpus": 2, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
