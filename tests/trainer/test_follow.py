@@ -125,15 +125,15 @@ def _beats(place: RankSpec, folder: Path) -> None:
 
 def test_a_suspended_machine_loses_no_rank(tmp_path):
     address = free_address()
-    places = [RankSpec(rank, 2, address, timeout=HANG_S, lost_after=3) for rank in range(2)]
+    places = [RankSpec(rank, 2, address, timeout=HANG_S, lost_after=10) for rank in range(2)]
     store = connect(places[0], serve=True)
     processes = [start(_beats, place, tmp_path) for place in places]
     try:
         store.wait(["beat/0", "beat/1"])
-        for number in (signal.SIGSTOP, signal.SIGCONT):
+        for number, seconds in ((signal.SIGSTOP, 11), (signal.SIGCONT, 2)):
             for process in processes:
                 os.kill(process.pid or 0, number)
-            time.sleep(4)
+            time.sleep(seconds)
         (tmp_path / "end").touch()
         for process in processes:
             process.join(HANG_S)

@@ -158,8 +158,8 @@ class Leader:
 
     def _who(self) -> str:
         """Name the rank at fault after a broken collective, once its heartbeat has stopped."""
-        end = time.monotonic() + self._ranks.spec.lost_after + GRACE
-        while time.monotonic() < end:
+        end = self._heartbeat.looks + (self._ranks.spec.lost_after + GRACE) / EVERY
+        while self._heartbeat.looks < end and self._heartbeat.runs:
             if gone := self._gone():
                 return gone
             time.sleep(_LOOK)
@@ -212,11 +212,18 @@ class RankHeartbeat:
         self._spec = spec
         self._store = connect(spec)
         self._others = range(1, spec.world) if spec.rank == 0 else range(1)
+        self.looks = 0
+        """How often it has looked for the others' beats so far."""
         self._seen: dict[int, tuple[str, float]] = {rank: ("", 0) for rank in self._others}
         """Each rank's last beat, and how often it has been read since."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+
+    @property
+    def runs(self) -> bool:
+        """Whether it still looks."""
+        return self._thread.is_alive()
 
     def lost(self) -> list[int]:
         """Ranks without a heartbeat for `lost_after` seconds."""
@@ -228,11 +235,10 @@ class RankHeartbeat:
         self._thread.join(timeout=GRACE)
 
     def _run(self) -> None:
-        count = 0
         while not self._closed.wait(EVERY):
-            count += 1
+            self.looks += 1
             try:
-                self._store.set(f"beat/{self._spec.rank}", str(count))
+                self._store.set(f"beat/{self._spec.rank}", str(self.looks))
                 for rank in self._others:
                     self._listen(rank)
             except dist.DistError:
