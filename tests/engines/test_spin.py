@@ -111,6 +111,22 @@ def test_what_other_programs_compute_is_seen() -> None:
         busy.kill()
 
 
+@pytest.mark.parametrize(
+    "text", [None, "cpu 9 9 9 9\n", "".join(f"cpu{n} 0 0 0\n" for n in range(4096))]
+)
+def test_where_others_cannot_be_seen_all_of_the_time_is_theirs(
+    text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str:
+        if text is None:
+            raise PermissionError(path)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(spin.time, "monotonic", lambda: 8.0)
+    assert spin._others() == 8.0 * len(os.sched_getaffinity(0))
+
+
 @pytest.mark.skipif(not GNU.exists(), reason="Linux alone")
 def test_a_commands_threads_spin_half_a_millisecond_and_its_programs_sleep() -> None:
     program = """

@@ -129,10 +129,12 @@ def _others() -> float:
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
     except OSError:
-        return time.monotonic() * len(cores)
+        lines = []
     # of programs, programs of low priority, and the system
-    ticks = sum(sum(map(int, words[1:4])) for words in lines if words[0] in cores)
-    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+    ticks = [sum(map(int, words[1:4])) for words in lines if words[0] in cores]
+    if len(ticks) < len(cores) or not any(ticks):  # a container may number or show its own
+        return time.monotonic() * len(cores)
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _waited(schedule: Path) -> float:
