@@ -336,7 +336,7 @@ def test_places_that_the_cluster_has_are_waited_for_and_lacking_ones_briefly(
 
     group = SimpleNamespace(bundle_specs=[{"CPU": 1}] * 2, wait=wait)
     monkeypatch.setattr(ray_cluster, "placement_group", lambda bundles, strategy: group)
-    monkeypatch.setattr(ray_cluster, "LOOK_S", 0.1)
+    monkeypatch.setattr(ray_cluster, "OWN_S", 0.1)
     monkeypatch.setattr(ray_cluster, "JOIN_S", 0.3)
     for name in ("cluster_resources", "available_resources"):
         monkeypatch.setattr(ray, name, lambda: {"CPU": there})

@@ -37,8 +37,8 @@ ANSWER_S = 30.0
 """Seconds in which a cluster has to answer."""
 JOIN_S = 60.0
 """Seconds that machines of a cluster get to join it."""
-LOOK_S = 5.0
-"""Seconds after which our own cluster lacks places that it does not have."""
+OWN_S = 5.0
+"""Seconds that our own cluster, which no machine joins, gets for places that it lacks."""
 STORE_BYTES = 2**31
 """Memory for what Ray passes on between our own cluster's processes: by default it takes a third of
 the machine's, of which containers have little; a step's experiences are some 100 MB."""
@@ -232,10 +232,9 @@ class Reservation:
         """
         if self._group is None:
             return
-        start_timeout = self._plan.config.cluster.start_timeout
-        limit = min(start_timeout, JOIN_S if may_grow else LOOK_S)
-        if self._there() >= self._held():
-            limit = start_timeout
+        limit = self._plan.config.cluster.start_timeout
+        if self._there() < self._needed():
+            limit = min(limit, JOIN_S if may_grow else OWN_S)
         begun, noted = time.monotonic(), False
         while not await asyncio.to_thread(self._group.wait, 0.5):
             waited = time.monotonic() - begun
@@ -243,7 +242,7 @@ class Reservation:
                 raise RuntimeError(f"{self._lack()} after {limit:g} s")
             if not noted and 3 < waited < limit - 3:
                 noted = True
-                note(f"{self._lack()}: waiting {limit:g} s for them")
+                note(f"{self._lack()}: waiting {limit:g} s for places")
 
     def engine(self, index: int) -> dict[str, Any]:
         """Return options of the actor that hosts an engine."""
@@ -283,7 +282,7 @@ class Reservation:
             "scheduling_strategy": strategy,
         }
 
-    def _held(self) -> int:
+    def _needed(self) -> int:
         """Return the places that all bundles ask for."""
         bundles = self._group.bundle_specs if self._group is not None else ()
         return sum(int(bundle.get(self._kind, 0)) for bundle in bundles)
@@ -293,12 +292,12 @@ class Reservation:
         return int(ray.cluster_resources().get(self._kind, 0))
 
     def _lack(self) -> str:
-        kind, held, there = self._kind, self._held(), self._there()
+        kind, needed, there = self._kind, self._needed(), self._there()
         free = int(ray.available_resources().get(kind, 0))
         asked, nodes = self._plan.places.total, self._plan.places.nodes
         alive = sum(node["Alive"] for node in ray.nodes())
         return (
             f"cluster asks for {asked} places ({nodes} x {self._plan.places.per_node}) of one "
-            f"{kind} each, {held} of them in use, and the Ray cluster has {there} {kind}s on "
+            f"{kind} each, {needed} of them in use, and the Ray cluster has {there} {kind}s on "
             f"{alive} machines, {free} of them free"
         )
