@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.limits import HANG_S
-from trireme.aio import OwnThread, at_once, call_user, is_async, one_by_one, running
+from trireme.aio import OwnThread, at_once, call_user, ended, is_async, one_by_one, running
 
 
 async def waits(value: int) -> int:
@@ -98,5 +98,43 @@ def test_what_begins_one_by_one_lets_others_in_between_and_ends_at_the_first_fai
             with pytest.raises(ValueError, match="bad"):
                 await one_by_one(work(name, wait) for name, wait in (("d", HANG_S), ("bad", 0.0)))
             assert asyncio.all_tasks() == tasks, "the others were cancelled, and have ended"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_wait_ends_with_its_future_and_leaves_result_and_error_in_it(fails: bool) -> None:
+    async def work() -> str:
+        await asyncio.sleep(0)
+        if fails:
+            raise ValueError("bad")
+        return "good"
+
+    async def main() -> None:
+        task = asyncio.create_task(work())
+        await ended(task, HANG_S)
+        assert task.done()
+        await ended(task, HANG_S)  # at once
+        if fails:
+            with pytest.raises(ValueError, match="bad"):
+                task.result()
+        else:
+            assert task.result() == "good"
+
+    asyncio.run(main())
+
+
+def test_a_wait_that_is_over_or_cancelled_does_not_end_its_future() -> None:
+    async def main() -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await ended(future, 0.01)
+        assert not future.done()
+        waiting = asyncio.create_task(ended(future, HANG_S))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled() and not future.done()
+        future.set_result(None)  # nobody is woken by it any more
+        await asyncio.sleep(0)
 
     asyncio.run(main())

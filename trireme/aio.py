@@ -95,6 +95,26 @@ async def one_by_one(work: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
 
 
+async def ended(future: asyncio.Future[Any], seconds: float) -> None:
+    """Wait until a future is done, for at most so many seconds; its result and its error stay in
+    it. `asyncio.wait` does the same for several, and takes twice as long for one.
+    """
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = loop.call_later(seconds, wake)
+    future.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        future.remove_done_callback(wake)
+
+
 def _error(task: asyncio.Future[Any]) -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
 

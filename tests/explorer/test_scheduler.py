@@ -278,3 +278,43 @@ def test_what_the_runners_do_is_logged(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level("INFO"):
         run(main())
     assert re.search(r"0 tasks wait\nrunner 0: task 1/0, .* s\nrunner 1: idle", caplog.text)
+
+
+def test_rollouts_that_end_together_are_one_record_and_none_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        scheduler = Scheduler([make_runner(scripted())], max_repeats_per_runner=None)
+        scheduler.start()
+        await scheduler.submit(1, [task(ask, task_id=7, repeat_times=3)])
+        await scheduler.results(1)
+        await scheduler.close()  # sooner than the lines would have become a record
+
+    with caplog.at_level("INFO"):
+        run(main())
+    (record,) = (one for one in caplog.records if "sampled" in one.getMessage())
+    lines = record.getMessage().splitlines()
+    assert sorted(line.partition(":")[0] for line in lines) == ["1/7/0", "1/7/1", "1/7/2"]
+
+
+def test_a_line_about_a_rollout_is_logged_while_others_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        hold = asyncio.Event()
+
+        async def some_wait(task: Any, model: Any) -> Any:
+            if model.key[2]:
+                await hold.wait()
+            return await ask(task, model)
+
+        one = task(some_wait, repeat_times=2)
+        running = asyncio.create_task(make_runner(scripted()).run(one, resolve(some_wait), [0, 1]))
+        while "1/0/0: reward" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert "1/0/1: reward" not in caplog.text
+        hold.set()
+        await running
+
+    with caplog.at_level("INFO"):
+        run(main())

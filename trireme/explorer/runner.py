@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from trireme.aio import in_thread
+from trireme.aio import ended, in_thread
 from trireme.engines.device import RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.experience import EID, Experience
@@ -37,6 +37,8 @@ logger = get_logger("explorer")
 Key = tuple[Any, ...]
 """(batch, task, run), and the number of the attempt if it is not the first."""
 ModelFactory = Callable[[Task, Key], Model]
+TOGETHER_S = 0.1
+"""Seconds in which the log's lines about rollouts become one record."""
 
 
 @dataclass
@@ -141,6 +143,7 @@ class Runner:
         self.explorer = (explorer,) if explorer else ()
         self.teacher = teacher
         self.log = get_logger(f"explorer_runner_{index}")
+        self._noted: list[str] = []
 
     async def run(self, task: Task, spec: WorkflowSpec, runs: Sequence[int]) -> Outcome:
         """Run the rollouts `runs` of a task. Never raises for what a workflow does."""
@@ -158,6 +161,20 @@ class Runner:
         if not task.is_eval and not outcome.failures:
             self.limit.add(outcome.seconds)
         return outcome
+
+    def _note(self, line: str) -> None:
+        """Log a line about a rollout, in one record with those that follow at once: of rollouts
+        that take milliseconds, a record of its own for each would be a tenth of the work.
+        """
+        self._noted.append(line)
+        if len(self._noted) == 1:
+            asyncio.get_running_loop().call_later(TOGETHER_S, self.log_noted)
+
+    def log_noted(self) -> None:
+        """Log the lines about rollouts that are not in the log yet."""
+        noted, self._noted = self._noted, []
+        if noted:
+            self.log.info("%s", "\n".join(noted))
 
     def is_live(self, task: Task, runs: Sequence[int]) -> bool:
         """Return whether one of a task's rollouts has begun and not ended, where a barrier counts
@@ -180,7 +197,7 @@ class Runner:
                 result = await self._attempt(task, spec, runs, own_key, outcome.attempts)
                 if isinstance(result, list):
                     outcome.experiences = result
-                    self.log.info("%s", _in_one_line(rollout_name(task, runs[0]), result))
+                    self._note(_in_one_line(rollout_name(task, runs[0]), result))
                     return outcome
                 # the explorer reports failures by cause only after the step; where rollouts hang
                 # that takes long, so the first time-out is reported at once
@@ -245,7 +262,7 @@ class Runner:
         begun = time.monotonic()
         left = seconds
         while left > 0 and not call.done():
-            await asyncio.wait({call}, timeout=left)
+            await ended(call, left)
             held = self.barrier.held(key) + unheld if self.barrier else 0.0
             left = seconds - (time.monotonic() - begun - held)
 

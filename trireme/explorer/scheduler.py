@@ -124,7 +124,7 @@ class Scheduler:
                 shares.append(share)
             batch.append((task, shares))
         async with self._wake:
-            self._wake.notify_all()
+            self._wake.notify(len(self._heap))
 
     async def results(self, batch_id: int | str) -> list[Outcome]:
         """Return all outcomes of a batch, in the order of its tasks. Each attempt's time-out bounds
@@ -180,6 +180,8 @@ class Scheduler:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
+        for runner in self._runners:
+            runner.log_noted()
         if self._close_last is not None:
             await self._close_last()
         self._closing = False

@@ -27,7 +27,6 @@ from trireme.model.recorder import Call
 from trireme.pictures import Picture, album, as_json_messages, pictures_in, shown
 
 Decode = Callable[[Sequence[int]], str]
-Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def kept_tokens(call: Call, content: str, decode: Decode) -> tuple[int, int] | None:
@@ -142,36 +141,45 @@ def experience_of(
     last = path[-1]
     if len(path) == 1 and last.truncated:
         return _prompt_truncated(last, decode, eid)
-    total = sum(len(call.inserted) + len(call.completion.ids) for call in path)
-    tokens, mask = np.empty(total, np.int64), np.zeros(total, bool)
-    versions, logprobs = np.full(total, -1, np.int32), np.zeros(total, np.float32)
+    # lists, each converted once: an array's slice takes as long to fill as a whole row
+    ids, versions, logprobs = list[int](), list[int](), list[float]()
+    places: list[tuple[int, int, int]] = []  # of a call: first sampled, first trained token, end
+    for call in path:
+        c = call.completion
+        ids += call.inserted
+        versions += [-1] * len(call.inserted)
+        logprobs += [0.0] * len(call.inserted)
+        first = len(ids)
+        ids += c.ids
+        versions += c.versions
+        logprobs += c.logprobs
+        places.append((first, min(first + trained.get(call, len(c.ids)), len(ids)), len(ids)))
+    total = len(ids)
+    tokens, mask = np.array(ids, np.int64), np.zeros(total, bool)
+    for _, start, end in places:
+        mask[start:end] = True
     bent = any(call.completion.sampler_logprobs != call.completion.logprobs for call in path)
     sampler_logprobs = np.zeros(total if bent else 0, np.float32)
     weighted = any(call.weights for call in path)
     weights = np.zeros(total if weighted else 0, np.float32)
-    at = 0
-    for call in path:
-        c, first = call.completion, at + len(call.inserted)
-        tokens[at:first] = call.inserted
-        at = first + len(c.ids)
-        tokens[first:at], versions[first:at], logprobs[first:at] = c.ids, c.versions, c.logprobs
-        start = min(trained.get(call, len(c.ids)), len(c.ids))
-        mask[first + start : at] = True
+    for call, (first, start, end) in zip(path, places, strict=True) if bent or weighted else ():
         if bent:
-            sampler_logprobs[first:at] = c.sampler_logprobs
+            sampler_logprobs[first:end] = call.completion.sampler_logprobs
         if weighted:
-            own = np.array(call.weights[start:] if call.weights else 1.0)
-            weights[first + start : at], mask[first + start : at] = own, own != 0
-    prompt_length = int(mask.argmax()) if mask.any() else total
+            own = np.array(call.weights[start - first :] if call.weights else 1.0)
+            weights[start:end], mask[start:end] = own, own != 0
+    prompt_length = next((start for _, start, end in places if start < end), total)
+    if weighted:
+        prompt_length = int(mask.argmax()) if mask.any() else total
     only = len(path) == 1
     weighted = weighted and not np.isin(weights, (0.0, 1.0)).all()
     return Experience(
         torch.from_numpy(tokens),
         mask=torch.from_numpy(mask),
         prompt_length=prompt_length,
-        logprobs=torch.from_numpy(logprobs),
+        logprobs=torch.from_numpy(np.array(logprobs, np.float32)),
         sampler_logprobs=torch.from_numpy(sampler_logprobs) if bent else None,
-        versions=torch.from_numpy(versions),
+        versions=torch.from_numpy(np.array(versions, np.int32)),
         eid=eid,
         loss_weight=torch.from_numpy(weights) if weighted else None,
         temperature=last.temperature,
@@ -179,11 +187,11 @@ def experience_of(
         truncate_status=_truncation(last),
         prompt_text=path[0].prompt_text
         if only and path[0].prompt_text
-        else decode(tokens[:prompt_length].tolist()),
-        response_text=last.completion.text if only else decode(tokens[prompt_length:].tolist()),
+        else decode(ids[:prompt_length]),
+        response_text=last.completion.text if only else decode(ids[prompt_length:]),
         messages=as_json_messages(last.conversation) or None,
         tools=last.tools,
-        pictures=_pictures(path, tokens),
+        pictures=_pictures(path, ids),
         metrics={"conversation/tools_dropped": 1.0} if last.tools_dropped else {},
         info=_reported([call for call in path if trained.get(call) == 0]),
     )
@@ -246,7 +254,7 @@ def _prompt_truncated(call: Call, decode: Decode, eid: EID | None) -> Experience
     )
 
 
-def _pictures(path: Sequence[Call], tokens: Sequence[int] | Ids) -> list[Picture]:
+def _pictures(path: Sequence[Call], tokens: Sequence[int]) -> list[Picture]:
     """Return the pictures that the tokens of a conversation show."""
     known = album(picture for call in path for picture in pictures_in(call.messages or ()))
-    return list(shown([int(token) for token in tokens], known).values()) if known else []
+    return list(shown(tokens, known).values()) if known else []

@@ -70,7 +70,8 @@ class SimpleWorkflow(Workflow):
 
     def reset(self, task: Task) -> None:
         """Switch to a task; everything that depends on it is set here."""
-        super().reset(task)
+        if task is not self.task:  # which `__init__` has bound
+            super().reset(task)
         if self.system_prompt is None:
             self.system_prompt = self.default_system_prompt
         if not hasattr(type(self), "reward_fn"):  # a subclass may have a method of this name
