@@ -68,3 +68,21 @@ def test_images_are_refused_by_name():
 def test_a_batch_in_which_nothing_is_trained_has_no_width():
     batch = flatten([Experience([1, 2], mask=[False, False])])
     assert (batch.num_samples, batch.num_tokens, batch.width) == (1, 0, 0)
+
+
+def test_rows_of_another_dtype_are_joined_as_they_are():
+    made = _three()
+    for e in made:
+        assert e.logprobs is not None
+        e.logprobs = e.logprobs.bfloat16()
+    half = flatten(made).fields["old_logprobs"]
+    assert half.dtype == torch.bfloat16 and half.tolist() == [-1, -2, -3]
+    made[0].logprobs = torch.tensor([0, 0, -1, -2], dtype=torch.float64)
+    assert flatten(made).fields["old_logprobs"].tolist() == [-1, -2, -3]
+
+
+def test_a_batch_has_no_memory_in_common_with_its_experience():
+    [e] = [Experience([1, 2], prompt_length=1, logprobs=[-1.0])]
+    batch = flatten([e])
+    batch.fields["old_logprobs"].zero_()
+    assert e.logprobs is not None and e.logprobs.tolist() == [0, -1]

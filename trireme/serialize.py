@@ -103,18 +103,17 @@ def _encoded(
         for picture in e.pictures if pictures else ():  # once, however many experiences show it
             data = torch.frombuffer(bytearray(picture.data), dtype=torch.uint8)
             images[f"picture/{picture.digest}"] = data
-    held = dict(images)
-    if words:
-        held["words"] = torch.frombuffer(bytearray(words), dtype=torch.int32)
     header = {
         "rows": forms,
-        "crc": _checksum(held),
+        "crc": _checksum(images, words),
         "experiences": [_header(e) for e in experiences],
     }
     text = zlib.compress(_as_json(header, experiences), 1)
     if words and not images:
         return _block(words, text)
-    tensors = held | {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    tensors = images | {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    if words:
+        tensors["words"] = torch.frombuffer(bytearray(words), dtype=torch.int32)
     return save(tensors, metadata={"format": FORMAT})
 
 
@@ -132,13 +131,15 @@ def _block(words: bytes, text: bytes) -> bytes:
     return b"".join((len(header).to_bytes(8, "little"), header, words, text))
 
 
-def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the CRC-32 of the names and bytes of all tensors except the text's."""
+def _checksum(tensors: Mapping[str, torch.Tensor], words: bytes = b"") -> int:
+    """Return the CRC-32 of the names and bytes of all tensors except the text's. `words` are those
+    of the tensor of that name, the last by name, where they are bytes.
+    """
     crc = 0
     for name in sorted(tensors.keys() - {"json"}):
         crc = zlib.crc32(name.encode(), crc)
         crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy(force=True).data, crc)
-    return crc
+    return zlib.crc32(words, zlib.crc32(b"words", crc)) if words else crc
 
 
 def decode(data: bytes, stored: Stored = lambda digest: None) -> list[Experience]:

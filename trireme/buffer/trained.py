@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,14 +50,14 @@ class TrainedTokens:
         self._folder = folder / FOLDER
         self._limit = limit
         self._batch: Batch | None = None
-        self._found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._found: list[tuple[Batch, Tensor]] = []
         self._kept: set[str] = set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trained-tokens")
         self._writing: Future[None] | None = None
 
     def begin(self, batch: Batch) -> None:
         """Take the whole batch of a step, before any of it is left out."""
-        self._batch, self._found, self._kept = batch, {}, set()
+        self._batch, self._found, self._kept = batch, [], set()
         sizes: dict[str, int] = {}
         for group, count in zip(batch.groups, batch.counts.tolist(), strict=True):
             sizes[group] = sizes.get(group, 0) + count
@@ -70,11 +71,8 @@ class TrainedTokens:
 
     def add(self, batch: Batch, logprobs: Tensor) -> None:
         """Add log-probabilities [M] of a part of the batch, from which its loss was computed."""
-        rows = logprobs.detach().float().cpu().split(batch.counts.tolist())
-        places = batch.positions.split(batch.counts.tolist())
-        for eid, row, positions in zip(batch.eids, rows, places, strict=True):
-            if eid in self._kept:
-                self._found.setdefault(eid, []).append((positions, row))
+        if not self._kept.isdisjoint(batch.eids):
+            self._found.append((batch, logprobs.detach().float().cpu()))
 
     def end(self, step: int) -> None:
         """Write the data of `step`; nothing if it had no batch."""
@@ -101,9 +99,16 @@ class TrainedTokens:
         self,
         step: int,
         batch: Batch,
-        rows_by_eid: dict[str, list[tuple[Tensor, Tensor]]],
+        found: Sequence[tuple[Batch, Tensor]],
         kept: frozenset[str],
     ) -> None:
+        rows_by_eid: dict[str, list[tuple[Numbers, Numbers]]] = {}
+        for some, logprobs in found:
+            ends = some.counts.cumsum()
+            cuts = zip(some.eids, (ends - some.counts).tolist(), ends.tolist(), strict=True)
+            places, values = some.positions.numpy(), logprobs.numpy()
+            for eid, start, end in cuts:
+                rows_by_eid.setdefault(eid, []).append((places[start:end], values[start:end]))
         chosen = [n for n, eid in enumerate(batch.eids) if eid in kept]
         part = batch.select(chosen)
         new = np.full(part.num_tokens, np.nan, np.float32)
@@ -112,9 +117,9 @@ class TrainedTokens:
         for n, eid in enumerate(part.eids):
             own = slice(starts[n], starts[n] + part.counts[n])
             for place, row in rows_by_eid.get(eid, ()):
-                at = np.searchsorted(positions[own], place.numpy())
+                at = np.searchsorted(positions[own], place)
                 if len(at) and at.max() < part.counts[n]:
-                    new[own][at] = row.numpy()
+                    new[own][at] = row
         tokens = np.concatenate(part.tokens)
         rows: dict[str, Numbers] = {
             "tokens": np.where(tokens >= BEGIN, PICTURE, tokens).astype(np.int32),
