@@ -297,7 +297,7 @@ class Reservation:
         asked, nodes = self._plan.places.total, self._plan.places.nodes
         alive = sum(node["Alive"] for node in ray.nodes())
         return (
-            f"cluster asks for {asked} places ({nodes} x {self._plan.places.per_node}) of one "
-            f"{kind} each, {needed} of them in use, and the Ray cluster has {there} {kind}s on "
-            f"{alive} machines, {free} of them free"
+            f"this run takes {needed} of the {asked} places of one {kind} each that `cluster` "
+            f"describes ({nodes} x {self._plan.places.per_node}), and the Ray cluster has {there} "
+            f"{kind}s on {alive} machines, {free} of them free"
         )
