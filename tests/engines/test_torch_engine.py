@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 from tests.limits import HANG_S
 from tests.tested import ENGINE, SINKS, families
 from tests.tiny import make_model, make_tokenizer, make_with_sinks
-from trireme.engines.device import Device, RolloutBarrier
+from trireme.engines.barrier import RolloutBarrier
+from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.torch import rows
 from trireme.engines.torch.decoder import Decoder

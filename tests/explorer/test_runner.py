@@ -24,7 +24,7 @@ from tests.explorer.made import (
 )
 from tests.limits import HANG_S
 from tests.model.fake import user
-from trireme.engines.device import RolloutBarrier
+from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import EID, Experience
 from trireme.explorer.metrics import rollout_metrics
@@ -503,10 +503,10 @@ class Held(RolloutBarrier):
 
     def __init__(self, before: float, later: float) -> None:
         super().__init__()
-        self.before, self.later, self.begun = before, later, False
+        self.before, self.later, self.amid = before, later, False
 
     def held(self, key: tuple[Any, ...]) -> float:
-        return self.later if self.begun else self.before
+        return self.later if self.amid else self.before
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_time_at_the_barrier_is_not_the_rollouts_own_and_an_earlier_attempts_cou
     barrier = Held(before, later)
 
     async def waits(task: Any, model: Any) -> list[Experience]:
-        barrier.begun = True
+        barrier.amid = True
         await asyncio.sleep(0.6 if not fails else 600)
         return await ask(task, model)
 

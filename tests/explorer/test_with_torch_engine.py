@@ -14,11 +14,15 @@ from transformers import AutoTokenizer
 
 from tests.explorer.made import Models, make_runner, run, task
 from tests.limits import HANG_S
-from trireme.engines.device import Device, RolloutBarrier
+from trireme.engines.barrier import RolloutBarrier
+from trireme.engines.device import Device
+from trireme.engines.engine import Sampling
+from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
 from trireme.explorer.runner import Outcome
 from trireme.explorer.scheduler import Scheduler
+from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
 
@@ -154,3 +158,97 @@ def test_the_engine_waits_for_a_rollout_that_is_about_to_begin(
         return await run(*args)
 
     run(go())
+
+
+class Lengths(Models):
+    """Models whose replies have a length of their own for each rollout."""
+
+    def __call__(self, task: Task, key: Any) -> Any:
+        model = super().__call__(task, key)
+        length = 2 + 5 * ((task.task_id + key[2]) % 4)
+        model.sampling = Sampling(max_tokens=length, min_tokens=length)
+        return model
+
+
+def single_turn(reward: Any, number: int, repeats: int = 2) -> Task:
+    row = {"prompt": f"{number} + 1?", "response": str(number + 1)}
+    index = {"index": number}
+    return Task(row, "simple_workflow", reward, repeat_times=repeats, task_id=number, index=index)
+
+
+def test_the_engine_does_not_wait_for_rewards_of_rollouts_that_ask_once(tiny_dir: Path) -> None:
+    """A reward that waits until all rollouts have their replies would otherwise never end."""
+    waiting, all_replied = [0], asyncio.Event()
+
+    async def patient(task: Any, answer: str) -> float:
+        waiting[0] += 1
+        if waiting[0] == 8:
+            all_replied.set()
+        await asyncio.wait_for(all_replied.wait(), HANG_S)
+        return 1.0
+
+    async def main(engine: TorchEngine, barrier: RolloutBarrier) -> list[Outcome]:
+        runners = [make_runner(engine, Lengths(engine), barrier=barrier) for _ in range(4)]
+        scheduler = Scheduler(runners, max_repeats_per_runner=None)
+        scheduler.start()
+        await scheduler.submit(1, [single_turn(patient, n) for n in range(4)])
+        outcomes = await scheduler.results(1)
+        await scheduler.close()
+        return outcomes
+
+    outcomes = with_engine(tiny_dir, main)
+    assert [len(outcome.experiences) for outcome in outcomes] == [2] * 4
+
+
+@pytest.mark.parametrize("runners", [1, 2, 3, 6])
+def test_what_is_computed_together_does_not_depend_on_how_long_rewards_take(
+    tiny_dir: Path, runners: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rewards fail, and their rollouts are tried again; tasks may wait for a free runner."""
+    together: list[list[Any]] = []
+    advance = Decoder.advance
+
+    def noted(decoder: Decoder, admitted: Any, **options: Any) -> Any:
+        ended = advance(decoder, admitted, **options)
+        together.append(sorted(r.key[1:] for r in (*decoder.active, *ended)))
+        return ended
+
+    monkeypatch.setattr(Decoder, "advance", noted)
+
+    def done(slow: Callable[[int, int], bool]) -> Any:
+        failed, count = set[tuple[int, str]](), dict[int, int]()
+
+        async def reward(task: Any, answer: str) -> float:
+            number = task.task_id
+            count[number] = count.get(number, 0) + 1
+            if slow(number, count[number]):
+                await asyncio.sleep(0.05)
+            if number % 2 and (number, answer) not in failed:
+                failed.add((number, answer))
+                raise RuntimeError("the judge is away")
+            return 1.0
+
+        async def main(engine: TorchEngine, barrier: RolloutBarrier) -> Any:
+            made = [
+                make_runner(engine, Lengths(engine), barrier=barrier, max_retries=1)
+                for _ in range(runners)
+            ]
+            scheduler = Scheduler(made, max_repeats_per_runner=None)
+            scheduler.start()
+            await scheduler.submit(1, [single_turn(reward, n) for n in range(6)])
+            outcomes = await scheduler.results(1)
+            await scheduler.close()
+            return [(e.eid.uid, e.tokens.tolist()) for o in outcomes for e in o.experiences]
+
+        together.clear()
+        return with_engine(tiny_dir, main), list(together)
+
+    fast = done(lambda number, nth: False)
+    assert any(len(key) == 4 for keys in fast[1] for key in keys), "some were tried again"
+    for slow in (
+        lambda number, nth: number == 0,
+        lambda number, nth: number % 2 == 1,
+        lambda number, nth: nth == 1,
+        lambda number, nth: True,
+    ):
+        assert done(slow) == fast

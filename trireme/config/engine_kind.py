@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from trireme.config.schema import Config
     from trireme.config.schema_rollout import RolloutModelConfig
     from trireme.config.stages import StageFacts
-    from trireme.engines.device import Device, RolloutBarrier
+    from trireme.engines.barrier import RolloutBarrier
+    from trireme.engines.device import Device
     from trireme.engines.engine import Engine
     from trireme.engines.make import EngineSpec
 

@@ -1,18 +1,12 @@
 """Device: the one thread for all work on the accelerator (or the cores), and the order of that
 work.
 
-So an engine step and a train step exclude each other, and torch needs one pool of threads. Two
-objects decide the order:
+So an engine step and a train step exclude each other, and torch needs one pool of threads.
 
-- ColocationLock: a trainer and an engine process share one accelerator, and one works at a time; or
-  all ranks of a trainer and as many engines, one pair per device. Before the trainer's work the
-  engines pause, which frees their memory if they can sleep. They resume before their next call, or
-  at once if they have waiting requests; calls during the trainer's work wait.
-- RolloutBarrier, in deterministic mode only: the engine's next step waits until every live rollout
-  waits on it, since the composition of a batch changes floating-point sums, and byte-equal runs
-  need every step to see the same requests. The explorer registers rollouts; the engine asks `open`.
-  The time that a rollout waits for the others does not count as its own: `held` returns it, so that
-  only a rollout that hangs itself runs into its time-out.
+A trainer and an engine process that share one accelerator (or all ranks of a trainer and as many
+engines, one pair per device) work in turns, by a ColocationLock. Before the trainer's work the
+engines pause, which frees their memory if they can sleep. They resume before their next call, or at
+once if they have waiting requests; calls during the trainer's work wait.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -129,64 +123,6 @@ def sums_in_order(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warned)
-
-
-class RolloutBarrier:
-    """Counts live rollouts. Used from one event loop only, so that it needs no lock."""
-
-    def __init__(self) -> None:
-        self.live: set[tuple[Any, ...]] = set()
-        self._listeners: list[Any] = []
-        self._begins: list[Callable[[], bool]] = []
-        self._held: dict[tuple[Any, ...], float] = {}
-        """Seconds that live rollouts have waited, without those since `_since`."""
-        self._since: dict[tuple[Any, ...], float] = {}
-
-    def on_change(self, wake: Any) -> None:
-        """Call `wake()` whenever a rollout ends, since the barrier may open then."""
-        self._listeners.append(wake)
-
-    def wait_while(self, begins: Callable[[], bool]) -> None:
-        """Stay closed while `begins()`: a rollout is about to begin, and how soon it does must not
-        decide which requests are computed together.
-        """
-        self._begins.append(begins)
-
-    def wake(self) -> None:
-        """Make the engine ask again whether the barrier is open."""
-        for wake in self._listeners:
-            wake()
-
-    @contextmanager
-    def rollout(self, key: tuple[Any, ...]) -> Iterator[None]:
-        """Register `key` (batch, task, run) as live inside the block."""
-        self.live.add(key)
-        try:
-            yield
-        finally:
-            self.live.discard(key)
-            self._held.pop(key, None)
-            self._since.pop(key, None)
-            self.wake()
-
-    def open(self, waiting: Iterable[tuple[Any, ...]]) -> bool:
-        """Return whether every live rollout has a request waiting at the engine, and none is about
-        to begin.
-        """
-        ready = {key[:3] for key in waiting}
-        is_open = self.live <= ready and not any(begins() for begins in self._begins)
-        for key in [key for key in self._since if is_open or key not in ready]:
-            self._held[key] = self.held(key)
-            del self._since[key]
-        for key in () if is_open else ready & self.live:
-            self._since.setdefault(key, time.monotonic())
-        return is_open
-
-    def held(self, key: tuple[Any, ...]) -> float:
-        """Return the seconds that a live rollout has waited here for the others."""
-        since = self._since.get(key)
-        now = 0.0 if since is None else time.monotonic() - since
-        return self._held.get(key, 0.0) + now
 
 
 T = TypeVar("T")

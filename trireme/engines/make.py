@@ -14,7 +14,8 @@ from trireme.config.engine_kind import EMBEDDED, kind_named
 from trireme.engines.engine import Engine
 
 if TYPE_CHECKING:
-    from trireme.engines.device import Device, RolloutBarrier
+    from trireme.engines.barrier import RolloutBarrier
+    from trireme.engines.device import Device
     from trireme.engines.torch.engine import TorchEngine
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from trireme.aio import ended, in_thread
-from trireme.engines.device import RolloutBarrier
+from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.experience import EID, Experience
 from trireme.log import FILE_ONLY, get_logger
@@ -176,12 +176,17 @@ class Runner:
         if noted:
             self.log.info("%s", "\n".join(noted))
 
-    def is_live(self, task: Task, runs: Sequence[int]) -> bool:
+    def has_begun(self, task: Task, runs: Sequence[int]) -> bool:
         """Return whether one of a task's rollouts has begun and not ended, where a barrier counts
         them.
         """
-        live = self.barrier.live if self.barrier else ()
-        return any(self._key(task, run) in live for run in runs)
+        begun = self.barrier.begun if self.barrier else ()
+        return any(self._key(task, run) in begun for run in runs)
+
+    def is_trying(self, task: Task, runs: Sequence[int]) -> bool:
+        """Return the same for those that may still ask the model."""
+        barrier = self.barrier
+        return barrier is not None and any(barrier.is_trying(self._key(task, run)) for run in runs)
 
     def _key(self, task: Task, run: int) -> tuple[Any, ...]:
         return ((*batch_order(task), *self.explorer), task.task_id, run)
@@ -192,6 +197,8 @@ class Runner:
         key = self._key(task, runs[0])
         with self.barrier.rollout(key) if self.barrier else nullcontext():
             for attempt in range(self.max_retries + 1):
+                if attempt and self.barrier:
+                    await self.barrier.again(key)
                 outcome.retries = attempt
                 own_key = (*key, attempt) if attempt else key
                 result = await self._attempt(task, spec, runs, own_key, outcome.attempts)
@@ -223,6 +230,8 @@ class Runner:
         `attempts`.
         """
         model = self.make_model(task, key)
+        if self.barrier and self._asks_once(task, spec, model):
+            self.barrier.asks_once(key[:3])
         name = rollout_name(task, runs[0])
         call = asyncio.create_task(self._call(task, spec, model, runs))
         seconds = self.limit.seconds
@@ -253,6 +262,14 @@ class Runner:
             drop(call)
             model.revoke()
             await self.engine.abort(key)
+
+    def _asks_once(self, task: Task, spec: WorkflowSpec, model: Model) -> bool:
+        """Return whether a rollout needs no engine after its first reply, nor begins another."""
+        together = self.overlap or not spec.one_at_a_time
+        scored = self.teacher and not task.is_eval
+        return (
+            spec.one_call and together and not spec.can_repeat and not (scored or model.auxiliary)
+        )
 
     async def _wait(self, call: asyncio.Future[Any], key: Key, seconds: float) -> None:
         """Wait until the call is done or has used its `seconds`, not counting time at the

@@ -240,16 +240,17 @@ class Scheduler:
 
     def _begins(self) -> bool:
         """Return whether a rollout is about to begin: a runner is free for a share that waits, or
-        is between the rollouts of what it has taken.
+        will be without a further reply of the model, or is between the rollouts of what it has
+        taken.
         """
         if self._closing or not self._workers:
             return False
         if self._heap and len(self._running) < len(self._runners):
             return True
-        return not all(
-            self._runners[index].is_live(share.task, share.runs)
-            for index, (share, _) in self._running.items()
-        )
+        taken = ((self._runners[index], share) for index, (share, _) in self._running.items())
+        if self._heap:
+            return not all(runner.is_trying(share.task, share.runs) for runner, share in taken)
+        return not all(runner.has_begun(share.task, share.runs) for runner, share in taken)
 
 
 def split(repeat_times: int, most: int | None) -> list[list[int]]:

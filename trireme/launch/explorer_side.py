@@ -15,7 +15,7 @@ from trireme.buffer.buffer import Puts
 from trireme.checkpoint.layout import EVALUATED, FAILED
 from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
-from trireme.engines.device import RolloutBarrier
+from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.explorer.explorer import Explorer, ExplorerSettings
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order

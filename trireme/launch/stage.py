@@ -21,7 +21,8 @@ from trireme.checkpoint.layout import DATA_ROWS, JobFolder
 from trireme.checkpoint.manifest import Loaded, load_checkpoint
 from trireme.config import Plan
 from trireme.data.tasksets import Mixture, Taskset
-from trireme.engines.device import Device, RolloutBarrier
+from trireme.engines.barrier import RolloutBarrier
+from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_engine
 from trireme.explorer.explorer import explorer_state

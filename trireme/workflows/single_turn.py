@@ -57,6 +57,7 @@ class SimpleWorkflow(Workflow):
     """One prompt, one reply, judged by the task's reward."""
 
     one_experience = True
+    one_call = True
     reward_parts = True
     default_reward: ClassVar[str | None] = None
     judges: ClassVar[Judges] = Judges()
@@ -204,6 +205,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
     """
 
     one_experience = True
+    one_call = True
     default_reward = "math_boxed_reward"
 
     def reset(self, task: Task) -> None:
@@ -243,6 +245,8 @@ class MathEvalWorkflow(MathBoxedWorkflow):
     """A mathematical question for evaluation alone: sampled at temperature 0.6 and top_p 0.8, it
     gives the metric `accuracy` and no reward.
     """
+
+    one_call = True
 
     async def ask(self) -> list[Experience]:
         """Return the reply, sampled in the same way in every run."""

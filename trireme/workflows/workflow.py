@@ -96,11 +96,24 @@ class WorkflowSpec:
         """True if each rollout leaves exactly one: see `Workflow.one_experience`. A function has an
         attribute for it.
         """
+        return self._declares("one_experience")
+
+    @property
+    def one_call(self) -> bool:
+        """True if each rollout asks the model once: see `Workflow.one_call`. A function has an
+        attribute for it.
+        """
+        return self._declares("one_call")
+
+    def _declares(self, name: str) -> bool:
+        """Return an attribute of the function, or of the class, where no subclass of the one that
+        declares it asks in another way.
+        """
         if not inspect.isclass(self.code):
-            return bool(getattr(self.code, "one_experience", False))
+            return bool(getattr(self.code, name, False))
         for cls in self.code.__mro__:
-            if "one_experience" in vars(cls):
-                return bool(vars(cls)["one_experience"])
+            if name in vars(cls):
+                return bool(vars(cls)[name])
             if {"run", "run_async", "ask"} & set(vars(cls)):
                 return False
         return False

@@ -4,10 +4,10 @@ One coroutine drives the decoder through the device's thread: pick requests, adv
 finished ones. Requests join and leave between advances. Invariants:
 - A request that the decoder cannot continue ends alone. If the model itself fails, even on a prompt
   of one token, every waiting and every later caller gets the error: none hangs.
-- With a barrier, an advance starts only when every live rollout waits for the engine, and requests
-  enter in the order of their keys. The replies of an advance are given out when the next one
-  starts, so that workflows and rewards run while the engine computes: what they ask for enters one
-  advance later, however fast they are.
+- With a barrier, an advance starts only when every live rollout waits for the engine (barrier.py),
+  and requests enter in the order of their keys. The replies of an advance are given out when the
+  next one starts, so that workflows and rewards run while the engine computes: what they ask for
+  enters one advance later, however fast they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.adapter import adapter_over, is_adapter
-from trireme.engines.device import Device, RolloutBarrier
+from trireme.engines.barrier import RolloutBarrier
+from trireme.engines.device import Device
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
@@ -273,17 +274,18 @@ class TorchEngine:
         """
         if self._paused:
             self._give_out()
-        waiting = (
-            key
-            for key, requests in self._rollouts.items()  # mostly of one request
-            if id(requests[0]) in self._futures or any(id(r) in self._futures for r in requests)
-        )
+        waiting = (key for key in self._rollouts if self._waits(key))
         if self._barrier is not None and not self._barrier.open(waiting):  # also if none is left
             return False
         if not self._waiting and not self._decoder.active:
             self._give_out()
             return False
         return not (self._paused or self._updates)
+
+    def _waits(self, rollout: tuple[Any, ...]) -> bool:
+        """Return whether a rollout waits for a reply."""
+        requests, futures = self._rollouts.get(rollout, ()), self._futures
+        return any(id(request) in futures for request in requests)
 
     def _goes_on_elsewhere(self) -> bool:
         """Return whether a rollout has a reply and another request that is still running: the
@@ -330,6 +332,8 @@ class TorchEngine:
 
     def _finish(self, request: Request) -> None:
         future = self._futures.pop(id(request), None)
+        if self._barrier is not None and not self._waits(request.key[:3]):
+            self._barrier.answered(request.key[:3])
         if future is None or future.done():
             return
         try:

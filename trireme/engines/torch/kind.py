@@ -10,7 +10,8 @@ from trireme.extensions import missing
 
 if TYPE_CHECKING:
     from trireme.config.plan import Plan
-    from trireme.engines.device import Device, RolloutBarrier
+    from trireme.engines.barrier import RolloutBarrier
+    from trireme.engines.device import Device
     from trireme.engines.make import EngineSpec
     from trireme.engines.torch.engine import TorchEngine
 

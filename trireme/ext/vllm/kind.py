@@ -39,7 +39,8 @@ from trireme.registry import did_you_mean
 if TYPE_CHECKING:
     from trireme.config.plan import Plan
     from trireme.config.schema import Config
-    from trireme.engines.device import Device, RolloutBarrier
+    from trireme.engines.barrier import RolloutBarrier
+    from trireme.engines.device import Device
     from trireme.engines.make import EngineSpec
     from trireme.ext.vllm.engine import VllmEngine
 
