@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from trireme.explorer.metrics import rollout_metrics
 from trireme.explorer.runner import Outcome, drop
 from trireme.model.model import Revoked
 from trireme.workflows.classes import Workflow
+from trireme.workflows.single_turn import SimpleWorkflow
 from trireme.workflows.workflow import resolve
 
 
@@ -552,3 +553,39 @@ def test_a_call_that_fails_while_its_rollout_is_cancelled_prints_nothing(ends: s
         return reported
 
     assert asyncio.run(main()) == []
+
+
+JUDGED = Taught(Scores([], tokenizer=TOKENIZER))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "options", "expected"),
+    [
+        (SimpleWorkflow, {}, True),
+        (ask, {}, False),  # a function that does not declare it
+        (SimpleWorkflow, {"models": JUDGED}, False),
+        (SimpleWorkflow, {"models": JUDGED, "teacher": True}, False),
+        (type("AsksMore", (SimpleWorkflow,), {"ask": SimpleWorkflow.ask}), {}, False),
+        (type("InTurn", (SimpleWorkflow,), {"one_at_a_time": True}), {}, False),
+        (type("InTurn", (SimpleWorkflow,), {"one_at_a_time": True}), {"overlap": True}, True),
+    ],
+)
+def test_the_engine_need_not_wait_for_a_rollout_that_asks_nobody_after_its_reply(
+    workflow: Any, options: dict[str, Any], expected: bool
+) -> None:
+    class Noting(RolloutBarrier):
+        once: ClassVar[list[Any]] = []
+
+        def asks_once(self, key: Any) -> None:
+            self.once.append(key)
+
+    Noting.once.clear()
+
+    async def main() -> Outcome:
+        one = task(workflow, repeat_times=2)
+        one.reward_fn = "accuracy_reward"
+        runner = make_runner(barrier=Noting(), **options)
+        return await runner.run(one, resolve(workflow), range(2))
+
+    assert len(run(main()).experiences) == 2
+    assert Noting.once == ([((1, 0, ""), 0, 0), ((1, 0, ""), 0, 1)] if expected else [])

@@ -274,7 +274,7 @@ class TorchEngine:
         """
         if self._paused:
             self._give_out()
-        waiting = (key for key in self._rollouts if self._waits(key))
+        waiting = (key for key, requests in self._rollouts.items() if self._unanswered(requests))
         if self._barrier is not None and not self._barrier.open(waiting):  # also if none is left
             return False
         if not self._waiting and not self._decoder.active:
@@ -282,10 +282,9 @@ class TorchEngine:
             return False
         return not (self._paused or self._updates)
 
-    def _waits(self, rollout: tuple[Any, ...]) -> bool:
-        """Return whether a rollout waits for a reply."""
-        requests, futures = self._rollouts.get(rollout, ()), self._futures
-        return any(id(request) in futures for request in requests)
+    def _unanswered(self, requests: Sequence[Request]) -> bool:
+        """Return whether one of these requests, a rollout's, still lacks its reply."""
+        return not self._futures.keys().isdisjoint(map(id, requests))
 
     def _goes_on_elsewhere(self) -> bool:
         """Return whether a rollout has a reply and another request that is still running: the
@@ -332,8 +331,9 @@ class TorchEngine:
 
     def _finish(self, request: Request) -> None:
         future = self._futures.pop(id(request), None)
-        if self._barrier is not None and not self._waits(request.key[:3]):
-            self._barrier.answered(request.key[:3])
+        rollout = request.key[:3]
+        if self._barrier is not None and not self._unanswered(self._rollouts.get(rollout, ())):
+            self._barrier.answered(rollout)
         if future is None or future.done():
             return
         try:
