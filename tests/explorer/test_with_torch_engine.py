@@ -111,7 +111,7 @@ def test_a_time_out_in_the_middle_of_a_reply_frees_its_row(tiny_dir: Path) -> No
         runner = make_runner(engine, models, barrier=barrier, max_timeout=0.2)
         outcome = await runner.run(task(endless), resolve(endless), [0])
         assert outcome.failures[0].kind == "timeout"
-        while engine.health().running or engine.health().waiting:
+        while engine._decoder.active or engine.health().waiting:
             await asyncio.sleep(0.01)
         after = await make_runner(engine, barrier=barrier).run(task(say), resolve(say), [0])
         assert len(after.experiences) == 1

@@ -137,6 +137,7 @@ class Health:
 
     version: int
     running: int
+    """Requests that get further tokens: not aborted ones, even before their rows are freed."""
     waiting: int
     generated_tokens: int
     prefilled_tokens: int

@@ -62,6 +62,11 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
     @property
+    def has_ended(self) -> bool:
+        """Return whether no further token comes. Its row may be in use until the next advance."""
+        return self.stop_reason is not None or self.error is not None
+
+    @property
     def order(self) -> tuple[Any, ...]:
         """The sort key by which requests enter in deterministic mode."""
         return (*self.key, self.sample)

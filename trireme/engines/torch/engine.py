@@ -177,7 +177,7 @@ class TorchEngine:
         aborted = [r for requests in several for r in requests if r.key[: len(key)] == key]
         count = 0
         for request in aborted:
-            if request.stop_reason is None and request.error is None:
+            if not request.has_ended:
                 self._drop(request)
                 count += 1
             self._finish(request)  # also gives out a whole reply that was held
@@ -189,7 +189,7 @@ class TorchEngine:
         decoder = self._decoder
         return Health(
             version=decoder.version,
-            running=len(decoder.active),
+            running=sum(not request.has_ended for request in decoder.active),
             waiting=len(self._waiting),
             generated_tokens=decoder.generated,
             prefilled_tokens=decoder.prefilled,
@@ -291,7 +291,7 @@ class TorchEngine:
         barrier does not wait for what it asks for next, so that it must get its reply at once.
         """
         return any(
-            other.stop_reason is None and other.error is None
+            not other.has_ended
             for request in self._ended
             for other in self._rollouts.get(request.key[:3], ())
         )
