@@ -57,7 +57,7 @@ def test_only_time_that_a_request_is_held_for_others_counts_as_held(monkeypatch)
 def test_a_rollout_that_asks_once_is_waited_for_until_its_reply() -> None:
     barrier = RolloutBarrier()
     with barrier.rollout(FIRST), barrier.rollout(SECOND):
-        barrier.asks_once(FIRST)
+        barrier.asks_once(FIRST, lambda: None)
         assert not barrier.open([SECOND])
         barrier.answered(FIRST)
         assert barrier.open([SECOND])  # whatever the first does with its reply
@@ -66,13 +66,24 @@ def test_a_rollout_that_asks_once_is_waited_for_until_its_reply() -> None:
     assert barrier.open([]) and not barrier.begun
 
 
+def test_one_that_asks_once_is_reported_when_it_has_its_reply_or_ends_without() -> None:
+    barrier, settled = RolloutBarrier(), list[str]()
+    with barrier.rollout(FIRST):
+        barrier.asks_once(FIRST, lambda: settled.append("answered"))
+        barrier.answered(FIRST)
+        assert settled == ["answered"]
+    with barrier.rollout(SECOND):
+        barrier.asks_once(SECOND, lambda: settled.append("ended"))
+    assert settled == ["answered", "ended"]
+
+
 def test_one_that_asks_again_is_waited_for_from_then_on_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     barrier = RolloutBarrier()
     with barrier.rollout(FIRST), barrier.rollout(SECOND):
         for key in (FIRST, SECOND):
-            barrier.asks_once(key)
+            barrier.asks_once(key, lambda: None)
             barrier.answered(key)
         assert barrier.open([(*FIRST, 1)]) and barrier.open([(*SECOND, 1)]) is False
         assert barrier.open([(*FIRST, 1), (*SECOND, 1)])
@@ -88,7 +99,7 @@ def test_those_that_are_tried_again_enter_together_when_all_others_have_ended() 
 
     async def rollout(key: tuple[int, int, int], fails: asyncio.Event) -> None:
         with barrier.rollout(key):
-            barrier.asks_once(key)
+            barrier.asks_once(key, lambda: None)
             barrier.answered(key)
             await fails.wait()
             await barrier.again(key)
@@ -131,7 +142,7 @@ def test_a_rollout_that_is_cancelled_while_it_waits_to_be_tried_again_holds_noth
 
         async def rollout() -> None:
             with barrier.rollout(FIRST):
-                barrier.asks_once(FIRST)
+                barrier.asks_once(FIRST, lambda: None)
                 barrier.answered(FIRST)
                 await barrier.again(FIRST)
 

@@ -576,7 +576,7 @@ def test_the_engine_need_not_wait_for_a_rollout_that_asks_nobody_after_its_reply
     class Noting(RolloutBarrier):
         once: ClassVar[list[Any]] = []
 
-        def asks_once(self, key: Any) -> None:
+        def asks_once(self, key: Any, then: Any) -> None:
             self.once.append(key)
 
     Noting.once.clear()

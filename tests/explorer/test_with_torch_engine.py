@@ -176,7 +176,10 @@ def single_turn(reward: Any, number: int, repeats: int = 2) -> Task:
     return Task(row, "simple_workflow", reward, repeat_times=repeats, task_id=number, index=index)
 
 
-def test_the_engine_does_not_wait_for_rewards_of_rollouts_that_ask_once(tiny_dir: Path) -> None:
+@pytest.mark.parametrize("runners", [1, 2, 4])
+def test_the_engine_does_not_wait_for_rewards_of_rollouts_that_ask_once(
+    tiny_dir: Path, runners: int
+) -> None:
     """A reward that waits until all rollouts have their replies would otherwise never end."""
     waiting, all_replied = [0], asyncio.Event()
 
@@ -188,8 +191,8 @@ def test_the_engine_does_not_wait_for_rewards_of_rollouts_that_ask_once(tiny_dir
         return 1.0
 
     async def main(engine: TorchEngine, barrier: RolloutBarrier) -> list[Outcome]:
-        runners = [make_runner(engine, Lengths(engine), barrier=barrier) for _ in range(4)]
-        scheduler = Scheduler(runners, max_repeats_per_runner=None)
+        made = [make_runner(engine, Lengths(engine), barrier=barrier) for _ in range(runners)]
+        scheduler = Scheduler(made, max_repeats_per_runner=None)
         scheduler.start()
         await scheduler.submit(1, [single_turn(patient, n) for n in range(4)])
         outcomes = await scheduler.results(1)

@@ -305,8 +305,9 @@ class ExplorerConfig(Section, place="explorer"):
     name: str = "explorer"
     """Name of the part, its log and its state file."""
     runner_per_model: Count | None = None
-    """Runners of each engine, each of which tries one task at a time; not given: 8, on GPUs as many
-    as the tasks of a step, and as have 512 rollouts at once."""
+    """Runners of each engine, each of which tries one task at a time (a task that only waits for
+    rewards may leave its runner: see `Workflow.one_call`); not given: 8, on GPUs as many as the
+    tasks of a step, and as have 512 rollouts at once."""
     max_timeout: PositiveFloat = 1800
     """Time limit of an attempt at a task, in seconds; in `mode: serve` of an unrewarded session."""
     max_retry_times: NonNegativeInt = 2

@@ -35,7 +35,7 @@ class RolloutBarrier:
         """The rollouts that may request something."""
         self.begun: set[Key] = set()
         """The rollouts that have not ended: these, and those that need no further reply."""
-        self._once: set[Key] = set()
+        self._once: dict[Key, Callable[[], None]] = {}
         self._again: dict[Key, asyncio.Future[None]] = {}
         """The rollouts that wait to be tried again."""
         self._listeners: list[Callable[[], None]] = []
@@ -76,21 +76,24 @@ class RolloutBarrier:
         try:
             yield
         finally:
-            for known in (self.live, self.begun, self._once):
-                known.discard(key)
+            self.live.discard(key)
+            self.begun.discard(key)
             for by_key in (self._again, self._held, self._since):
                 by_key.pop(key, None)
+            self.answered(key)
             self.wake()
 
-    def asks_once(self, key: Key) -> None:
-        """Note that the next reply to a live rollout is the last that it needs."""
-        self._once.add(key)
+    def asks_once(self, key: Key, then: Callable[[], None]) -> None:
+        """Note that the next reply to a live rollout is the last that it needs; call `then()` when
+        it has come, or the rollout ends.
+        """
+        self._once[key] = then
 
     def answered(self, key: Key) -> None:
         """Note that a rollout has the replies to all its requests."""
-        if key in self._once:
-            self._once.discard(key)
+        if (then := self._once.pop(key, None)) is not None:
             self.live.discard(key)
+            then()
 
     async def again(self, key: Key) -> None:
         """Wait until a rollout may be tried again, and make it live."""

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,15 +146,33 @@ class Runner:
         self.log = get_logger(f"explorer_runner_{index}")
         self._noted: list[str] = []
 
-    async def run(self, task: Task, spec: WorkflowSpec, runs: Sequence[int]) -> Outcome:
-        """Run the rollouts `runs` of a task. Never raises for what a workflow does."""
+    async def run(
+        self,
+        task: Task,
+        spec: WorkflowSpec,
+        runs: Sequence[int],
+        answered: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Run the rollouts `runs` of a task. Never raises for what a workflow does.
+
+        `answered` is called when all of them have their last reply, if that is known before they
+        end; the next task may begin then.
+        """
         started = time.monotonic()
+        unanswered = set(runs)
+
+        def one_is(run: int) -> None:
+            unanswered.discard(run)
+            if not unanswered:
+                answered()
+
         if spec.can_repeat:
-            parts = [await self._rollout(task, spec, list(runs))]
+            parts = [await self._rollout(task, spec, list(runs), one_is)]
         elif self.overlap or not spec.one_at_a_time:
-            parts = await asyncio.gather(*(self._rollout(task, spec, [run]) for run in runs))
+            work = (self._rollout(task, spec, [run], one_is) for run in runs)
+            parts = await asyncio.gather(*work)
         else:
-            parts = [await self._rollout(task, spec, [run]) for run in runs]
+            parts = [await self._rollout(task, spec, [run], one_is) for run in runs]
         outcome = Outcome(task)
         for part in parts:
             outcome.join(part)
@@ -191,7 +210,9 @@ class Runner:
     def _key(self, task: Task, run: int) -> tuple[Any, ...]:
         return ((*batch_order(task), *self.explorer), task.task_id, run)
 
-    async def _rollout(self, task: Task, spec: WorkflowSpec, runs: list[int]) -> Outcome:
+    async def _rollout(
+        self, task: Task, spec: WorkflowSpec, runs: list[int], answered: Callable[[int], None]
+    ) -> Outcome:
         """Call the workflow (for one run, or for all of a repeatable one), with retries."""
         outcome = Outcome(task)
         key = self._key(task, runs[0])
@@ -201,7 +222,10 @@ class Runner:
                     await self.barrier.again(key)
                 outcome.retries = attempt
                 own_key = (*key, attempt) if attempt else key
-                result = await self._attempt(task, spec, runs, own_key, outcome.attempts)
+                model = self.make_model(task, own_key)
+                if self.barrier and self._asks_once(task, spec, model):
+                    self.barrier.asks_once(key, partial(answered, runs[0]))
+                result = await self._attempt(task, spec, runs, model, own_key, outcome.attempts)
                 if isinstance(result, list):
                     outcome.experiences = result
                     self._note(_in_one_line(rollout_name(task, runs[0]), result))
@@ -223,15 +247,13 @@ class Runner:
         task: Task,
         spec: WorkflowSpec,
         runs: list[int],
+        model: Model,
         key: Key,
         attempts: list[tuple[float, float]],
     ) -> list[Experience] | Failed:
         """Make one attempt: experiences with their ids, or why there are none. Appends to
         `attempts`.
         """
-        model = self.make_model(task, key)
-        if self.barrier and self._asks_once(task, spec, model):
-            self.barrier.asks_once(key[:3])
         name = rollout_name(task, runs[0])
         call = asyncio.create_task(self._call(task, spec, model, runs))
         seconds = self.limit.seconds

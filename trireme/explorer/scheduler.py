@@ -3,6 +3,8 @@
 Invariants:
 - Order is (explore step, training before evaluation, place in the batch): nothing overtakes.
 - A task's repeats may be split over runners; it is complete when all its shares are.
+- A share whose rollouts have their last replies gives its runner to the next: how long rewards take
+  decides nothing, so that they may run while the engine computes (barrier.py).
 - Every submitted task ends in exactly one Outcome, or is counted as dropped: with over-rollout a
   batch does not wait for its slowest tasks, whose rollouts are cancelled.
 """
@@ -16,6 +18,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from trireme.aio import LoopWatch
@@ -47,6 +50,16 @@ class _Share:
         self.dropped = True
         if self.running is not None:
             self.running.cancel()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a runner has taken, and when."""
+
+    share: _Share
+    began: float
+    free: asyncio.Future[None]
+    """Done when the runner may take the next."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +98,10 @@ class Scheduler:
         self._report_interval = report_interval
         self._further = further
         self._close_last = close_last
-        self._running: dict[int, tuple[_Share, float]] = {}
-        """What each runner has taken, and when."""
+        self._places: dict[int, _Place] = {}
+        """By the runner's number."""
+        self._running: set[asyncio.Task[Outcome]] = set()
+        """The shares that have not ended; some have left their places."""
         self._barrier = self._runners[0].barrier if self._runners else None
         if self._barrier is not None:
             self._barrier.wait_while(self._begins)
@@ -179,7 +194,9 @@ class Scheduler:
             self._watch.stop()
         for worker in self._workers:
             worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        for running in self._running:
+            running.cancel()
+        await asyncio.gather(*self._workers, *self._running, return_exceptions=True)
         for runner in self._runners:
             runner.log_noted()
         if self._close_last is not None:
@@ -194,11 +211,13 @@ class Scheduler:
         now, out = time.monotonic(), []
         for number in range(len(self._runners)):
             text = "idle"
-            if (taken := self._running.get(number)) is not None:
-                share, began = taken
+            if (place := self._places.get(number)) is not None:
+                share = place.share
                 text = f"task {share.task.batch_id}/{share.task.task_id}, runs {share.runs}"
-                text += f" for {now - began:.0f} s"
+                text += f" for {now - place.began:.0f} s"
             out.append(f"runner {number}: {text}")
+        if rewarded := len(self._running) - len(self._places):
+            out.append(f"{rewarded} tasks, or parts of tasks, wait for their rewards alone")
         return out
 
     async def _report(self) -> None:
@@ -207,7 +226,6 @@ class Scheduler:
             logger.info("%d tasks wait\n%s", len(self._heap), "\n".join(self.states()))
 
     async def _work(self, index: int, runner: Runner) -> None:
-        # a rollout that is cancelled while the engine fails raises the engine's error
         while not self._closing:
             async with self._wake:
                 while not self._heap:
@@ -216,27 +234,39 @@ class Scheduler:
             if share.dropped:
                 share.done.cancel()
                 continue
-            share.running = asyncio.ensure_future(runner.run(share.task, share.spec, share.runs))
-            self._running[index] = share, time.monotonic()
-            try:
-                outcome = await share.running
-            except asyncio.CancelledError:
-                share.done.cancel()
-                if share.dropped and not self._closing:
-                    continue
-                share.running.cancel()
-                raise
-            except BaseException as error:  # the engine failed: the batch's waiter raises it
-                if not share.done.done():
-                    share.done.set_exception(error)
-                    share.done.exception()  # read: another share may end the batch
+            free = asyncio.get_running_loop().create_future()
+            self._places[index] = _Place(share, time.monotonic(), free)
+            leave = partial(self._leave, index, share)
+            share.running = asyncio.ensure_future(
+                runner.run(share.task, share.spec, share.runs, leave)
+            )
+            self._running.add(share.running)
+            share.running.add_done_callback(partial(self._ended, index, share))
+            await free
+
+    def _leave(self, index: int, share: _Share) -> None:
+        """Give a share's place to the next, unless it has left it before."""
+        if (place := self._places.get(index)) is not None and place.share is share:
+            del self._places[index]
+            if not place.free.done():  # the worker may have been cancelled
+                place.free.set_result(None)
+
+    def _ended(self, index: int, share: _Share, running: asyncio.Task[Outcome]) -> None:
+        self._running.discard(running)
+        if running.cancelled():
+            share.done.cancel()
+        else:  # one that is cancelled while the engine fails raises the engine's error
+            error = running.exception()
+            if share.done.done():  # its waiter may have been cancelled
+                pass
+            elif error is not None:  # the engine failed: the batch's waiter raises it
+                share.done.set_exception(error)
+                share.done.exception()  # read: another share may end the batch
             else:
-                if not share.done.done():  # its waiter may have been cancelled
-                    share.done.set_result(outcome)
-            finally:
-                self._running.pop(index, None)
-                if self._barrier is not None:
-                    self._barrier.wake()
+                share.done.set_result(running.result())
+        self._leave(index, share)
+        if self._barrier is not None:
+            self._barrier.wake()
 
     def _begins(self) -> bool:
         """Return whether a rollout is about to begin: a runner is free for a share that waits, or
@@ -245,9 +275,9 @@ class Scheduler:
         """
         if self._closing or not self._workers:
             return False
-        if self._heap and len(self._running) < len(self._runners):
+        if self._heap and len(self._places) < len(self._runners):
             return True
-        taken = ((self._runners[index], share) for index, (share, _) in self._running.items())
+        taken = ((self._runners[index], place.share) for index, place in self._places.items())
         if self._heap:
             return not all(runner.is_trying(share.task, share.runs) for runner, share in taken)
         return not all(runner.has_begun(share.task, share.runs) for runner, share in taken)

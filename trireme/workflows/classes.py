@@ -41,7 +41,8 @@ class Workflow:
     known beforehand. A subclass with another `run` or `ask` sets it again."""
     one_call: bool = False
     """True if each rollout asks the trained model once: in deterministic mode the engine goes on
-    while the rollout computes its reward. A subclass with another `run` or `ask` sets it again."""
+    while the rollout computes its reward, and the runner takes the next task. A subclass with
+    another `run` or `ask` sets it again."""
     reward_parts: bool | None = None
     """True if `run` leaves the number of each reward function in `info["reward_parts"]`, which
     `gdpo` compares; None: only the run knows. A subclass with another `run` sets it again.
