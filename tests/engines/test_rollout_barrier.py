@@ -54,6 +54,28 @@ def test_only_time_that_a_request_is_held_for_others_counts_as_held(monkeypatch)
     assert barrier.held(FIRST) == 0.0
 
 
+def test_time_in_which_no_engine_may_compute_counts_as_its_wait(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("trireme.engines.barrier.time.monotonic", lambda: now[0])
+    barrier = RolloutBarrier()
+    with barrier.rollout(FIRST), barrier.rollout(SECOND):
+        barrier.open([FIRST, SECOND])
+        now[0] = 1.0  # it computes
+        barrier.open([FIRST])
+        now[0] = 3.0
+        barrier.open([FIRST])
+        assert barrier.waited == 2.0
+        now[0] = 4.0
+        barrier.open([FIRST, SECOND])
+        now[0] = 9.0
+        assert barrier.waited == 3.0
+        barrier.open([])
+        now[0] = 11.0
+    barrier.open([])  # none is left to be waited for
+    now[0] = 20.0
+    assert barrier.waited == 5.0
+
+
 def test_a_rollout_that_asks_once_is_waited_for_until_its_reply() -> None:
     barrier = RolloutBarrier()
     with barrier.rollout(FIRST), barrier.rollout(SECOND):

@@ -22,7 +22,8 @@ from tests.explorer.made import (
 from trireme.buffer.buffer import Closed
 from trireme.buffer.queue import QueueBuffer
 from trireme.checkpoint.layout import JobFolder
-from trireme.explorer.explorer import RolloutsFailed
+from trireme.engines.barrier import RolloutBarrier
+from trireme.explorer.explorer import LONG_WAIT_S, RolloutsFailed
 from trireme.monitor.events import Evaluated, Event, StepDone
 
 
@@ -45,6 +46,23 @@ def fails_for(*tasks: int) -> Any:
         return await ask(task, model)
 
     return workflow
+
+
+def test_an_engine_that_waits_long_for_the_code_of_workflows_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    totals = iter([LONG_WAIT_S - 1, 2 * LONG_WAIT_S, 4 * LONG_WAIT_S, 4 * LONG_WAIT_S])
+
+    class Waits(RolloutBarrier):
+        waited = property(lambda self: next(totals))
+
+    made = run(explored(runners=1, runner_options={"barrier": Waits()}))
+    waits = [metrics["time/engine_wait"] for _, _, metrics in made.reports]
+    assert waits == [LONG_WAIT_S - 1, LONG_WAIT_S + 1, 2 * LONG_WAIT_S, 0]
+    (record,) = (one for one in caplog.records if "the engine waited" in one.getMessage())
+    assert record.getMessage().startswith(f"step 2: the engine waited {LONG_WAIT_S + 1:.0f} of")
+    assert "`one_call = True`" in record.getMessage()
+    assert "time/engine_wait" not in run(explored()).reports[0][2]  # without a barrier
 
 
 def test_whole_groups_with_advantages_are_put_step_after_step() -> None:

@@ -43,6 +43,8 @@ class RolloutBarrier:
         self._held: dict[Key, float] = {}
         """Seconds that live rollouts have waited, without those since `_since`."""
         self._since: dict[Key, float] = {}
+        self._closed_since: float | None = None
+        self._waited = 0.0
         self._warned = False
 
     def on_change(self, wake: Callable[[], None]) -> None:
@@ -116,12 +118,24 @@ class RolloutBarrier:
             self._warn(more)
             self.live |= more
         is_open = self.live <= ready and not self._one_begins()
+        if is_open or not self.live:
+            self._waited, self._closed_since = self.waited, None
+        elif self._closed_since is None:
+            self._closed_since = time.monotonic()
         for key in [key for key in self._since if is_open or key not in ready]:
             self._held[key] = self.held(key)
             del self._since[key]
         for key in () if is_open else ready & self.live:
             self._since.setdefault(key, time.monotonic())
         return is_open
+
+    @property
+    def waited(self) -> float:
+        """Return the seconds so far in which the engine computed nothing, since rollouts were busy
+        with their own code.
+        """
+        since = self._closed_since
+        return self._waited + (0.0 if since is None else time.monotonic() - since)
 
     def held(self, key: Key) -> float:
         """Return the seconds that a live rollout has waited here for the others."""

@@ -53,6 +53,8 @@ MOST_EXAMPLES, MOST_TEXT = 64, 2000
 _RATE_STEPS = 4
 """Steps that tokens a second are counted over: of some that are under way together, all end at
 once, and one of them alone has no rate."""
+LONG_WAIT_S = 5.0
+"""Seconds of a step that an engine may wait for workflows' code without a warning."""
 
 Evaluation = dict[str, dict[str, float]]
 
@@ -138,6 +140,9 @@ class Explorer:
         self._unkept: list[dict[str, float]] = []
         """The pipeline's metrics of the steps that left no experience to put."""
         self._last_end = 0.0
+        self._engine_wait = 0.0
+        """What the steps so far have reported."""
+        self._has_waited_long = False
         self._lately: deque[tuple[int, float]] = deque(maxlen=_RATE_STEPS)
         """The sampled tokens and the seconds of the last steps."""
         self._submitted = asyncio.Event()
@@ -295,6 +300,7 @@ class Explorer:
         self._lately.append((sampled, elapsed))
         rate = sum(n for n, _ in self._lately) / max(sum(s for _, s in self._lately), 1e-9)
         metrics |= {"time/explore": elapsed, "perf/tokens_per_s": rate}
+        metrics |= self._look_at_engine_wait(step, elapsed)
         if shown := _to_show(outcomes):
             self.emit(RolloutDone(shown))
         taught = self.taskset if self.taskset is not None and self.taskset.learns else None
@@ -311,6 +317,24 @@ class Explorer:
             await self.buffer.put(kept)
         elif self._fresh:
             self._unkept.append(more)
+
+    def _look_at_engine_wait(self, step: int, elapsed: float) -> dict[str, float]:
+        """Return how long the engine waited for rollouts' own code in a step, as a metric; report
+        the first time that it was long.
+        """
+        if (total := self.scheduler.engine_wait) is None:
+            return {}
+        waited, self._engine_wait = total - self._engine_wait, total
+        if waited > max(LONG_WAIT_S, elapsed / 2) and not self._has_waited_long:
+            self._has_waited_long = True
+            logger.warning(
+                "step %d: the engine waited %.0f of %.0f s for the code of workflows and rewards, "
+                "so that the same seed gives the same weights. If a rollout calls the model once, "
+                "declare `one_call = True` in the workflow's class, or as an attribute of its "
+                "function; else `deterministic: false` ends the waiting",
+                step, waited, elapsed,
+            )  # fmt: skip
+        return {"time/engine_wait": waited}
 
     def _look_at_failures(self, when: str, outcomes: Sequence[Outcome], limit: float) -> None:
         """Report once per cause how many rollouts failed of it. Raise if there are too many."""

@@ -206,6 +206,13 @@ class Scheduler:
             share.done.cancel()
         self._workers, self._heap, self._batches = [], [], {}
 
+    @property
+    def engine_wait(self) -> float | None:
+        """Return the seconds so far in which the engine waited for rollouts' own code; None if it
+        waits for none.
+        """
+        return None if self._barrier is None else self._barrier.waited
+
     def states(self) -> list[str]:
         """Describe what each runner does: its task and for how long, or idle."""
         now, out = time.monotonic(), []
