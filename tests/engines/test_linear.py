@@ -22,6 +22,7 @@ from trireme.engines.torch.linear import (
 )
 
 CHOOSES = module.is_quicker
+ASKS = {name: getattr(module, name) for name in ("_processor", "_is_of_amd")}
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
@@ -31,18 +32,32 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_ONEDNN:
         pytest.skip("torch was built without oneDNN")
     monkeypatch.setattr(module, "is_quicker", lambda: True)
+    monkeypatch.setattr(module, "_is_of_amd", lambda: True)
 
 
-@pytest.mark.parametrize("maker", ["AuthenticAMD", "GenuineIntel"])
-@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
-def test_onednn_is_quicker_on_processors_of_amd_whose_wide_registers_torch_may_use(
-    maker: str, capability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("maker", "flags", "capability", "many", "packed"),
+    [
+        ("AuthenticAMD", "avx2 avx512f", "AVX512", True, True),
+        ("AuthenticAMD", "avx2 avx512f", "AVX2", True, True),  # held to AVX2
+        ("AuthenticAMD", "avx2 avx512f", "DEFAULT", False, False),
+        ("AuthenticAMD", "avx2", "AVX2", False, True),
+        ("GenuineIntel", "avx2 avx512f", "AVX512", False, False),
+        ("GenuineIntel", "avx2", "AVX2", False, False),
+    ],
+)
+def test_which_products_are_onednns_follows_from_the_processor(
+    maker: str, flags: str, capability: str, many: bool, packed: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Those of many rows where it has AVX-512 to gain, and those by packed matrices."""
     processors = tmp_path / "cpuinfo"
-    processors.write_text(f"vendor_id : {maker}\n")
+    processors.write_text(f"vendor_id : {maker}\nflags : fpu {flags} sse\n")
     monkeypatch.setattr(module, "Path", lambda _: processors)
     monkeypatch.setattr(module, "get_cpu_capability", lambda: capability)
-    assert CHOOSES.__wrapped__() == (maker == "AuthenticAMD" and capability != "DEFAULT")
+    for name in ("_processor", "_is_of_amd"):
+        monkeypatch.setattr(module, name, ASKS[name].__wrapped__)
+    assert (CHOOSES.__wrapped__(), packs(torch.float32)) == (many, packed)
 
 
 def multiplied_by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -180,7 +195,7 @@ def test_only_what_gains_by_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> Non
         "transposed": weight.t(), "elsewhere": weight.to("meta"),
     }  # fmt: skip
     assert [why for why, one in others.items() if pack(one) is not None] == []
-    monkeypatch.setattr(module, "is_quicker", lambda: False)
+    monkeypatch.setattr(module, "_is_of_amd", lambda: False)
     assert pack(weight) is None
     monkeypatch.setenv("TRIREME_NATIVE", "0")
     assert not packs(torch.bfloat16)

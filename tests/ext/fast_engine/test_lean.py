@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,9 +32,10 @@ from trireme.engines.torch.prefix import SharedPrompts
 from trireme.engines.torch.rows import RowStore
 from trireme.engines.torch.shell import load_shell
 from trireme.ext.fast_engine import lean as lean_module
+from trireme.ext.fast_engine import native as native_module
 from trireme.ext.fast_engine import step as step_module
 from trireme.ext.fast_engine.lean import Lean, PlainOps, make_lean
-from trireme.ext.fast_engine.native import NativeOps, _folder, _load
+from trireme.ext.fast_engine.native import NativeOps, Panels, _folder, _load
 from trireme.ext.fast_engine.where import Where
 
 CPU = torch.device("cpu")
@@ -100,24 +102,28 @@ async def all_prompts(engine: TorchEngine) -> list[list[Completion]]:
     return await asyncio.gather(*asked)
 
 
-@pytest.fixture(params=["step", "native", "packed", "plain"])
+@pytest.fixture(params=["step", "native", "packed", "panels", "plain"])
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the compiled step, with compiled operators alone, with packed matrices too, and as
-    without a compiler.
+    """With the compiled step, with compiled operators alone, with packed matrices too that oneDNN
+    multiplies, or that we do, and as without a compiler.
     """
-    if request.param in ("native", "packed"):
+    if request.param in ("native", "packed", "panels"):
         monkeypatch.setattr(step_module, "MOST_WEIGHTS", 0)
-    if request.param == "packed":
-        pack_all(monkeypatch)
+        monkeypatch.setattr(linear_module, "_is_of_amd", lambda: False)
+    if request.param in ("packed", "panels"):
+        pack_all(monkeypatch, by_us=request.param == "panels")
     if request.param == "plain":
         monkeypatch.setattr(lean_module, "_ops", lambda _: PlainOps())
     return request.param
 
 
-def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def pack_all(monkeypatch: pytest.MonkeyPatch, *, by_us: bool) -> None:
     """As on a processor where packed matrices are quicker, for small ones as well."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without oneDNN")
+    width = NativeOps(torch.float32).panel_width if by_us else -1
+    monkeypatch.setattr(native_module, "OF_AVX2", width)
+    monkeypatch.setattr(linear_module, "_is_of_amd", lambda: True)
     monkeypatch.setattr(linear_module, "is_quicker", lambda: True)
     monkeypatch.setattr(linear_module, "_LEAST_WEIGHTS", 0)
 
@@ -222,14 +228,15 @@ def test_new_weights_reach_rows_that_share_a_prompt(tmp_path: Path, ops: str, ke
         ), "a prompt that old weights have read is not joined"
 
 
+@pytest.mark.parametrize("by_us", [False, True])
 def test_packed_copies_are_those_of_the_weights_now_and_freed_while_the_engine_rests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_us: bool
 ) -> None:
-    pack_all(monkeypatch)
+    pack_all(monkeypatch, by_us=by_us)
     monkeypatch.setattr(step_module, "MOST_WEIGHTS", 0)
     made: list[int] = []
-    pack = lean_module.pack
-    monkeypatch.setattr(lean_module, "pack", lambda weight: made.append(1) or pack(weight))
+    packed = NativeOps.packed
+    monkeypatch.setattr(NativeOps, "packed", lambda *given: made.append(1) or packed(*given))
     folder = make_model(tmp_path)
     matrices = 7 * 2 + 1  # of two blocks, and the head
 
@@ -433,6 +440,23 @@ def by_calls(
         decoder.advance(admitted, steps=most, hurry=lambda: False)
         admitted = []
     return requests, calls
+
+
+@pytest.mark.parametrize(("width", "out"), [(64, 96), (70, 199), (128, 16)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_by_our_panels_are_those_of_float64_and_a_row_has_the_bits_that_it_has_alone(
+    width: int, out: int, biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(*s, generator=generator) for s in ((out, width), (out,)))
+    product = Panels(NativeOps(torch.float32), weight, bias if biased else None)
+    rows = torch.randn(40, width, generator=generator)
+    expected = F.linear(rows.double(), weight.double(), bias.double() if biased else None)
+    alone = torch.cat([product(rows[n : n + 1]) for n in range(40)])
+    torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-5)
+    for count in range(1, 41):
+        assert torch.equal(product(rows[:count]), alone[:count])
+    assert torch.equal(product(rows.t().contiguous().t()), alone)  # whose rows are not in one piece
 
 
 @pytest.mark.parametrize(("threads", "heats"), zip((1, 2), HEATS, strict=True))

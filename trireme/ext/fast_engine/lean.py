@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from trireme.engines.adapter import added
 from trireme.engines.sampling import inverse_cdf, log_probabilities
 from trireme.engines.torch.forward import DrawRule
-from trireme.engines.torch.linear import GRID, is_quicker, linear, multiply, pack
+from trireme.engines.torch.linear import GRID, PackedProduct, linear, packed_product, packs
 from trireme.engines.torch.rows import NAME, Pass, RowStore
 from trireme.engines.torch.specimen import make_specimen
 from trireme.ext.fast_engine.native import NativeOps
@@ -51,18 +51,16 @@ class Product(NamedTuple):
     bias: Tensor | None
     addition: tuple[Tensor, Tensor] | None
     """A and B of an adapter that is not merged."""
-    packed: Tensor | None = None
+    packed: PackedProduct | None = None
 
-    def pack(self) -> Product:
+    def pack(self, ops: PlainOps | NativeOps) -> Product:
         """Return the product with a packed copy of its weight, where one is quicker."""
-        return self._replace(packed=pack(self.weight))
+        return self._replace(packed=ops.packed(self.weight, self.bias))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [..., K]: [..., N]."""
-        if self.packed is None:
-            out = linear(x, self.weight, self.bias)
-        else:
-            out = multiply(x, self.packed, self.bias)
+        product = self.packed
+        out = linear(x, self.weight, self.bias) if product is None else product(x)
         return out if self.addition is None else added(out, x, *self.addition)
 
 
@@ -82,9 +80,9 @@ class Layer:
     up: Product
     down: Product
 
-    def pack(self) -> Layer:
+    def pack(self, ops: PlainOps | NativeOps) -> Layer:
         """Return the block with packed copies of its matrices, where these are quicker."""
-        return replace(self, **{name: getattr(self, name).pack() for name in PRODUCTS})
+        return replace(self, **{name: getattr(self, name).pack(ops) for name in PRODUCTS})
 
 
 class PlainOps:
@@ -94,8 +92,11 @@ class PlainOps:
 
     name = "torch's operators"
 
+    multiplies = False
+    """Products are torch's or oneDNN's."""
     log_probabilities = staticmethod(log_probabilities)
     inverse_cdf = staticmethod(inverse_cdf)
+    packed = staticmethod(packed_product)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `x` [N, W] in place and return its RMSNorm in the weight's dtype; x is
@@ -185,6 +186,7 @@ class Lean:
         self._scale: float = attention.scaling
         self._eps: float = base.norm.variance_epsilon
         self._may_compile = compiled
+        self._by_onednn = packs(torch.float32) and not ops.multiplies
         self._tables: list[Tensor]
         self.renew()
 
@@ -208,7 +210,8 @@ class Lean:
         """Return blocks and head with packed copies of the matrices as they are now."""
         versions = [weight._version for weight in self._matrices]
         if self._packed is None or self._packed[0] != versions:  # changed in place by anyone
-            self._packed = versions, [layer.pack() for layer in self._layers], self._head.pack()
+            layers = [layer.pack(self._ops) for layer in self._layers]
+            self._packed = versions, layers, self._head.pack(self._ops)
         return self._packed[1:]
 
     def _compile(self) -> CompiledStep | None:
@@ -238,7 +241,7 @@ class Lean:
         if self._compiled is not None:
             return self._compiled(self._embed(tokens), where, store, prompts, tables)
         rows = len(tokens)
-        idle = -rows % GRID if rows > GRID // 2 and is_quicker() else 0
+        idle = -rows % GRID if rows > GRID // 2 and self._by_onednn else 0
         x = self._embed(F.pad(tokens, (0, idle))).float()
         delta = None
         layers, head = self._for_steps()

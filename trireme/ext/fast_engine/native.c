@@ -1,4 +1,4 @@
-/* The parts of a decode step that are no matrix product, for rows of unequal length.
+/* The parts of a decode step for rows of unequal length, and whole steps of small models.
 
    Compiled by native.py for the machine that it runs on, once for each dtype (-DBF16). Arithmetic is
    float32 in both, and so is the residual; bfloat16 rounds where autocast does in the trainer. Every
@@ -342,7 +342,7 @@ enum { LANES = 4, TALL = 8, CHUNK = 32 };
 #else
 enum { LANES = 4, TALL = 6, CHUNK = 24 };
 #endif
-enum { PANEL = 2 * LANES };
+enum { PANEL = 2 * LANES, LINE = 64 /* bytes of a cache line */ };
 typedef float Lanes __attribute__((vector_size(LANES * 4), aligned(4)));
 
 typedef struct {
@@ -373,12 +373,15 @@ typedef struct {
 int panel_width(void) { return PANEL; }
 
 /* y [rows, PANEL] = x [rows, K] times a panel + bias, each sum in the order of K; rows of y are
-   `stride` apart. */
+   `stride` apart. Meanwhile `share` bytes for each k, from `ahead` on, are brought into the cache. */
 static inline __attribute__((always_inline)) void tile(const float *x, const float *panel,
                                                        const float *bias, int64_t K, float *y,
-                                                       int64_t stride, const int rows) {
+                                                       int64_t stride, const char *ahead,
+                                                       int64_t share, const int rows) {
     Lanes sums[TALL][2] = {};
     for (int64_t k = 0; k < K; k++) {
+        if (share) __builtin_prefetch(ahead + k * share);
+        if (share > LINE) __builtin_prefetch(ahead + k * share + LINE);
         const Lanes a = *(const Lanes *)(panel + k * PANEL);
         const Lanes b = *(const Lanes *)(panel + k * PANEL + LANES);
 #pragma GCC unroll 16
@@ -396,27 +399,45 @@ static inline __attribute__((always_inline)) void tile(const float *x, const flo
     }
 }
 
+/* Columns n .. n + PANEL - 1 of y [rows, out] = x [rows, in] W' + bias. With `streams` the matrix
+   comes from memory: the first tiles, four at most, each bring a part of the next panel into the
+   cache. One alone would wait for all of it. */
+static inline __attribute__((always_inline)) void by_panel(const Matrix *m, const float *x, float *y,
+                                                           int64_t rows, int64_t n,
+                                                           const int streams) {
+    float part[TALL * PANEL], end[PANEL] = {0};
+    const int64_t K = m->in, last = rows % TALL;
+    const int64_t tiles = rows / TALL + last / 4 + last % 4 / 2 + last % 2;
+    const int64_t share = streams ? PANEL * (int64_t)sizeof(float) / (tiles < 4 ? tiles : 4) : 0;
+    const float *panel = m->packed + n * K, *bias = m->bias ? m->bias + n : NULL;
+    const char *ahead = (const char *)(panel + PANEL * K);
+    const int64_t width = m->out - n < PANEL ? m->out - n : PANEL, whole = width == PANEL;
+    if (bias && !whole) bias = memcpy(end, bias, (size_t)width * sizeof(float));
+    for (int64_t r = 0, tall, t = 0; r < rows; r += tall, t++) {
+        const float *from = x + r * K;
+        float *to = whole ? y + r * m->out + n : part;
+        const int64_t stride = whole ? m->out : PANEL, left = rows - r, now = t < 4 ? share : 0;
+        tall = left >= TALL ? TALL : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (tall == TALL) tile(from, panel, bias, K, to, stride, ahead, now, TALL);
+        else if (tall == 4) tile(from, panel, bias, K, to, stride, ahead, now, 4);
+        else if (tall == 2) tile(from, panel, bias, K, to, stride, ahead, now, 2);
+        else tile(from, panel, bias, K, to, stride, ahead, now, 1);
+        ahead += K * now;
+        for (int64_t i = 0; !whole && i < tall; i++)
+            memcpy(y + (r + i) * m->out + n, part + i * PANEL, (size_t)width * sizeof(float));
+    }
+}
+
 /* y [rows, out] = x [rows, in] W' + bias */
 static void multiply(const Matrix *m, const float *x, float *y, int64_t rows) {
-    float part[TALL * PANEL], end[PANEL] = {0};
-    const int64_t K = m->in;
-    for (int64_t n = 0; n < m->out; n += PANEL) {
-        const float *panel = m->packed + n * K, *bias = m->bias ? m->bias + n : NULL;
-        const int64_t width = m->out - n < PANEL ? m->out - n : PANEL, whole = width == PANEL;
-        if (bias && !whole) bias = memcpy(end, bias, (size_t)width * sizeof(float));
-        for (int64_t r = 0, tall; r < rows; r += tall) {
-            const float *from = x + r * K;
-            float *to = whole ? y + r * m->out + n : part;
-            const int64_t stride = whole ? m->out : PANEL, left = rows - r;
-            tall = left >= TALL ? TALL : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            if (tall == TALL) tile(from, panel, bias, K, to, stride, TALL);
-            else if (tall == 4) tile(from, panel, bias, K, to, stride, 4);
-            else if (tall == 2) tile(from, panel, bias, K, to, stride, 2);
-            else tile(from, panel, bias, K, to, stride, 1);
-            for (int64_t i = 0; !whole && i < tall; i++)
-                memcpy(y + (r + i) * m->out + n, part + i * PANEL, (size_t)width * sizeof(float));
-        }
-    }
+    for (int64_t n = 0; n < m->out; n += PANEL) by_panel(m, x, y, rows, n, 0);
+}
+
+/* The same for a large matrix, its columns shared among threads. */
+int product(const Matrix *m, const float *x, float *y, int64_t rows, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t n = 0; n < m->out; n += PANEL) by_panel(m, x, y, rows, n, 1);
+    return 0;
 }
 
 /* Rows first .. first + rows - 1 through all layers. `room` is the memory of the chunk. */

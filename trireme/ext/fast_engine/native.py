@@ -1,4 +1,5 @@
-"""Native: a decode step's operations other than matrix products, compiled if there is a C compiler.
+"""Native: a decode step's operations, compiled if there is a C compiler; its matrix products too
+where these are quicker than oneDNN's.
 
 native.c is compiled when an engine is made on a CPU, in about a second, and stored in the user's
 cache folder (or, without a home, in a private temporary one), under a name made from the source,
@@ -21,8 +22,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from trireme.engines.torch.linear import PackedProduct, packed_product, packs
 from trireme.engines.torch.rows import RowStore
 from trireme.ext.fast_engine.where import Where
 
@@ -39,7 +42,15 @@ _SIGNATURES = {
     "log_probabilities": [_POINTER] + [_INT] * 3,
     "inverse_cdf": [_POINTER] * 3 + [_INT] * 3,
 }
-_OF_FLOAT32 = {"decode_step": [_POINTER], "decode_steps": [_POINTER] * 2, "panel_width": []}
+_OF_FLOAT32 = {
+    "decode_step": [_POINTER],
+    "decode_steps": [_POINTER] * 2,
+    "product": [_POINTER] * 3 + [_INT] * 2,
+    "panel_width": [],
+}
+OF_AVX2 = 16
+"""The width of a panel where this processor has AVX2 and no AVX-512. There our products by packed
+weights take 0.65 to 0.85 of the time of oneDNN's, which are quicker with AVX-512."""
 
 
 class Work(ctypes.Structure):
@@ -53,6 +64,34 @@ class Work(ctypes.Structure):
     )
 
 
+class Matrix(ctypes.Structure):
+    """`Matrix` of native.c."""
+
+    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT))
+
+
+class Panels:
+    """A product by a weight [N, K] whose transpose is copied in panels of a few columns each."""
+
+    def __init__(self, ops: NativeOps, weight: Tensor, bias: Tensor | None) -> None:
+        width = ops.panel_width
+        panels = F.pad(weight, (0, 0, 0, -len(weight) % width)).unflatten(0, (-1, width))
+        self._ops, self._bias = ops, bias
+        self._copy = panels.transpose(1, 2).contiguous()
+        pointer = None if bias is None else bias.data_ptr()
+        self.matrix = Matrix(self._copy.data_ptr(), pointer, weight.shape[1], weight.shape[0])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply x [T, K]: [T, N]. Each row has the same bits whatever the others are."""
+        x, matrix = x.contiguous(), self.matrix
+        out = x.new_empty(len(x), matrix.outputs)
+        self._ops.invoke(
+            "product", ctypes.addressof(matrix), x.data_ptr(), out.data_ptr(), len(x),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
 class NativeOps:
     """PlainOps compiled from native.c. `x` of `add_norm` and of `rotate` is overwritten."""
 
@@ -62,6 +101,15 @@ class NativeOps:
         """Raises OSError if it cannot be compiled or loaded."""
         self._library = _load("-DBF16" if dtype == torch.bfloat16 else "-DFLOAT32")
         self.panel_width: int = self._library.panel_width() if dtype == torch.float32 else 0
+
+    @property
+    def multiplies(self) -> bool:
+        """Return whether products by packed weights are compiled ones."""
+        return self.panel_width == OF_AVX2 and packs(torch.float32)
+
+    def packed(self, weight: Tensor, bias: Tensor | None) -> PackedProduct | None:
+        """Return the product by a packed copy of a weight; None where none is quicker."""
+        return Panels(self, weight, bias) if self.multiplies else packed_product(weight, bias)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `x` in place, and return its RMS norm times `weight`."""

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trireme.engines.torch.forward import DrawRule
 from trireme.engines.torch.rows import RowStore
-from trireme.ext.fast_engine.native import NativeOps, Work
+from trireme.ext.fast_engine.native import Matrix, NativeOps, Panels, Work
 from trireme.ext.fast_engine.where import Where
 
 if TYPE_CHECKING:
@@ -28,12 +27,6 @@ MOST_WEIGHTS = 1 << 24
 """Numbers in a model's matrices, which are copied (64 MiB); above it oneDNN's products are
 as quick."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class _Matrix(ctypes.Structure):
-    """`Matrix` of native.c."""
-
-    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT))
 
 
 _NORMS = ("norm", "q_norm", "k_norm", "mlp_norm")
@@ -46,7 +39,7 @@ class _Block(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in _NORMS),
-        *((name, _Matrix) for name in PRODUCTS),
+        *((name, Matrix) for name in PRODUCTS),
         *((name, _POINTER) for name in ("keys", "values", "prompt_keys", "prompt_values")),
     )
 
@@ -58,7 +51,7 @@ class _Step(ctypes.Structure):
         ("work", Work),
         *((name, _POINTER) for name in ("blocks", "norm", "cosines", "sines")),
         *((name, _POINTER) for name in ("positions", "x", "logits")),
-        ("head", _Matrix),
+        ("head", Matrix),
         ("num_blocks", _INT),
         ("width", _INT),
         ("eps", _FLOAT),
@@ -174,7 +167,7 @@ class CompiledStep:
         return logits
 
     def _copy(self) -> None:
-        self._copies: list[Tensor] = []
+        self._copies: list[Panels] = []
         for layer, block in zip(self._layers, self._blocks, strict=True):
             for name in _NORMS:
                 weight: Tensor | None = getattr(layer, name)
@@ -183,14 +176,9 @@ class CompiledStep:
                 setattr(block, name, self._packed(getattr(layer, name)))
         self._step.head = self._packed(self._head)
 
-    def _packed(self, product: Product) -> _Matrix:
-        """Pack panels of a few columns each of the transposed matrix, with zeros after the last."""
-        weight, bias = product.weight, product.bias
-        panel = self._ops.panel_width
-        panels = F.pad(weight, (0, 0, 0, -len(weight) % panel)).unflatten(0, (-1, panel))
-        self._copies.append(panels.transpose(1, 2).contiguous())
-        pointer = None if bias is None else bias.data_ptr()
-        return _Matrix(self._copies[-1].data_ptr(), pointer, weight.shape[1], weight.shape[0])
+    def _packed(self, product: Product) -> Matrix:
+        self._copies.append(Panels(self._ops, product.weight, product.bias))
+        return self._copies[-1].matrix
 
 
 def matrices(layers: Sequence[Layer], head: Product) -> list[Tensor]:
