@@ -14,7 +14,6 @@ AVX2 alone as well.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from torch.backends.cpu import get_cpu_capability
 GRID = 16
 """oneDNN prepares itself for each new shape (0.3 ms) and caches 1,024 of them: callers with ever
 new numbers of rows, such as a decode step, round them up to a multiple of this."""
-PackedProduct = Callable[[Tensor], Tensor]
-"""Multiplies x [T, K]: [T, N], without gradients."""
 _LEAST_PRODUCT, _LEAST_WEIGHTS = 1 << 20, 1 << 14
 """Multiplications, and weights, below which a call costs more than it saves."""
 
@@ -70,12 +67,6 @@ def pack(weight: Tensor) -> Tensor | None:
     if not least or weight.device.type != "cpu" or not packs(weight.dtype):
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), GRID)
-
-
-def packed_product(weight: Tensor, bias: Tensor | None) -> PackedProduct | None:
-    """Return the product by a packed copy of a weight; None if nothing is gained."""
-    copy = pack(weight)
-    return None if copy is None else lambda x: multiply(x, copy, bias)
 
 
 def quicken(model: nn.Module) -> None:

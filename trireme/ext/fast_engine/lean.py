@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from trireme.engines.adapter import added
 from trireme.engines.sampling import inverse_cdf, log_probabilities
 from trireme.engines.torch.forward import DrawRule
-from trireme.engines.torch.linear import GRID, PackedProduct, linear, packed_product, packs
+from trireme.engines.torch.linear import GRID, linear, packs
 from trireme.engines.torch.rows import NAME, Pass, RowStore
 from trireme.engines.torch.specimen import make_specimen
-from trireme.ext.fast_engine.native import NativeOps
+from trireme.ext.fast_engine.native import NativeOps, PackedProduct, packed_product
 from trireme.ext.fast_engine.step import PRODUCTS, CompiledStep, matrices
 from trireme.ext.fast_engine.where import Where
 from trireme.log import get_logger

@@ -408,7 +408,8 @@ static inline __attribute__((always_inline)) void by_panel(const Matrix *m, cons
     float part[TALL * PANEL], end[PANEL] = {0};
     const int64_t K = m->in, last = rows % TALL;
     const int64_t tiles = rows / TALL + last / 4 + last % 4 / 2 + last % 2;
-    const int64_t share = streams ? PANEL * (int64_t)sizeof(float) / (tiles < 4 ? tiles : 4) : 0;
+    const int64_t fetchers = tiles < 4 ? tiles : 4, bytes = PANEL * (int64_t)sizeof(float);
+    const int64_t share = streams && fetchers ? bytes / fetchers : 0;
     const float *panel = m->packed + n * K, *bias = m->bias ? m->bias + n : NULL;
     const char *ahead = (const char *)(panel + PANEL * K);
     const int64_t width = m->out - n < PANEL ? m->out - n : PANEL, whole = width == PANEL;

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trireme.ext.fast_engine.lean import Layer, Product
 
 MOST_WEIGHTS = 1 << 24
-"""Numbers in a model's matrices, which are copied (64 MiB); above it oneDNN's products are
-as quick."""
+"""Numbers in a model's matrices, which are copied (64 MiB); above it products
+whose columns the threads share are as quick."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
