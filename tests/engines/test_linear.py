@@ -22,7 +22,7 @@ from trireme.engines.torch.linear import (
 )
 
 CHOOSES = module.is_quicker
-ASKS = {name: getattr(module, name) for name in ("_processor", "_is_of_amd")}
+ASKS = {name: getattr(module, name) for name in ("_processor", "_is_wide")}
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_ONEDNN:
         pytest.skip("torch was built without oneDNN")
     monkeypatch.setattr(module, "is_quicker", lambda: True)
-    monkeypatch.setattr(module, "_is_of_amd", lambda: True)
+    monkeypatch.setattr(module, "_is_wide", lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         ("AuthenticAMD", "avx2 avx512f", "AVX2", True, True),  # held to AVX2
         ("AuthenticAMD", "avx2 avx512f", "DEFAULT", False, False),
         ("AuthenticAMD", "avx2", "AVX2", False, True),
-        ("GenuineIntel", "avx2 avx512f", "AVX512", False, False),
-        ("GenuineIntel", "avx2", "AVX2", False, False),
+        ("GenuineIntel", "avx2 avx512f", "AVX512", False, True),
+        ("GenuineIntel", "avx2", "AVX2", False, True),
+        ("GenuineIntel", "sse4_2", "DEFAULT", False, False),
+        ("SomeoneElse", "avx2", "AVX2", False, False),
     ],
 )
 def test_which_products_are_onednns_follows_from_the_processor(
@@ -55,7 +57,7 @@ def test_which_products_are_onednns_follows_from_the_processor(
     processors.write_text(f"vendor_id : {maker}\nflags : fpu {flags} sse\n")
     monkeypatch.setattr(module, "Path", lambda _: processors)
     monkeypatch.setattr(module, "get_cpu_capability", lambda: capability)
-    for name in ("_processor", "_is_of_amd"):
+    for name in ("_processor", "_is_wide"):
         monkeypatch.setattr(module, name, ASKS[name].__wrapped__)
     assert (CHOOSES.__wrapped__(), packs(torch.float32)) == (many, packed)
 
@@ -195,7 +197,7 @@ def test_only_what_gains_by_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> Non
         "transposed": weight.t(), "elsewhere": weight.to("meta"),
     }  # fmt: skip
     assert [why for why, one in others.items() if pack(one) is not None] == []
-    monkeypatch.setattr(module, "_is_of_amd", lambda: False)
+    monkeypatch.setattr(module, "_is_wide", lambda: False)
     assert pack(weight) is None
     monkeypatch.setenv("TRIREME_NATIVE", "0")
     assert not packs(torch.bfloat16)

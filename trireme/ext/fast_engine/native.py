@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trireme.engines.torch.linear import multiply, pack, packs
+from trireme.engines.torch.linear import is_quicker, multiply, pack, packs
 from trireme.engines.torch.rows import RowStore
 from trireme.ext.fast_engine.where import Where
 
@@ -50,9 +50,7 @@ _OF_FLOAT32 = {
     "panel_width": [],
 }
 OF_AVX2 = 16
-"""The width of a panel where this processor has AVX2 and no AVX-512. There our products by packed
-weights take half (16 rows) to 0.85 (256 rows) of the time of oneDNN's, which are quicker with
-AVX-512."""
+"""The width of a panel where this processor has AVX2 and no AVX-512, or is held to it."""
 PackedProduct = Callable[[Tensor], Tensor]
 """Multiplies x [T, K]: [T, N], without gradients."""
 
@@ -84,10 +82,10 @@ class Panels:
     """A product by a weight [N, K] whose transpose is copied in panels of a few columns each."""
 
     def __init__(self, ops: NativeOps, weight: Tensor, bias: Tensor | None) -> None:
-        width = ops.panel_width
-        panels = F.pad(weight, (0, 0, 0, -len(weight) % width)).unflatten(0, (-1, width))
+        width, rows = ops.panel_width, len(weight)
+        whole = weight if rows % width == 0 else F.pad(weight, (0, 0, 0, -rows % width))
         self._ops, self._bias = ops, bias
-        self._copy = panels.transpose(1, 2).contiguous()
+        self._copy = whole.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
         pointer = None if bias is None else bias.data_ptr()
         self.matrix = Matrix(self._copy.data_ptr(), pointer, weight.shape[1], weight.shape[0])
 
@@ -114,8 +112,12 @@ class NativeOps:
 
     @property
     def multiplies(self) -> bool:
-        """Return whether products by packed weights are compiled ones."""
-        return self.panel_width == OF_AVX2 and packs(torch.float32)
+        """Return whether products by packed weights are compiled ones. With AVX2, and on Intel's
+        processors with AVX-512, these take half (16 rows) to 0.85 (64 rows) of the time of
+        oneDNN's; on AMD's with AVX-512 oneDNN's were quicker.
+        """
+        ours = self.panel_width == OF_AVX2 or (self.panel_width > 0 and not is_quicker())
+        return ours and packs(torch.float32)
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> PackedProduct | None:
         """Return the product by a packed copy of a weight; None where none is quicker."""
