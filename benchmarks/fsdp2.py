@@ -92,7 +92,7 @@ def run(model: Path, share: bool, world: int, sequence: int, out: Path, steps: i
     """One row of the table."""
     context = multiprocessing.get_context("forkserver")  # its processes share their imports
     context.set_forkserver_preload(["trireme.trainer.step"])
-    first = RankSpec(0, world, free_address(), sequence, timeout=600)
+    first = RankSpec(0, world, free_address(), sequence, timeout=600, lost_after=600)
     places = [replace(first, rank=r) for r in range(world)] if world > 1 else [None]
     processes = [
         context.Process(target=measure, args=(model, share, p, out, steps)) for p in places

@@ -656,7 +656,7 @@ def ranks(machine: Machine) -> Lines:
     kind = "cuda:0" if machine.gpu else "cpu"
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 12, 4], [40, 41, 42]]  # two share a prompt
     over = f"FSDP2, one rank over {'NCCL' if machine.gpu else 'gloo'}"
-    group = Ranks(RankSpec(0, 1, free_address(), device=kind, timeout=120.0))
+    group = Ranks(RankSpec(0, 1, free_address(), device=kind, timeout=120.0, lost_after=120.0))
     half: dict[str, Any] = {"dtype": "bfloat16", "lora": Lora(rank=4)}
     cases: list[tuple[str, float, dict[str, Any]]] = [("float32", 1.0, {"dtype": "float32"})]
     for kernel in ("sdpa", "varlen", "flex"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import pytest
 
@@ -24,7 +25,7 @@ from trireme.pictures import (
     with_images,
     with_placeholders,
 )
-from trireme.serialize import decode, encode
+from trireme.serialize import decode, encode, experience_of_wire, experience_to_wire
 
 
 def made(name: str, tokens: int = 3) -> Picture:
@@ -139,6 +140,16 @@ def test_experiences_keep_their_pictures_once_in_bytes() -> None:
     assert all(e.pictures == (a,) for e in again)
     text = decode(encode([Experience([1, 2], prompt_length=1)]))[0]
     assert text.pictures == ()
+
+
+def test_experiences_keep_their_pictures_in_json() -> None:
+    a = made("a")
+    sent = Experience([1, *a.ids, 2], prompt_length=4, pictures=[a])
+    wire = json.loads(json.dumps(experience_to_wire(sent)))
+    received = experience_of_wire(wire)
+    assert received.pictures == (a,) and received.tokens.equal(sent.tokens)
+    del wire["pictures"]  # of an earlier version's server
+    assert experience_of_wire(wire).pictures == ()
 
 
 def test_ids_that_are_neither_text_nor_picture_are_refused() -> None:

@@ -309,8 +309,9 @@ def flatten(experiences: Sequence[Experience]) -> Batch:
     temperatures = torch.tensor([e.temperature or 1.0 for e in experiences], dtype=torch.float32)
     fields: dict[str, Tensor] = {}
     missing: dict[str, str] = {}
+    weighted = any(e.loss_weight is not None for e in experiences)
     for name, attribute in FIELD_NAMES.items():
-        rows = [_row_of(e, attribute) for e in experiences]
+        rows = [_row_of(e, attribute, weighted) for e in experiences]
         lacking = [e.eid.uid for e, row in zip(experiences, rows, strict=True) if row is None]
         if lacking:
             missing[name] = lacking[0]
@@ -380,10 +381,16 @@ def _mask(e: Experience) -> Tensor:
     return e.mask
 
 
-def _row_of(e: Experience, name: str) -> Any:
-    """Return a per-token field. By default, tokens were sampled from the policy itself."""
-    itself = name == "sampler_logprobs" and e.sampler_logprobs is None
-    return e.logprobs if itself else getattr(e, name)
+def _row_of(e: Experience, name: str, weighted: bool) -> Any:
+    """Return a per-token field. By default, tokens were sampled from the policy itself, and those
+    of a batch in which others are `weighted` weigh 1.
+    """
+    row = getattr(e, name)
+    if row is None and name == "sampler_logprobs":
+        return e.logprobs
+    if row is None and name == "loss_weight" and weighted:
+        return torch.ones(len(e.tokens))
+    return row
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ Invariants, everywhere inside the code:
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -272,6 +273,13 @@ def _prompt_length(
             "number of tokens"
         )
     return prompt_length
+
+
+def python_number(value: Any) -> Any:
+    """Return a number of numpy or torch, or an array of one, as Python's; all else unchanged."""
+    if isinstance(value, np.generic | np.ndarray | Tensor) and math.prod(value.shape) == 1:
+        return value.item()
+    return value
 
 
 def group_by(experiences: Iterable[Experience], id_type: str) -> dict[str, list[Experience]]:

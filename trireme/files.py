@@ -19,7 +19,7 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -378,9 +378,11 @@ def temporary_name(path: Path) -> Path:
     return path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
-def clean(folder: Path) -> list[Path]:
-    """Remove unfinished files of a dead process from a folder; returns their names."""
-    leftovers = sorted(folder.glob(f"{TEMPORARY}*")) if folder.is_dir() else []
+def clean(folder: Path, *names: str) -> list[Path]:
+    """Remove unfinished files of a dead process from a folder; returns their names. Only those
+    whose names would begin with one of `names`: others may be a living process's.
+    """
+    leftovers = [path for name in names for path in sorted(folder.glob(f"{TEMPORARY}{name}*"))]
     for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -452,13 +454,21 @@ def _lock_file(path: Path) -> IO[bytes]:
 # `filelock` does not fit: it asks every 50 ms instead of waiting (four processes in turns of 1 ms
 # waited up to 0.8 s for one, here 0.03 s), and raises for a disk without locks.
 @contextmanager
-def in_turn(path: Path) -> Iterator[None]:
-    """Allow one process or thread after the other, by a lock on the file `path`, which is empty."""
+def in_turn(path: Path, waits: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Allow one process or thread after the other, by a lock on the file `path`, which is empty.
+
+    `waits` is called if another has it.
+    """
     with naming(path):
         file = _lock_file(path)
     with file:
-        with suppress(OSError):  # a disk without locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a disk without locks
         yield
 
 

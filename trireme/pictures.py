@@ -155,18 +155,22 @@ def placed(ids: Sequence[int], pictures: Sequence[Picture], placeholder: int) ->
     """Return ids with each placeholder replaced by the tokens of a picture, in order. Raises
     ValueError unless there are as many.
     """
-    count = sum(token == placeholder for token in ids)
-    if count != len(pictures):
-        raise ValueError(
-            f"a conversation has {len(pictures)} pictures, and its text has {count} places for "
-            "one: either a message's text contains the placeholder itself, or the chat template "
-            "leaves pictures out"
-        )
+    refuse_other_places(len(pictures), sum(token == placeholder for token in ids))
     following = iter(pictures)
     out: list[int] = []
     for token in ids:
         out += next(following).ids if token == placeholder else (token,)
     return out
+
+
+def refuse_other_places(pictures: int, places: int) -> None:
+    """Raise ValueError unless a conversation's text has a place for each of its pictures."""
+    if places != pictures:
+        raise ValueError(
+            f"a conversation has {pictures} pictures, and its text has {places} places for "
+            "one: either a message's text contains the placeholder itself, or the chat template "
+            "leaves pictures out"
+        )
 
 
 def with_placeholders(ids: Iterable[int], placeholder: int) -> list[int]:
@@ -180,6 +184,11 @@ def with_placeholders(ids: Iterable[int], placeholder: int) -> list[int]:
             out.append(placeholder)
         before = token
     return out
+
+
+def outside(ids: Iterable[int], placeholder: int) -> list[int]:
+    """Return ids as other programs know them: the placeholder for each token of a picture."""
+    return [placeholder if token >= BEGIN else token for token in ids]
 
 
 def legible(ids: Iterable[int], decode: Callable[[list[int]], str]) -> str:
@@ -247,6 +256,16 @@ def as_json_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         else dict(message)
         for message in messages
     ]
+
+
+def content_text(message: Message) -> str:
+    """Return a message's content as text, for models that read nothing else: a picture is
+    `[image]`.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join("[image]" if _is_image(p) else str(p.get("text") or "") for p in content)
 
 
 def tagged(messages: Sequence[Message], images: Sequence[Any]) -> list[dict[str, Any]]:

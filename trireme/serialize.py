@@ -11,6 +11,7 @@ A flipped bit is detected: in the text by zlib, in the rest by a checksum (which
 
 from __future__ import annotations
 
+import base64
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -341,12 +342,30 @@ _WIRE_FIELDS = (
 
 
 def experience_to_wire(experience: Experience) -> dict[str, Any]:
-    """Convert an experience to JSON: token lists, and the sample's other data."""
+    """Convert an experience to JSON: token lists, the sample's other data, and its pictures."""
     rows = {name: getattr(experience, name) for name in ("tokens", *_WIRE_ROWS)}
     lists = {name: None if row is None else row.tolist() for name, row in rows.items()}
-    return lists | {name: getattr(experience, name) for name in _WIRE_FIELDS}
+    seen = [picture_to_wire(picture) for picture in experience.pictures]
+    return lists | {name: getattr(experience, name) for name in _WIRE_FIELDS} | {"pictures": seen}
 
 
 def experience_of_wire(wire: Mapping[str, Any]) -> Experience:
     """Convert the JSON of `experience_to_wire` back to an experience."""
-    return Experience(wire["tokens"], **{name: wire[name] for name in (*_WIRE_ROWS, *_WIRE_FIELDS)})
+    fields = {name: wire[name] for name in (*_WIRE_ROWS, *_WIRE_FIELDS)}
+    pictures = [picture_of_wire(picture) for picture in wire.get("pictures", ())]
+    return Experience(wire["tokens"], **fields, pictures=pictures)
+
+
+def picture_to_wire(picture: Picture) -> dict[str, Any]:
+    """Convert a picture to JSON; its file is in base64."""
+    data = base64.b64encode(picture.data).decode()
+    about = {"digest": picture.digest, "tokens": picture.tokens, "grid": list(picture.grid)}
+    return about | {"data": data}
+
+
+def picture_of_wire(wire: Mapping[str, Any]) -> Picture:
+    """Convert the JSON of `picture_to_wire` back to a picture. Raises ValueError for data that is
+    not in base64.
+    """
+    data = base64.b64decode(wire["data"], validate=True)
+    return Picture(data, wire["digest"], wire["tokens"], tuple(wire["grid"]))

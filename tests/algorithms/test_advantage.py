@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -91,3 +93,13 @@ def test_a_reward_too_large_to_square_spoils_its_group_alone():
     assert out[:2].isnan().all()
     assert out[2:].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
     assert grpo(torch.full((3,), 0.1), torch.zeros(3), std_threshold=0.0).isnan().all()
+
+
+@pytest.mark.parametrize("broken", [[math.nan, 0.0], [1e20, 0.0], [math.nan]])
+def test_a_reward_that_is_no_number_spoils_its_group_alone_over_the_batch_too(broken):
+    rewards = torch.tensor([*broken, 0.0, 2.0, 1.0, 5.0])
+    groups = torch.tensor([0] * len(broken) + [1, 1, 2, 2])
+    out = grpo(rewards, groups, std_cal_level="batch")
+    alone = grpo(rewards[len(broken) :], groups[len(broken) :], std_cal_level="batch")
+    assert out[len(broken) :].tolist() == alone.tolist()
+    assert out[: len(broken)].isnan().any()

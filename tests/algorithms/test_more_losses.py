@@ -78,6 +78,7 @@ def reported_by(loss: Any) -> dict[str, Tensor]:
     logprobs = torch.tensor([lp(1.8), lp(0.2), lp(1.1)], dtype=torch.float64).requires_grad_()
     given = {"logprobs": logprobs, "old_logprobs": old, "sample_ids": torch.tensor([0, 0, 1])}
     given |= {"advantages": torch.tensor([2.0, 2.0, -1.0]), "positions": torch.tensor([3, 4, 3])}
+    given |= {"sampler_logprobs": old}
     names = loss.__code__.co_varnames[: loss.__code__.co_argcount]
     _, reported = loss(**{name: given[name] for name in names})
     expected = [-math.log(1.8), -math.log(0.2), -math.log(1.1)]

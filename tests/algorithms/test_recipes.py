@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -266,6 +267,14 @@ def test_ranks_come_from_the_trained_tokens_log_probabilities():
     rollouts[1].logprobs = None
     with pytest.raises(ValueError, match="not every experience has"):
         recipe.advantages(rollouts)
+
+
+def test_a_reward_that_is_not_finite_leaves_its_group_out_of_what_is_measured_too():
+    experiences = experiences_of({(0, 0): math.nan, (0, 1): 9.0, (1, 0): 0.0, (1, 1): 2.0})
+    kept, metrics = get_recipe(_config(algorithm_type="grpo")).advantages(experiences)
+    assert [e.eid.task for e in kept] == [1, 1]
+    assert metrics["reward_mean"] == pytest.approx(11 / 3)
+    assert metrics["group_reward_std"] == 1.0
 
 
 def test_an_experience_without_a_reward_is_named():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.buffer.samples import run, sample, step_of, uids
+from trireme.buffer.limit import fitting
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
 from trireme.buffer.table import resolve_url
@@ -157,3 +159,13 @@ def test_a_line_that_was_written_in_this_process_is_replaced(tmp_path: Path) -> 
     record.close()
     [line] = (tmp_path / "x.jsonl").read_text().splitlines()
     assert '"reward": 3.0' in line
+
+
+def test_a_sample_within_the_limit_has_whole_groups() -> None:
+    rows = [(f"{group}/{run}", str(group), 10) for group in range(5) for run in range(4)]
+    for limit in range(0, 220, 10):
+        left = list(fitting(rows, limit, sampled=True))
+        groups = Counter(key.partition("/")[0] for key in left)
+        assert set(groups.values()) <= {4} and len(groups) == min(limit // 40, 5)
+        assert set(left) <= set(fitting(rows, limit + 10, sampled=True))
+    assert list(fitting(rows, 50, sampled=False)) == ["4/3", "4/2", "4/1", "4/0", "3/3"]

@@ -23,7 +23,7 @@ from trireme.checkpoint.layout import REFERENCE, JobFolder
 from trireme.checkpoint.manifest import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_weights
 from trireme.checkpoint.saved import read
-from trireme.files import sync
+from trireme.files import sync, whole_file
 
 STATE = {
     "step": 0,
@@ -231,12 +231,24 @@ def test_dying_at_any_rename_leaves_a_checkpoint_to_go_on_from(
         job = tmp_path / str(die_at)
         save(job, 2 if again else 1, tiny_dir)
         calls_of(job, tiny_dir, monkeypatch, die_at)
-        loaded = load_checkpoint(JobFolder(job))
+        folder = JobFolder(job)
+        loaded = load_checkpoint(folder, folder.explorer_meta)
         assert loaded is not None and loaded.step in ((2,) if again else (1, 2))
         assert _first_weight(loaded) == -loaded.step
         assert not list(job.glob(".tmp-*")), "what was left half-written is removed"
         save(job, 3, tiny_dir)
         assert JobFolder(job).latest_weights_step() == 3
+
+
+def test_a_trainer_that_starts_leaves_a_living_explorers_unfinished_file(tmp_path: Path) -> None:
+    unfinished = [".tmp-trainer_meta.json-1-a", ".tmp-latest_state_dict_iteration.txt-1-a"]
+    unfinished += [".tmp-sync_state.json-1-a", ".tmp-global_step_2-1-a"]
+    for name in unfinished:
+        (tmp_path / name).touch()
+    with whole_file(tmp_path / "first_meta.json") as temporary:
+        temporary.write_text("{}")
+        assert load_checkpoint(JobFolder(tmp_path)) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["first_meta.json"]
 
 
 @pytest.mark.parametrize("whole", [True, False])

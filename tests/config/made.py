@@ -22,10 +22,12 @@ def write_rows(path: Path, rows: int, **columns: str) -> Path:
     return path
 
 
-def write_model(folder: Path, *, template: bool = True, max_positions: int = 4096) -> Path:
-    """A folder that looks like a model from outside."""
+def write_model(
+    folder: Path, *, template: bool = True, max_positions: int = 4096, **facts: Any
+) -> Path:
+    """A folder that looks like a model from outside; its configuration has these `facts` too."""
     folder.mkdir(parents=True)
-    config = {"max_position_embeddings": max_positions, "num_attention_heads": 4}
+    config = {"max_position_embeddings": max_positions, "num_attention_heads": 4, **facts}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # no tensors
     settings = {"chat_template": "{{ messages }}"} if template else {}

@@ -1,7 +1,10 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.config.made import SEEDS, config_of, values
 from trireme.cli.check import plan_rows
@@ -369,6 +372,27 @@ def test_an_adapter_is_pushed_alone_where_the_engine_can_hold_it(tmp_path, lora,
     plan = plan_of(tmp_path, f"model.lora_configs=[{lora}]", *others)
     assert plan.sync.adapter_rank == rank and plan.has_adapter
     assert not plan.sync.share_base  # on a CPU merged weights decode faster
+
+
+@pytest.mark.parametrize(
+    ("facts", "rank"),
+    [
+        ({}, 8),
+        ({"init_lora_weights": "gaussian"}, 8),
+        ({"init_lora_weights": "pissa"}, 0),  # the trainer's base is not the engines' then
+        ({"init_lora_weights": "olora"}, 0),
+        ({"use_dora": True}, 0),
+    ],
+)
+def test_an_adapter_begun_from_is_pushed_alone_where_it_left_the_base_as_it_is(
+    tmp_path, facts, rank
+):
+    (folder := tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], **facts}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    plan = plan_of(tmp_path, f"model.lora_configs=[{{path: {folder}}}]")
+    assert plan.sync.adapter_rank == rank and plan.has_adapter
 
 
 ADDS, MERGES = "explorer.rollout_model.enable_lora=true", "explorer.rollout_model.enable_lora=false"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.config.made import config_of, values, write_model, write_rows
+from tests.config.made import config_of, values, values_with, write_model, write_rows
 from trireme.config import ConfigError, load_config
 from trireme.config.check import free_name
 from trireme.config.stages import used_tasksets
@@ -64,6 +64,13 @@ def test_blocks_that_cannot_be_compiled_are_a_problem(tmp_path, monkeypatch):
     dora = "model.lora_configs=[{lora_rank: 4, use_dora: true}]"
     expected = f"{key} is true, and peft's DoRA cannot be compiled: expected use_dora false"
     assert only_problem(tmp_path, asked, dora) == expected
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    facts = {"peft_type": "LORA", "r": 4, "use_dora": True}
+    (adapter / "adapter_config.json").write_text(json.dumps(facts))
+    save_file({"a": torch.zeros(2)}, adapter / "adapter_model.safetensors")
+    text = only_problem(tmp_path, asked, f"model.lora_configs=[{{path: {adapter}}}]")
+    assert text.endswith(f"DoRA cannot be compiled: expected another adapter than {adapter}")
     sequence = "trainer.ulysses_sequence_parallel_size=2"
     assert problems_of(tmp_path, asked, sequence) == []  # one process trains on whole sequences
     ray = ("cluster.launcher=ray", "cluster.node_num=1", "cluster.gpu_per_node=3")
@@ -131,6 +138,21 @@ def test_an_adapter_of_modules_that_the_model_lacks(tmp_path):
         f"{key} names 'c_attn', of which the model has no module: expected names among q_proj, "
         "v_proj"
     ]
+
+
+def test_an_adapter_on_a_head_that_is_the_embedding(tmp_path):
+    given = "model.lora_configs=[{target_modules: [q_proj, lm_head]}]"
+    sizes: Any = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 99,
+    }
+    for tied in (True, False):
+        tree = values_with(tmp_path, model_type="qwen3", **sizes, tie_word_embeddings=tied)
+        found = [str(problem) for problem in draft(config_of(tmp_path, tree, given)).problems]
+        said = [problem for problem in found if "target_modules names 'lm_head'" in problem]
+        assert len(said) == tied, found
 
 
 def test_a_variable_of_the_shell_in_a_path(tmp_path):
@@ -630,6 +652,30 @@ def test_long_lengths_are_a_note(tmp_path):
     assert any("longer than the 100 positions" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 100},
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 100}},
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}, "max_positions": 100},
+    ],
+)
+def test_lengths_that_change_the_rotary_embeddings_of_other_rows_are_refused(facts, tmp_path):
+    path = write_model(tmp_path / "long", **{"max_positions": 200} | facts)
+    longer = f"model.model_path={path}", "model.max_model_len=128"
+    why = "model.max_model_len is 128: expected at most 100, since a longer sequence changes"
+    assert only_problem(tmp_path, *longer).startswith(why)
+    assert problems_of(tmp_path, f"model.model_path={path}", "model.max_model_len=100") == []
+
+
+@pytest.mark.extension("sql")
+def test_lengths_that_change_rotary_embeddings_are_explored(tmp_path):
+    rope = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 100}
+    path = write_model(tmp_path / "long", max_positions=200, **rope)
+    longer = f"model.model_path={path}", "model.max_model_len=128"
+    assert problems_of(tmp_path, *longer, "mode=explore") == []
+
+
 def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):
     array = tmp_path / "tasks.json"
     array.write_text(json.dumps([{"question": "q", "answer": "a"}] * 16))
@@ -674,6 +720,20 @@ def test_two_tasksets_of_one_name(tmp_path, sets):
         f"buffer.explorer_input.{sets}[1].name is 'sums', which is that of "
         f"buffer.explorer_input.{sets}[0] too: expected its own"
     ]
+
+
+@pytest.mark.parametrize("name", ["math/500", "2024"])
+def test_an_evaluation_taskset_whose_name_ids_and_metrics_cannot_hold(tmp_path, name):
+    tree = values(tmp_path)
+    inputs = tree["buffer"]["explorer_input"]
+    inputs["taskset"]["name"] = name  # no name of a metric
+    assert draft(config_of(tmp_path, tree)).problems == []
+    inputs["eval_tasksets"] = [{**inputs["taskset"], "name": name}]
+    [problem] = draft(config_of(tmp_path, tree)).problems
+    assert str(problem) == (
+        f"buffer.explorer_input.eval_tasksets[0].name is '{name}': expected a name without '/' "
+        "that is not only digits, since names of metrics and ids of rollouts contain it"
+    )
 
 
 @pytest.mark.extension("replay")

@@ -245,7 +245,10 @@ def test_a_malformed_row_is_named_before_any_training(row: dict[str, Any], says:
 
 
 def test_recorded_experiences_come_back_as_they_were() -> None:
-    e = made({"tokens": [5, 6, 7, 8], "prompt_length": 2, "reward": 1, "logprobs": [-1.0, -2.0]})
+    given = {"prompt_length": 2, "reward": 1, "logprobs": [-1.0, -2.0], "temperature": 0.7}
+    e = made({"tokens": [5, 6, 7, 8], "loss_weight": [0.0, 0.0, 0.5, 2.0]} | given)
+    assert e.temperature == 1.0 and e.loss_weight is not None
+    assert e.loss_weight.tolist() == [0.0, 0.0, 0.5, 2.0]
     assert e.tokens.tolist() == [5, 6, 7, 8] and e.mask.tolist() == [False, False, True, True]
     assert e.reward == 1.0 and e.logprobs is not None and e.logprobs.tolist() == [0, 0, -1, -2]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.data.made import taskset_of
 from tests.data.test_tasksets import all_batches, rows
 from trireme.data.rows import Rows
-from trireme.data.tasksets import Mixture
+from trireme.data.tasksets import Exhausted, Mixture
 from trireme.task import Task
 
 FORMAT = {"prompt_key": "question", "response_key": "answer"}
@@ -86,6 +86,24 @@ def test_a_resumed_mixture_asks_for_the_same_tasks() -> None:
         step(whole)
     resumed.load_state(json.loads(json.dumps(whole.state())))
     assert [step(whole) for _ in range(9)] == [step(resumed) for _ in range(9)]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_mixture_that_is_resumed_with_another_batch_size_leaves_no_row_out(size: int) -> None:
+    def asked(mixed: Mixture) -> list[tuple[int, int]]:
+        return [index_of(task) for task in mixed.next()]
+
+    whole = mixture(batch_size=4, total_epochs=2)
+    done = [*asked(whole), *asked(whole)]
+    resumed = mixture(batch_size=size, total_epochs=2)
+    resumed.load_state(json.loads(json.dumps(whole.state())))
+    while len(done) + size <= 20:
+        done += asked(resumed)
+    once = {(t, row) for t, rows in enumerate((6, 3, 1)) for row in range(rows)}
+    assert len(done) == (20 if size == 2 else 18)
+    assert Counter(done[:10]) == Counter(once)
+    with pytest.raises(Exhausted):
+        resumed.next()
 
 
 @pytest.mark.extension("curricula")

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.made import selection_of
+from tests.data.made import selection_of, taskset_of
+from trireme.data.rows import Rows
 from trireme.data.selectors import BaseSelector, Selection
 
 
@@ -79,6 +80,38 @@ class Nearest(BaseSelector):
         self.asked, self.rates = state_dict["asked"], np.array(state_dict["rates"])
 
 
+class Counts(Backwards):
+    """A user's own, whose state is the list that it goes on to change."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        super().__init__(rows, seed)
+        self.counts = [0] * rows
+
+    def select(self, count: int) -> list[int]:
+        rows = super().select(count)
+        for row in rows:
+            self.counts[row] += 1
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        return {"place": self.place, "counts": self.counts}
+
+
+class CountsToo(Nearest):
+    """The same in the class form of Trinity-RFT."""
+
+    def __init__(self, data_source: Any, config: Any) -> None:
+        self.counts = [0] * data_source.dataset_size
+
+    def get_indices(self, batch_size: int, return_extra_info: bool = False) -> Any:
+        for row in range(batch_size):
+            self.counts[row] += 1
+        return range(batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+
 class OffTheEnd(Nearest):
     def get_indices(self, batch_size: int, return_extra_info: bool = False) -> Any:
         return [99] * batch_size
@@ -137,3 +170,20 @@ def test_a_users_own_selector_by_its_path() -> None:
 def test_what_cannot_be_is_named(name: str, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         selection_of(name, 4, **given)
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsToo])
+def test_a_state_of_a_users_selector_stays_as_it_was(kind: type) -> None:
+    """An explore step's state is kept until its experiences are stored, while later ones begin."""
+    data = [{"prompt": "x"}] * 4
+    taskset = taskset_of(
+        Rows("x", data, data[0]),
+        name="x",
+        batch_size=2,
+        repeat_times=1,
+        workflow="simple_workflow",
+        selector=f"{__name__}:{kind.__name__}",
+    )
+    state = taskset.state()
+    taskset.next()
+    assert state["selector"]["counts"] == [0] * 4 != taskset.state()["selector"]["counts"]

@@ -109,6 +109,30 @@ def test_a_resumed_taskset_gives_what_the_other_would_have(selector: str) -> Non
     assert all_batches(resumed) == all_batches(whole)
 
 
+@pytest.mark.parametrize("size", [2, 4, 5, 8])
+def test_a_run_that_is_resumed_with_another_batch_size_goes_on_with_the_next_row(size: int) -> None:
+    whole = taskset(total_epochs=5)
+    for _ in range(3):
+        whole.next()
+    in_epochs = taskset(batch_size=size, total_epochs=5)
+    in_steps = taskset(batch_size=size, total_steps=7)
+    for resumed in (in_epochs, in_steps):
+        resumed.load_state(whole.state())
+    rows_left = [row for batch in all_batches(in_epochs) for row in batch]
+    assert len(rows_left) == 38 // size * size  # of 50 rows, 12 are done
+    assert rows_left == [(12 + n) % 10 for n in range(len(rows_left))]
+    assert len(all_batches(in_steps)) == 4
+
+
+def test_a_taskset_does_not_go_on_from_a_mixture() -> None:
+    mixed = Mixture([taskset(), taskset()], batch_size=4)
+    said = (
+        "taskset is one, 'x', and the checkpoint has the state of 2: a resumed run needs the same"
+    )
+    with pytest.raises(ValueError, match=said):
+        taskset().load_state(mixed.state())
+
+
 def test_a_task_carries_ids_columns_and_options_of_its_own() -> None:
     tasks = taskset(
         workflow_args={"max_turns": 3},

@@ -16,8 +16,18 @@ import pytest
 from tests.e2e.job import Forked, small_config, started
 from tests.e2e.test_modes import metrics
 from tests.limits import HANG_S
+from trireme.sync.checkpoint import STATE_FILE
 
 STEPS, EXPERIENCES = 4, 64
+
+
+def wait_until(ready: Callable[[], bool], process: Forked) -> None:
+    """Wait for a moment that must come before the process ends."""
+    deadline = time.monotonic() + HANG_S
+    while not ready():
+        assert process.poll() is None, process.said()
+        assert time.monotonic() < deadline, "the moment never came"
+        time.sleep(0.002)
 
 
 class Pair:
@@ -40,11 +50,7 @@ class Pair:
     def kill_when(self, mode: str, ready: Callable[[], bool]) -> None:
         """SIGKILL a part at a moment when it is known to be under way."""
         process = self.running[mode]
-        deadline = time.monotonic() + HANG_S
-        while not ready():
-            assert process.poll() is None, process.said()
-            assert time.monotonic() < deadline, "the moment to kill never came"
-            time.sleep(0.002)
+        wait_until(ready, process)
         process.kill()
         assert process.returncode == -signal.SIGKILL, "it had ended before it could be killed"
 
@@ -112,6 +118,17 @@ def test_the_explorer_is_killed_early_and_late(pair: Pair) -> None:
         pair.start("explore")
     pair.finish()
     check(pair)
+
+
+def test_a_pair_that_goes_on_may_start_with_its_explorer(pair: Pair) -> None:
+    pair.finish()
+    assert json.loads((pair.job / STATE_FILE).read_text())["trainer"] == "stopped"
+    more = f"buffer.total_steps={STEPS + 2}"
+    pair.start("explore", more)
+    wait_until(lambda: pair.explored() > STEPS, pair.running["explore"])
+    pair.start("train", more)
+    pair.finish()
+    assert pair.explored() == STEPS + 2 and (pair.job / f"global_step_{STEPS + 2}").is_dir()
 
 
 @pytest.mark.extension("diagnosis")

@@ -174,7 +174,8 @@ def test_another_base_or_an_adapter_that_is_not_the_trainers_is_seen(folder, tmp
     asyncio.run(main())
 
 
-def test_an_adapter_on_the_embedding_does_not_travel_alone(folder):
+def test_an_adapter_on_the_embedding_does_not_travel_alone(tmp_path):
+    folder = make_model(tmp_path / "untied", tie=False)
     with pytest.raises(ValueError, match=r"'model\.embed_tokens', which is not a linear layer"):
         PartSource(adapted(folder, target_modules=("embed_tokens",)), "adapter").weights()
 

@@ -29,7 +29,7 @@ def test_what_one_writes_the_other_reads() -> None:
 def test_a_store_on_one_address_is_not_open_on_others() -> None:
     """All of 127/8 is this machine: 127.0.0.2 stands for its address in a network."""
     address = free_address()
-    ranks = connect(RankSpec(0, 2, address, timeout=HANG_S), serve=True)
+    ranks = connect(RankSpec(0, 2, address, timeout=HANG_S, lost_after=HANG_S), serve=True)
     assert not refuses("127.0.0.1", ranks.port)
     assert refuses("127.0.0.2", ranks.port)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -284,3 +286,26 @@ def test_the_lean_pass_adds_the_adapter_too(tmp_path: Path) -> None:
         await engine.close()
 
     with_device(work)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_closed_engine_has_neither_the_base_nor_the_adapter(tmp_path: Path, shares: bool) -> None:
+    held: list[weakref.ref[Any]] = []
+    engines: list[TorchEngine] = []
+
+    async def work(device: Device) -> None:
+        backend = trainer_of(make_model(tmp_path / "model"))
+        engine = engine_of(tmp_path / "model", device, backend if shares else None)
+        engines.append(engine)
+        await push_to(backend, engine, device).push(1)
+        held.extend(weakref.ref(weight) for weight in backend.module.parameters())
+        weights = await engine._device.run(
+            lambda: engine._adapter.apart(engine.module.state_dict()).values()
+        )
+        held.extend(map(weakref.ref, weights))
+        await engine.close()
+
+    with_device(work)
+    gc.collect()
+    assert held and not any(weight() is not None for weight in held)
+    assert engines[0].version == 1

@@ -5,6 +5,7 @@ do.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import weakref
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,7 @@ from tests.tiny import make_model, make_tokenizer, make_with_sinks
 from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
+from trireme.engines.request import make_requests
 from trireme.engines.torch import rows
 from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.engine import TorchEngine
@@ -324,6 +326,71 @@ def test_stop_strings_ends_and_minimum_lengths(tiny_dir: Path) -> None:
     assert cut.ids == whole.ids[: len(cut.ids)] and len(cut.ids) < 40
     assert stopped.stop == token and stopped.ids == whole.ids[: whole.ids.index(token) + 1]
     assert len(late.ids) >= 30 and token not in late.ids[:30]
+
+
+def test_a_stop_string_that_came_before_min_tokens_ends_nothing(tiny_dir: Path) -> None:
+    async def main(engine: TorchEngine) -> None:
+        free = Sampling(max_tokens=40, temperature=0, ignore_eos=True, min_tokens=8)
+        [whole] = await engine.generate(PROMPTS[0], free)
+        texts = [str(engine._tokenizer.decode(whole.ids[:n])) for n in range(41)]
+        ends = {n: texts[n][len(texts[n - 1]) :] for n in range(1, 41)}
+        for least in (1, 3, 8):
+            word = ends[2]  # completed by the second token, and maybe again later
+            sampling = dataclasses.replace(free, stop=(word,), min_tokens=least)
+            [reply] = await engine.generate(PROMPTS[0], sampling)
+            later = [
+                n for n in range(least + 1, 41) if texts[n].count(word) > texts[n - 1].count(word)
+            ]
+            assert len(reply.ids) == min(later, default=40)
+            assert reply.stop == (word if later else None)
+            if later:
+                assert texts[later[0]].startswith(reply.text + word)
+                assert len(reply.text) + len(word) > len(texts[least])
+
+    run(tiny_dir, main)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes of UTF-8."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("stop", ["END", "答えは以上です", "🙂🙂🙂🙂"])
+def test_a_stop_string_with_several_tokens_a_character_ends_a_reply(stop: str) -> None:
+    tokenizer: Any = Bytes()
+    room: Any = {"room": 99, "max_model_len": 99, "vocabulary": 256}
+    sampling = Sampling(max_tokens=90, stop=(stop,))
+    [request] = make_requests([5], sampling, (0, 0, 0, 0), seed=0, ends=set(), **room)
+    ended = [request.add(token, -1.0, -1.0, 0, tokenizer) for token in f"so: {stop}".encode()]
+    assert ended == [False] * (len(ended) - 1) + [True]
+    completion = request.completion(tokenizer)
+    assert (completion.stop, completion.text) == (stop, "so: ")
+
+
+def test_a_stop_string_that_is_a_special_token_ends_a_reply_as_that_token_does() -> None:
+    tokenizer = make_tokenizer()
+    special = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    room: Any = {"room": 99, "max_model_len": 99, "vocabulary": 256}
+    sampling = Sampling(max_tokens=9, stop=("zz", "<|im_start|>"), min_tokens=1)
+    [request] = make_requests([5], sampling, (0, 0, 0, 0), seed=0, ends=set(), **room)
+    tokens = [special, *tokenizer.encode("ab"), special]
+    ended = [request.add(token, -1.0, -1.0, 0, tokenizer) for token in tokens]
+    assert ended == [False, False, False, True]  # the first came before `min_tokens`
+    completion = request.completion(tokenizer)
+    assert (completion.stop_reason, completion.stop, completion.text) == ("stop", special, "ab")
+
+
+def test_a_stop_string_whose_first_token_is_a_part_of_a_character_is_cut_off() -> None:
+    tokenizer: Any = Bytes()
+    sampling = Sampling(max_tokens=9, stop=("é",), min_tokens=1)
+    room: Any = {"room": 99, "max_model_len": 99, "vocabulary": 256}
+    [request] = make_requests([5], sampling, (0, 0, 0, 0), seed=0, ends=set(), **room)
+    ended = [request.add(token, -1.0, -1.0, 0, tokenizer) for token in "é".encode()]
+    assert ended == [False, True]
+    completion = request.completion(tokenizer)
+    assert (completion.stop, completion.text) == ("é", "")
 
 
 def test_more_requests_than_rows_wait_and_all_are_served(tiny_dir: Path) -> None:

@@ -110,13 +110,19 @@ def make_taskset(
 class Sync:
     """An explorer's side with a border after every `interval` steps; `at_pull(step)` looks."""
 
-    def __init__(self, interval: int = 1, at_pull: Callable[[int], None] = lambda step: None):
+    def __init__(
+        self,
+        interval: int = 1,
+        at_pull: Callable[[int], None] = lambda step: None,
+        pushes_by_itself: bool = False,
+    ):
         self.interval = interval
+        self.pushes_by_itself = pushes_by_itself
         self.at_pull = at_pull
         self.finished = False
 
     def due(self, step: int) -> bool:
-        return step % self.interval == 0
+        return not self.pushes_by_itself and step % self.interval == 0
 
     async def pull(self, step: int) -> None:
         self.at_pull(step)

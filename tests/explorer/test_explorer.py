@@ -236,10 +236,30 @@ def test_state_names_the_first_step_that_is_not_in_the_buffer() -> None:
 
     run(main())
     assert states == [
-        {"step": 1, "taskset": {"current_index": 2}},
-        {"step": 2, "taskset": {"current_index": 4}},
-        {"step": 4, "taskset": {"current_index": 8}},
+        {"step": 1, "taskset": {"current_index": 2, "step": 1}},
+        {"step": 2, "taskset": {"current_index": 4, "step": 2}},
+        {"step": 4, "taskset": {"current_index": 8, "step": 4}},
     ]
+
+
+def test_state_names_a_step_that_is_just_being_submitted() -> None:
+    """The trainer's checkpoint may come while it waits for the runners' lock."""
+    states: list[int] = []
+
+    async def main() -> None:
+        made = make_explorer()
+        submit = made.explorer.scheduler.submit
+
+        async def slowly(*args: Any) -> None:
+            await submit(*args)
+            states.append(made.explorer.state()["step"])
+
+        made.explorer.scheduler.submit = slowly
+        await made.explorer.explore()
+        await made.explorer.close()
+
+    run(main())
+    assert states == [0, 1, 2, 3]
 
 
 def test_a_resume_explores_the_same_tasks_under_the_same_ids() -> None:
@@ -297,7 +317,8 @@ def test_an_explorer_alone_goes_on_by_its_own_state(tmp_path: Path) -> None:
     folder.make()
     run(explored(taskset=make_taskset(total_steps=2), folder=folder))
     meta = json.loads(folder.explorer_meta.read_text())
-    assert meta == {"latest_iteration": 2, "taskset_states": [{"current_index": 4}]}
+    position = {"current_index": 4, "step": 2}
+    assert meta == {"latest_iteration": 2, "taskset_states": [position]}
     made = run(explored(folder=folder))
     assert [step for part, step, _ in made.reports if part == "explorer"] == [3, 4]
 

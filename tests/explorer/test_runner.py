@@ -28,7 +28,7 @@ from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import EID, Experience
 from trireme.explorer.metrics import rollout_metrics
-from trireme.explorer.runner import Outcome, drop
+from trireme.explorer.runner import Outcome, batch_order, drop
 from trireme.model.model import Revoked
 from trireme.workflows.classes import Workflow
 from trireme.workflows.single_turn import SimpleWorkflow
@@ -589,3 +589,17 @@ def test_the_engine_need_not_wait_for_a_rollout_that_asks_nobody_after_its_reply
 
     assert len(run(main()).experiences) == 2
     assert Noting.once == ([((1, 0, ""), 0, 0), ((1, 0, ""), 0, 1)] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("batch", "explorer", "name"),
+    [(3, (), "3/5/1"), ("3/held_out", (), "3/held_out/5/1"), (0, ("second",), "0/second/5/1")],
+)
+def test_people_read_a_rollouts_name_and_not_its_order(
+    batch: int | str, explorer: tuple[str, ...], name: str
+) -> None:
+    one = task(SimpleWorkflow)
+    one.batch_id = batch
+    order = batch_order(one, *explorer)
+    assert "/".join(map(str, (order, 5, 1))) == name
+    assert repr(order) == repr(tuple(order))  # of which random streams are made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -318,3 +319,56 @@ def test_a_line_about_a_rollout_is_logged_while_others_run(
 
     with caplog.at_level("INFO"):
         run(main())
+
+
+async def judged_by(reward: Any, most: float = 0.2) -> Any:
+    scheduler = Scheduler([make_runner(scripted(), max_timeout=most)], max_repeats_per_runner=None)
+    scheduler.start()
+    one = task("simple_workflow", repeat_times=2)
+    one.reward_fn = [reward]
+    await scheduler.submit(1, [one])
+    (outcome,) = await scheduler.results(1)
+    await scheduler.close()
+    assert not outcome.experiences and len(outcome.failures) == 2
+    return outcome.failures[0]
+
+
+def test_rewards_of_a_group_that_swallow_their_end_are_not_waited_for() -> None:
+    async def stays(task: Any, answer: str) -> float:
+        for _ in range(2):  # the second ends with the event loop
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(HANG_S)
+        return 1.0
+
+    failed = run(judged_by(stays))
+    assert failed.kind == "timeout"
+    assert "they took longer than explorer.max_timeout (0.2 s)" in str(failed)
+
+
+def test_a_time_out_of_a_groups_rewards_own_is_their_error_and_not_ours() -> None:
+    async def away(task: Any, answer: str) -> float:
+        raise TimeoutError("the judge's server did not answer within 5 s")
+
+    failed = run(judged_by(away, most=HANG_S))
+    assert failed.kind == "error"
+    assert "the judge's server did not answer within 5 s" in str(failed)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ratio", "wanted"), [(10, 0.7, 3), (20, 0.85, 3), (100, 0.45, 55), (4, 0.3, 3)]
+)
+def test_over_rollout_waits_for_no_task_more_than_its_ratio_says(
+    tasks: int, ratio: float, wanted: int
+) -> None:
+    async def main() -> int:
+        runners = [make_runner(scripted(), max_timeout=HANG_S) for _ in range(tasks)]
+        over = OverRollout(ratio=ratio, wait_after_min=0.0)
+        scheduler = Scheduler(runners, max_repeats_per_runner=None, over_rollout=over)
+        scheduler.start()
+        slow = late(*range(wanted, tasks))
+        await scheduler.submit(1, [task(slow, task_id=i) for i in range(tasks)])
+        outcomes = await scheduler.results(1)
+        await scheduler.close()
+        return len(outcomes)
+
+    assert run(main()) == wanted

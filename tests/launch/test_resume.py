@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from safetensors.torch import save_file
 
 from tests.e2e.job import small_config
 from tests.tiny import make_model
-from trireme.algorithms.recipes import get_recipe
+from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import read_manifest
 from trireme.cli.run import run as command
-from trireme.config import ConfigError, load_config
+from trireme.config import ConfigError, Plan, load_config
 from trireme.launch.check import make_plans
-from trireme.launch.resume import made_with, refuse_meaningless
+from trireme.launch.resume import ADAPTER_BASE, made_with, refuse_meaningless
 
 
 def started(
@@ -58,6 +59,33 @@ def test_a_checkpoint_is_resumed_only_with_what_it_was_made_with(
     started(tmp_path, capsys, "buffer.total_steps=2")  # as it was
 
 
+def test_a_data_set_that_is_mixed_in_from_a_resume_on_begins_at_its_first_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path, capsys, "buffer.total_steps=1")
+    columns = "{prompt_type: plaintext, prompt_key: question, response_key: answer}"
+    expert = f"{{path: {tmp_path}/data/train.jsonl, format: {columns}}}"
+    mixed = [
+        "algorithm.algorithm_type=mix",
+        "algorithm.sample_strategy_args={expert_data_ratio: 0.25, sft_dataset_name: expert}",
+        "buffer.train_batch_size=16",
+        f"buffer.trainer_input.auxiliary_buffers={{expert: {expert}}}",
+    ]
+    started(tmp_path, capsys, "buffer.total_steps=2", *mixed)
+    step = JobFolder(tmp_path / "checkpoints/tests/job").step_dir(2)
+    assert read_manifest(step, 2)["state"]["auxiliary"] == {"expert": {"current_index": 4}}
+
+
+def with_adapter(folder: Path, lora: dict[str, Any]) -> tuple[Plan, Recipe, JobFolder]:
+    """A run with this adapter: its plan, its algorithm and its folder."""
+    config = small_config(folder)
+    config["model"]["lora_configs"] = [lora]
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump(config))
+    [plan] = make_plans(load_config(path))
+    return plan, get_recipe(plan.config.algorithm), JobFolder(plan.job_dir)
+
+
 def test_a_resume_is_refused_where_the_adapter_it_began_from_was_overwritten(
     tmp_path: Path,
 ) -> None:
@@ -66,12 +94,7 @@ def test_a_resume_is_refused_where_the_adapter_it_began_from_was_overwritten(
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     weights = adapter / "adapter_model.safetensors"
     save_file({"a": torch.zeros(2)}, weights)
-    config = small_config(tmp_path)
-    config["model"]["lora_configs"] = [{"path": str(adapter)}]
-    path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump(config))
-    [plan] = make_plans(load_config(path))
-    recipe, folder = get_recipe(plan.config.algorithm), JobFolder(plan.job_dir)
+    plan, recipe, folder = with_adapter(tmp_path, {"path": str(adapter)})
     old = made_with(plan, plan.model_path, recipe)
     refuse_meaningless(folder, 1, old, old)
     save_file({"a": torch.ones(2)}, weights)
@@ -82,14 +105,24 @@ def test_a_resume_is_refused_where_the_adapter_it_began_from_was_overwritten(
 
 
 def test_a_resume_is_refused_where_the_weights_below_an_adapter_are_others(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    config["model"]["lora_configs"] = [{"lora_rank": 4}]
-    path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump(config))
-    [plan] = make_plans(load_config(path))
-    recipe, folder = get_recipe(plan.config.algorithm), JobFolder(plan.job_dir)
+    plan, recipe, folder = with_adapter(tmp_path, {"lora_rank": 4})
     make_model(tmp_path / "other", seed=1, max_len=256)
     old = made_with(plan, plan.model_path, recipe)
     new = made_with(plan, str(tmp_path / "other"), recipe)
     with pytest.raises(ConfigError, match="has a LoRA adapter of other weights than those that"):
         refuse_meaningless(folder, 1, old, new)
+
+
+def test_files_that_only_the_trainers_machine_has_are_compared_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of a cluster need not have the model that it names by its id."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    plan, recipe, folder = with_adapter(tmp_path, {"lora_rank": 4})
+    there = made_with(plan, plan.model_path, recipe)
+    here = made_with(plan, "somebody/model", recipe)
+    assert there[ADAPTER_BASE] is not None and here[ADAPTER_BASE] is None
+    refuse_meaningless(folder, 1, there, here)
+    refuse_meaningless(folder, 1, here, there)
+    with pytest.raises(ConfigError, match="had LoRA adapter of rank 4, alpha 32, and now has none"):
+        refuse_meaningless(folder, 1, there, {**here, "LoRA adapter": "none"})

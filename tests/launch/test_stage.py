@@ -32,10 +32,10 @@ from trireme.monitor.monitor import JsonLinesMonitor
 from trireme.usercode import ending
 
 
-def plan_of(folder: Path) -> Plan:
+def plan_of(folder: Path, *overrides: str) -> Plan:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(small_config(folder)))
-    [plan] = make_plans(load_config(path))
+    [plan] = make_plans(load_config(path, overrides))
     return plan
 
 
@@ -51,6 +51,23 @@ def test_the_summary_of_a_resumed_run_begins_where_its_first_start_did(tmp_path:
     assert (summary.accuracy_before, summary.accuracy_rl) == (0.25, 0.75)
     trained = summarise([StageResult(None, "train", "grpo")], plan.job_dir, [plan])
     assert trained.accuracy_before is None  # nothing was evaluated here
+
+
+def test_the_accuracies_of_a_summary_are_those_of_one_taskset(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    monitor = JsonLinesMonitor(plan.job_dir / "monitor")
+
+    def resumed(**shares: float) -> tuple[str | None, float | None, float | None]:
+        last = {name: {"accuracy/mean@1": share} for name, share in shares.items()}
+        summary = summarise([StageResult(None, "both", "grpo", last=last)], plan.job_dir, [plan])
+        return summary.taskset, summary.accuracy_before, summary.accuracy_rl
+
+    # as an earlier release recorded it: only the second taskset
+    monitor.log({"eval/b/accuracy/mean@1": 0.125, "watchdog/stuck": 1.0}, 0, "eval")
+    assert resumed(a=0.75, b=0.5) == ("b", 0.125, 0.5)
+    monitor.log({"eval/a/accuracy/mean@1": 0.25}, 0, "eval")
+    assert resumed(a=0.75, b=0.5) == ("a", 0.25, 0.75)
+    assert resumed(c=0.75) == ("c", None, 0.75)
 
 
 def example(task: int, reply: str, reward: float) -> dict[str, Any]:
@@ -89,6 +106,11 @@ def test_a_run_at_its_end_says_what_makes_it_go_on(tmp_path: Path) -> None:
     said = nothing_left(plan, last)
     assert said.startswith(f"nothing was left to do: step {last} was this run's last. To train on")
     assert said.endswith("; to start a new run, add --fresh, or set another name")
+    assert ", raise buffer.total_" in said
+    # a limit of train steps is named only where it has ended the run
+    limited = plan_of(tmp_path, f"trainer.total_steps={last}")
+    assert "trainer.total_steps (" in nothing_left(limited, last)
+    assert "trainer.total_steps" not in nothing_left(limited, last - 1)
     said = nothing_left(plan, last + 3)
     assert f"{plan.job_dir} holds a run at step {last + 3}, past the {last} requested. To" in said
 

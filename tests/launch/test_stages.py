@@ -5,6 +5,7 @@ hold is free while they train.
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.job import small_config, write_jsonl
-from trireme.config import Plan
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import ConfigError, Plan
 from trireme.config.load import load_config
 from trireme.files import write_json
 from trireme.launch import run
@@ -21,6 +23,7 @@ from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary
+from trireme.monitor.monitor import FILE_NAME, read_metrics
 from trireme.trainer.trainer import Trainer
 
 
@@ -92,6 +95,41 @@ def test_a_finished_run_that_starts_again_leaves_its_summary(tmp_path: Path, sta
         assert "more_sft train" in Summary.read(written.parent).phases
 
 
+def test_a_bench_measures_the_last_of_finished_stages_and_finishes_none(tmp_path: Path) -> None:
+    plans = _two_stages(tmp_path)
+    run.run_stages(plans, console=Console(), stop=Stop())
+    folder = JobFolder(plans[0].root_dir)
+    done = folder.stage_meta.read_bytes()
+
+    def measured() -> list[int]:
+        measuring = checked(load_config(tmp_path / "config.yaml", ["mode=bench"])).plans
+        assert [plan.mode for plan in measuring] == ["train", "bench"]
+        run.run_stages(measuring, console=Console(), stop=Stop())
+        rows = read_metrics(JobFolder(plans[1].job_dir).monitor / FILE_NAME)
+        return [row["step"] for row in rows if row["part"] == "bench"]
+
+    assert measured() and folder.stage_meta.read_bytes() == done
+    meta = json.loads(done)
+    write_json(folder.stage_meta, meta | {"finished": meta["finished"][:1]})  # as if it still ran
+    assert measured()
+    assert len(run.finished_stages(plans[0].root_dir)) == 1
+
+
+def test_a_bench_leaves_the_summary_of_the_training(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.yaml", small_config(tmp_path))
+
+    def started(*overrides: str) -> Summary:
+        plans = checked(load_config(tmp_path / "config.yaml", overrides)).plans
+        return run.run_stages(plans, console=Console(), stop=Stop())
+
+    trained = started()
+    job = tmp_path / "checkpoints/tests/job"
+    measured = started("mode=bench")
+    assert Summary.read(job) == trained != measured
+    assert Summary.read(job / "monitor/bench") == measured
+    assert started() == trained  # it is finished
+
+
 def _two_stages(folder: Path) -> list[Plan]:
     config = small_config(folder)
     shown = write_jsonl(
@@ -120,3 +158,30 @@ def _two_stages(folder: Path) -> list[Plan]:
     config["stages"] = [sft, {"stage_name": "grpo"}]
     write_json(folder / "config.yaml", config)
     return checked(load_config(folder / "config.yaml", [])).plans
+
+
+def test_stages_that_are_done_are_those_of_the_file(tmp_path: Path) -> None:
+    """By their places alone another stage would count as done, and its model be the next one's."""
+    plans = _two_stages(tmp_path)
+    run.run_stages(plans, console=Console(), stop=Stop())
+    other = checked(load_config(tmp_path / "config.yaml", ["stages.0.stage_name=dpo"])).plans
+    with pytest.raises(ConfigError, match=r"stages\[0\] is 'dpo', .* done there was 'sft'"):
+        run.run_stages(other, console=Console(), stop=Stop())
+    path = JobFolder(plans[0].root_dir).stage_meta
+    meta = json.loads(path.read_text())
+    meta["finished"].append(meta["finished"][-1] | {"name": "rl_2"})
+    path.write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=r"stages\[2\] is not there, .* done there was 'rl_2'"):
+        run.run_stages(plans, console=Console(), stop=Stop())
+
+
+def test_the_last_evaluation_comes_after_those_of_the_intervals(tmp_path: Path) -> None:
+    """A train step of two explore steps: by its own number it would take an earlier one's place."""
+    config = small_config(tmp_path)
+    config["buffer"]["train_batch_size"] = 32
+    write_json(tmp_path / "config.yaml", config)
+    [plan] = checked(load_config(tmp_path / "config.yaml", [])).plans
+    summary = run.run_stages([plan], console=Console(), stop=Stop())
+    assert summary.steps == {"run": 2}
+    rows = read_metrics(JobFolder(plan.job_dir).monitor / FILE_NAME)
+    assert [row["step"] for row in rows if row["part"] == "eval"][-2:] == [2, 4]

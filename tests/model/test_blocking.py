@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.model.fake import TOKENIZER, assistant, make, user
+from trireme.batch import flatten
 from trireme.engines.engine import Completion
+from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
 from trireme.model.conversation import of_call
 from trireme.model.recorder import Call
@@ -99,6 +101,9 @@ def test_a_dialogue_that_no_call_gave_is_not_trained() -> None:
     def work(model: BlockingModel) -> None:
         e = model.convert_messages_to_experience([user("1"), assistant("x")], temperature=0.5)
         assert not e.mask.any() and e.temperature == 0.5
+        assert e.logprobs is not None and not e.logprobs.any() and e.version == -1
+        trained = Experience([1, 2], prompt_length=1, logprobs=[-1.0], versions=[0])
+        assert "old_logprobs" in flatten([trained, e]).fields  # it spoils no batch
         assert e.metrics["conversation/unmatched"] == 1
 
     in_thread([], work)
@@ -110,6 +115,25 @@ def test_a_dialogue_that_is_too_long_is_cut() -> None:
         assert len(e.tokens) == 50 and e.truncate_status == "response_truncated"
 
     in_thread([], work, max_model_len=50)
+
+
+@pytest.mark.parametrize("length", [500, 30])
+def test_a_dialogue_with_weighted_replies_has_their_weights_also_where_it_is_longer_or_cut(
+    length: int,
+) -> None:
+    def work(model: BlockingModel) -> None:
+        chat = [user("1")]
+        text = str(model.chat(chat)[0].response_text)
+        (call,) = model.model.recorder
+        weights = [0.25] * len(call.completion.ids)
+        model.model.edit_reply(chat, text, list(call.completion.ids), weights)
+        e = model.convert_messages_to_experience([*chat, assistant(text), user("2")])
+        assert len(e.tokens) == min(34, length) and e.loss_weight is not None
+        assert len(e.loss_weight) == len(e.tokens)
+        assert e.loss_weight[e.mask].tolist() == [0.25] * int(e.mask.sum())
+        assert flatten([e]).fields["loss_weight"].sum() == 0.25 * e.mask.sum() > 0
+
+    in_thread([" a"], work, max_model_len=length)
 
 
 def test_a_clone_has_a_history_of_its_own() -> None:

@@ -218,6 +218,13 @@ def test_a_revoked_model_takes_no_more_calls() -> None:
         asyncio.run(model.logprobs([1, 2]))
 
 
+def test_the_time_in_the_engine_is_that_of_the_forks_too() -> None:
+    model = make(["a", "b"], wait=0.05)
+    for one in (model, model.fork()):
+        ask(one, [user("1")])
+    assert model.seconds > 0.09
+
+
 def test_a_model_that_is_revoked_while_it_waits_says_so() -> None:
     model = make(["a"], wait=0.02)
 

@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from trireme.monitor.monitor import JsonLinesMonitor, read_metrics
 
 
@@ -43,6 +45,23 @@ def test_a_step_that_comes_again_replaces_its_line(tmp_path: Path) -> None:
         monitor.log({"x": value}, 5, "trainer")
         monitor.log({"x": value + 2}, 5, "trainer")
     assert steps_in(tmp_path) == [("trainer", 5, 4.0)]
+
+
+@pytest.mark.parametrize("part", ["eval", "bench"])
+def test_evaluations_of_one_step_have_one_line_with_all_their_tasksets(
+    tmp_path: Path, part: str
+) -> None:
+    monitor = JsonLinesMonitor(tmp_path)
+    for name, value in (("one", 0.1), ("two", 0.2)):
+        monitor.log({f"{part}/{name}/accuracy/mean@1": value}, 4, part)
+    again = JsonLinesMonitor(tmp_path)
+    again.log({f"{part}/one/accuracy/mean@1": 0.3}, 4, part)  # the last evaluation of a run
+    [row] = [json.loads(line) for line in again.path.read_text().splitlines()]
+    assert (row["part"], row["step"]) == (part, 4)
+    assert row["metrics"] == {
+        f"{part}/one/accuracy/mean@1": 0.3,
+        f"{part}/two/accuracy/mean@1": 0.2,
+    }
 
 
 def test_two_processes_share_the_file_while_one_cuts_its_part(tmp_path: Path) -> None:

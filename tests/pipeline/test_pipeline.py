@@ -187,6 +187,31 @@ def test_an_operator_is_prepared_once_and_closed_where_it_was_prepared() -> None
     assert asyncio.run(main(0)) == []
 
 
+class PreparedLate(Prepares):
+    """An operator that cannot be prepared the first time."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self.calls.count("prepare") == 2:
+            raise OSError("no model")
+
+
+def test_an_operator_that_could_not_be_prepared_is_prepared_at_the_next_call() -> None:
+    """`mode: serve` answers a failure, and is asked again."""
+
+    async def main() -> list[str]:
+        Prepares.calls.clear()
+        pipeline = piped((f"{__name__}:Prepares", {}), (f"{__name__}:PreparedLate", {}))
+        with pytest.raises(OperatorFailed, match="no model"):
+            await pipeline.run(group([1.0, 0.0]))
+        await pipeline.run(group([1.0, 0.0]))
+        await pipeline.close()
+        return list(Prepares.calls)
+
+    prepared, used = ["prepare"] * 3, ["process"] * 2
+    assert asyncio.run(main()) == [*prepared, *used, "close", "close"]
+
+
 def test_rewards_that_spoil_advantages_are_counted_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.job import wait_for
+from tests.limits import HANG_S
 from trireme.data.rows import Rows
 from trireme.pipeline.operators import OperatorFailed
 from trireme.pipeline.tasks import prepared
@@ -59,3 +63,42 @@ def test_an_operator_that_leaves_nothing_or_no_rows_is_named(tmp_path: Path) -> 
         prepared(levels(1), [(f"{HERE}:no_rows", {})], tmp_path, "sums")
     with pytest.raises(ValueError, match=r"operators\[0\] .*Prefix' needs the option 'text'"):
         prepared(levels(1), [(f"{HERE}:Prefix", {})], tmp_path, "sums")
+
+
+def test_explorers_that_begin_together_make_the_rows_once_and_find_all_of_them(
+    tmp_path: Path,
+) -> None:
+    CALLS.clear()
+    rows, ready = levels(*range(2000)), threading.Barrier(8)
+
+    def begins(_: int) -> int:
+        ready.wait(HANG_S)
+        return len(prepared(rows, STEPS, tmp_path, "sums"))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(begins, range(8))) == {1998}
+    assert CALLS == [2000]
+
+
+GO_ON = threading.Event()
+
+
+def stays(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    assert GO_ON.wait(HANG_S)
+    return rows
+
+
+def test_an_explorer_that_waits_for_another_to_make_the_tasks_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    GO_ON.clear()
+
+    def begins(_: int) -> int:
+        return len(prepared(levels(1, 2), [(f"{HERE}:stays", {})], tmp_path, "slow"))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(begins, range(2))
+        wait_for(lambda: "waiting for another explorer, which makes the tasks" in caplog.text)
+        GO_ON.set()
+        assert list(found) == [2, 2]
+    assert caplog.text.count("waiting for another explorer") == 1

@@ -216,3 +216,63 @@ def test_what_is_in_a_box_is_graded_and_units_are_left_off() -> None:
 def test_the_last_whole_box_is_found_in_one_pass(text: str, inside: str | None) -> None:
     """A model that says the beginning of a box again and again took minutes of the loop's time."""
     assert boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "right"),
+    [
+        ("\\boxed{\u22125}", "-5", True),
+        ("\\boxed{\u22125}", "5", False),
+        ("The answer is \u22125.", "-5", True),
+        ("<answer>x = \u22125</answer>", "5", False),
+        ("5", "\u22125", False),
+        ("-5", "\u22125", True),
+        ("<answer>**5**</answer>", "5", True),
+        ("#### **5**", "5", True),
+        ("\\boxed{**5**}", "5", True),
+        ("<answer>**$18**</answer>", "18", True),
+        ("<answer>60 km/h</answer>", "60", True),
+        ("<answer>$15/day</answer>", "15", True),
+        ("<answer>24 miles/hour</answer>", "24", True),
+        ("<answer>12 ft^2</answer>", "12", True),
+        ("<answer>3/4 cup</answer>", "3/4", True),
+        ("<answer>3/4 cup</answer>", "3", False),
+        ("<answer>5 x^2</answer>", "5", False),
+        ("<answer>5x^2</answer>", "5", False),
+        ("<answer>5/x</answer>", "5", False),
+        ("<answer>60 km/h</answer>", "6", False),
+        ("\\boxed{x > 5}", "5", False),
+        ("<answer>x != 5</answer>", "5", False),
+        ("<answer>72 clips!</answer>", "72", True),
+        ("<answer>BAC</answer>", "ABC", False),
+        ("<answer>ABC</answer>", "ABC", True),
+        ("<answer>listen</answer>", "silent", False),
+        ("<answer>paris</answer>", "Paris", True),
+        ("<answer>ba</answer>", "ab", True),
+        ("<answer>2yx</answer>", "2xy", True),
+    ],
+)
+def test_signs_bold_units_and_words_are_read_as_people_read_them(
+    reply: str, truth: str, right: bool
+) -> None:
+    assert answers.same(answers.final_answer(reply), answers.final_truth(truth)) is right
+
+
+@pytest.mark.parametrize(
+    "mathematics",
+    [
+        "\\(x\\)",
+        "\\[x\\]",
+        "$$x$$",
+        "$x$",
+        "x^2",
+        "2^{10}",
+        "\\frac{1}{2}",
+        "3\\pi",
+        "1e5",
+        "2.5E-3",
+    ],
+)
+def test_no_mathematics_is_passed_over(mathematics: str) -> None:
+    """Most replies have none, and are not searched for it: what decides that must see all kinds."""
+    assert answers._last_formula(f"that makes {mathematics}") is not None

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import pickle
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,59 @@ def test_a_coroutine_function_and_a_plain_number() -> None:
         return len(answer)
 
     assert judge(judged, "abc") == {"judged": 3.0}
+
+
+class Brief:
+    def __init__(self, most: int = 3) -> None:
+        self.most = most
+
+    def __call__(self, task: Task, answer: str, *, weight: float = 1.0) -> float:
+        return weight * (len(answer) <= self.most)
+
+
+class BriefLater(Brief):
+    async def __call__(self, task: Task, answer: str, *, weight: float = 1.0) -> float:
+        return super().__call__(task, answer, weight=weight)
+
+
+@pytest.mark.parametrize("form", [Brief, BriefLater])
+def test_an_object_may_be_called_with_task_and_answer(form: type) -> None:
+    assert judge(form, "abcd") == {form.__name__: 0.0}
+    assert judge(form, "abcd", most=4) == {form.__name__: 1.0}
+    assert judge(form(4), "abcd") == {form.__name__: 1.0}
+    assert judge(form(4), "abcd", weight=2) == {form.__name__: 2.0}
+    with pytest.raises(ValueError, match="has no option 'wieght'"):
+        resolve(form(4), {"wieght": 2})
+
+
+def test_an_object_that_cannot_be_hashed_has_options_too() -> None:
+    @dataclass
+    class Longest:
+        most: int = 3
+
+        def __call__(self, task: Task, answer: str, *, weight: float = 1.0) -> float:
+            return weight * (len(answer) <= self.most)
+
+    assert judge(Longest(), "abc", weight="0.5") == {"Longest": 0.5}  # converted, as in a YAML
+
+
+def test_a_function_behind_a_wrapper_is_a_function() -> None:
+    class Counted:
+        def __init__(self, function: Any) -> None:
+            functools.update_wrapper(self, function)
+            self.calls = 0
+
+        def __call__(self, *args: Any, **named: Any) -> Any:
+            self.calls += 1
+            return self.__wrapped__(*args, **named)  # type: ignore[attr-defined]
+
+    @Counted
+    def counted(task: Task, answer: str) -> float:
+        return len(answer)
+
+    assert judge(counted, "ab") == {"counted": 2.0} and counted.calls == 1
+    cached = functools.lru_cache(lambda task, answer: 1.0)
+    assert resolve(cached) is cached
 
 
 @pytest.mark.parametrize(

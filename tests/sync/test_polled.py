@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.limits import HANG_S
 from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.save import Saving
 from trireme.engines.device import Device
 from trireme.engines.engine import EngineTraits
 from trireme.engines.weights import fingerprint
-from trireme.sync.checkpoint import STATE_FILE, TRIES, CheckpointPush, PolledSync
+from trireme.files import set_aside
+from trireme.sync.checkpoint import (
+    POLL_SECONDS,
+    STATE_FILE,
+    TRIES,
+    CheckpointPush,
+    PolledSync,
+    last_report,
+)
 from trireme.sync.probe import Probe, WrongWeights
 
 
@@ -70,6 +79,18 @@ def test_weights_that_made_way_for_newer_ones_are_not_missed(
     assert (engine.took, sync.version) == (["global_step_2 as 1"], 1)
 
 
+def test_a_trainer_that_went_back_to_an_older_checkpoint_is_followed(tmp_path: Path) -> None:
+    sync, engine = polled(tmp_path)
+    folder = JobFolder(tmp_path)
+    for step in (20, 30, 21, 22):  # it was started again from 20
+        publish(folder, step)
+        asyncio.run(sync.load_latest())
+        asyncio.run(sync.load_latest())
+    assert engine.took == [
+        f"global_step_{step} as {n + 1}" for n, step in enumerate((20, 30, 21, 22))
+    ]
+
+
 def test_a_checkpoint_that_takes_the_weights_place_is_read_instead(tmp_path: Path) -> None:
     sync, engine = polled(tmp_path)
     folder = JobFolder(tmp_path)
@@ -111,9 +132,8 @@ def say(folder: Path, state: str, time: int) -> None:
 
 @pytest.mark.parametrize("old", ["stopped", "failed: ValueError: no"])
 def test_what_an_earlier_trainer_said_is_no_news(tmp_path: Path, old: str) -> None:
-    sync, _ = polled(tmp_path)
     say(tmp_path, old, 1)
-    sync.forget()
+    sync, _ = polled(tmp_path, old_report=last_report(JobFolder(tmp_path)))
     assert not sync.finished
     say(tmp_path, "running", 2)
     assert not sync.finished
@@ -167,6 +187,34 @@ def test_a_fixed_explorer_waits_for_its_trainer_and_has_the_weights_then(tmp_pat
     assert metrics["sync/version"] == 1 and metrics["time/sync_wait"] > 0.2
     asyncio.run(sync.pull(4))
     assert engine.took == ["global_step_3 as 1"], "nothing is newer"
+
+
+@pytest.mark.parametrize("seconds", [POLL_SECONDS / 2, POLL_SECONDS * (TRIES + 2)])
+@pytest.mark.parametrize("style", ["fixed", "trainer_driven"])
+def test_older_weights_are_not_taken_for_those_that_their_checkpoint_replaces(
+    tmp_path: Path, style: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, engine = polled(tmp_path, style=style)
+    folder = JobFolder(tmp_path)
+    publish(folder, 3)
+    asyncio.run(sync.load_latest())
+    publish(folder, 4)
+    at_once = JobFolder.latest_weights_step
+    looks: list[Path] = []
+
+    def looked(self: JobFolder) -> int | None:
+        step = at_once(self)
+        if not looks:  # the folder goes between the look that ends the wait and the next one
+            looks.append(set_aside(folder.step_dir(4)))
+            loop = asyncio.get_running_loop()
+            loop.call_later(seconds, looks[0].rename, folder.step_dir(4))
+        return step
+
+    monkeypatch.setattr(JobFolder, "latest_weights_step", looked)
+    asyncio.run(sync.pull(4))
+    if style == "fixed" or seconds < POLL_SECONDS:
+        assert engine.took == ["global_step_3 as 1", "global_step_4 as 2"]
+    assert "global_step_3" not in str(engine.took[1:])
 
 
 def test_weights_that_cannot_be_read_for_a_moment_are_read_then(tmp_path: Path) -> None:
@@ -260,6 +308,49 @@ def test_what_a_trainer_pushes_by_files_is_proved_in_this_process_or_another(
     asyncio.run(served(Serves()))
     with pytest.raises(WrongWeights, match="after the push of version 3 the engine does not serve"):
         asyncio.run(served(Serves(changes=0.25)))
+
+
+@pytest.mark.parametrize("gone", ["the weights", "the folder, for a moment"])
+def test_a_checkpoint_that_takes_the_place_of_pushed_weights_is_loaded_instead(
+    tmp_path: Path, gone: str
+) -> None:
+    job, model = JobFolder(tmp_path / "job"), tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    saving = Saving(job, 7, run_state={"version": 2, "buffer": {}}, model_dir=model)
+    save_file(Trains().weights(), saving.actor / "huggingface" / "model.safetensors")
+    sources: list[Path] = []
+
+    class Late(Serves):
+        """An engine that opens the files after the step's checkpoint has got its name."""
+
+        async def update_weights(self, source: Path, version: int) -> None:
+            sources.append(source)
+            if len(sources) == 1 and gone == "the weights":
+                saving.finish()
+            elif len(sources) == 1:
+                set_aside(job.step_dir(7))
+                asyncio.get_running_loop().call_later(POLL_SECONDS / 2, saving.finish)
+            await super().update_weights(source, version)
+
+    engine = Late()
+    assert asyncio.run(pushes(job.root, engine).push(3))
+    assert (engine.version, float(engine.weight[0])) == (3, 0.5)
+    assert sources == [job.actor_dir(7), job.hf_dir(7)]
+
+
+def test_pushed_weights_that_cannot_be_loaded_end_the_run(tmp_path: Path) -> None:
+    engine = Serves()
+    sources: list[Path] = []
+
+    async def damaged(source: Path, version: int) -> None:
+        sources.append(source)
+        raise ValueError(f"{source} is damaged")
+
+    engine.update_weights = damaged
+    with pytest.raises(ValueError, match="is damaged"):
+        asyncio.run(pushes(tmp_path, engine).push(3))
+    assert len(sources) == 1
 
 
 def test_a_trainer_announces_what_an_explorer_elsewhere_hears(tmp_path: Path) -> None:

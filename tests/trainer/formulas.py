@@ -475,8 +475,9 @@ def fipo(rollout: Rollout, *, half_life: float = 32.0) -> list[Tensor]:
 
 
 def masked_ppo(rollout: Rollout, *, delta: float = 0.1) -> list[Tensor]:
-    """PPO without tokens of A < 0 of samples that have drifted."""
-    far = bool(rollout.tokens) and -_mean_log_ratio(rollout) > delta
+    """PPO without tokens of A < 0 of samples that the sampler drew far from the policy."""
+    distances = [t.sampled - t.now for t in rollout.tokens]
+    far = bool(distances) and sum(distances) / len(distances) > delta
     return [0 * t.p if far and t.a < 0 else ppo(t) for t in rollout.tokens]
 
 

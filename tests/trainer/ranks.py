@@ -25,8 +25,8 @@ def start(function: Callable[..., Any], place: RankSpec, *args: Any) -> BaseProc
 def run(function: Callable[..., Any], folder: Path, *args: Any, **place: Any) -> list[Any]:
     """`function(place, *args)` on all ranks at once; what each returns (plain values, tensors)."""
     world, limit = place.pop("world", 2), place.pop("limit", HANG_S)
-    address = free_address()
-    places = [RankSpec(rank, world, address, timeout=limit, **place) for rank in range(world)]
+    address, place = free_address(), {"timeout": limit, "lost_after": limit} | place
+    places = [RankSpec(rank, world, address, **place) for rank in range(world)]
     folder.mkdir(exist_ok=True)
     files = [folder / f"rank_{p.rank}.pt" for p in places]
     processes = [

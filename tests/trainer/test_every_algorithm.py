@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.trainer.samples import backend_of, critic_of, experiences, gap, gradients_of, move
 from trireme.algorithms.recipes import Recipe, algorithm, get_recipe
 from trireme.algorithms.token_advantage import in_trainer
+from trireme.batch import flatten
 from trireme.experience import EID, Experience
 from trireme.extensions import extensions
 from trireme.registry import ALGORITHMS
@@ -107,6 +108,19 @@ def test_own_and_expert_tokens_are_averaged_apart(tiny_dir):
     experts = [e for e in _samples(recipe) if e.info["is_expert"]]
     alone = train_step(backend, sft, experts, version=0)
     assert whole["actor/loss"] == pytest.approx(alone["actor/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_the_entropy_is_that_of_own_tokens(coefficient, tiny_dir):
+    args = {"entropy_coef": coefficient}
+    recipe = _recipe("mix", kl_loss_fn="none", entropy_loss_fn_args=args)
+    _, metrics = _step(tiny_dir, recipe, share=True, length=10_000)
+    backend = backend_of(tiny_dir, max_token_len=10_000)
+    move(backend)
+    own = flatten([e for e in _samples(recipe) if not e.info["is_expert"]])
+    logprobs, entropies, _ = backend.scores(own)
+    expected = entropies if coefficient else -logprobs
+    assert metrics["actor/entropy"] == pytest.approx(float(expected.mean()), rel=1e-4)
 
 
 @pytest.mark.extension("more_losses")

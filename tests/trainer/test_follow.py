@@ -19,7 +19,15 @@ from tests.trainer.ranks import run, start
 from tests.trainer.samples import apart, backend_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.batch import Batch
-from trireme.trainer.leader import Commands, Leader, RankHeartbeat, RankLost, follow
+from trireme.trainer.leader import (
+    GRACE,
+    Command,
+    Commands,
+    Leader,
+    RankHeartbeat,
+    RankLost,
+    follow,
+)
 from trireme.trainer.learning import TrainState
 from trireme.trainer.led import LedModels, Models, commands
 from trireme.trainer.ranks import Ranks, RankSpec, connect, free_address
@@ -112,6 +120,35 @@ def test_a_rank_that_is_gone_is_named_and_nothing_hangs(how, tiny_dir, tmp_path)
     sentence = file.read_text()
     said = r"failed \(MemoryError: no room\)" if how == "fails" else "on .* died or froze"
     assert re.fullmatch(f"trainer rank 1 {said} during train_step", sentence), sentence
+
+
+def _fail(after: float) -> None:
+    time.sleep(after)
+    raise ValueError("on all ranks")
+
+
+def _fail_together(place: RankSpec, late: float) -> list[str | float]:
+    """What rank 0 raises `late` for what all ranks raise, and the seconds in which it then ends."""
+    if place.rank:
+        with pytest.raises(ValueError, match="on all ranks"):
+            follow(place, lambda ranks: {"fail": partial(_fail, 0.0)})
+        return []
+    leader = Leader(Ranks(place))
+    with pytest.raises((ValueError, RankLost)) as caught:
+        leader.together(Command("fail"), partial(_fail, late))
+    begun = time.monotonic()
+    leader.close()
+    return [repr(caught.value), time.monotonic() - begun]
+
+
+def test_ranks_that_failed_are_not_waited_for_one_after_the_other(tmp_path):
+    said, seconds = run(_fail_together, tmp_path / "ranks", 0.0, world=4)[0]
+    assert said == "ValueError('on all ranks')"
+    assert seconds < 2 * GRACE
+
+
+def test_an_error_of_all_ranks_is_itself_where_another_rank_was_sooner(tmp_path):
+    assert run(_fail_together, tmp_path / "ranks", 2.0)[0][0] == "ValueError('on all ranks')"
 
 
 def _beats(place: RankSpec, folder: Path) -> None:

@@ -167,7 +167,7 @@ def batch(weighted: bool = False) -> tuple[Experience, ...]:
         )
         if eid.task == 2 or eid.run == 1:  # rewards on the way, one of them on a tool's token
             e.token_rewards = 0.1 * (ids % 5).float()
-        if weighted:
+        if weighted and n % 5 != 2:  # weights of 1 alone are not recorded
             e.loss_weight = torch.rand(len(ids), generator=draw.rng) * 2
         parts = {"a": (reward, 1.0), "b": ((n % 3) / 2, 0.5)}
         e.info["reward_parts"] = parts
@@ -490,6 +490,13 @@ PARTS: dict[str, Case] = {
     "masked sequences": Case(
         Formula(loss=f.by_sample(f.masked_ppo), **_RL),
         given={"policy_loss_fn_args": {"enable_sequence_masking": True}},
+    ),
+    "masked sequences, the trainer's own old ones": Case(
+        Formula(loss=f.by_sample(f.masked_ppo), **_RL),
+        given={
+            "policy_loss_fn_args": {"enable_sequence_masking": True},
+            "bypass_old_logprobs": False,
+        },
     ),
     "masked clip": Case(
         Formula(loss=f.by_token(partial(f.cispo, mask=(0.2, 0.28))), **_RL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.limits import HANG_S
 from tests.tiny import make_model
 from tests.trainer.ranks import run
 from tests.trainer.samples import (
@@ -25,8 +27,10 @@ from trireme.algorithms.recipes import algorithm, get_recipe
 from trireme.batch import flatten
 from trireme.registry import policy_loss
 from trireme.trainer.backend import Backend
+from trireme.trainer.learning import TrainState
+from trireme.trainer.led import Models
 from trireme.trainer.lora import Lora
-from trireme.trainer.ranks import NotFinite, Ranks, RankSpec
+from trireme.trainer.ranks import NotFinite, Ranks, RankSpec, my_part
 from trireme.trainer.step import train_step
 
 FULL = {
@@ -165,7 +169,22 @@ def test_ranks_that_each_hold_the_model_whole_learn_what_one_process_learns(tmp_
 
 def test_shards_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ValueError, match=r"trainer.fsdp_size is 3: expected a divisor of the 4 "):
-        RankSpec(0, 4, "127.0.0.1:1", shards=3, timeout=1)
+        RankSpec(0, 4, "127.0.0.1:1", shards=3, timeout=1, lost_after=1)
+
+
+def _limits(place: RankSpec) -> list[float]:
+    """Seconds that a collective may take in each of a rank's groups."""
+    ranks = Ranks(place)
+    assert ranks.sequence is not None
+    groups = [dist.group.WORLD, ranks.sequence.group, *ranks.mesh.get_all_groups()]
+    limits = [g._get_backend(ranks.device).options._timeout.total_seconds() for g in groups]
+    ranks.close()
+    return limits
+
+
+def test_no_group_of_ranks_waits_longer_than_the_others(tmp_path):
+    found = run(_limits, tmp_path / "ranks", world=4, sequence=2, shards=2)
+    assert found == [[HANG_S] * 4] * 4  # torch has 1,800 s
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe", "gpt_oss"])
@@ -217,3 +236,21 @@ def test_what_is_not_finite_is_named_on_all_ranks_and_moves_nothing(tiny_dir, tm
     assert first == second
     assert "the loss of experience 0/2/0/0 is -inf at token 11" in first[0]
     assert "the gradient of experience 0/2/0/0 is not finite" in first[1]
+
+
+def _with_broken_rows(place: RankSpec, path: Path) -> list[str]:
+    ranks = Ranks(place)
+    backend = _make(path, {}, ranks)
+    if place.rank == 1:
+        with torch.no_grad():
+            my_part(backend.module.get_parameter("model.layers.0.mlp.up_proj.weight")).fill_(nan)
+    recipe = get_recipe(SimpleNamespace(**FULL))
+    with pytest.raises(NotFinite) as caught:
+        Models(backend, recipe, TrainState(recipe)).train_step(experiences(), version=0)
+    ranks.close()
+    return list(caught.value.broken)
+
+
+def test_weights_that_are_broken_on_one_rank_are_named_on_all(tiny_dir, tmp_path):
+    found = run(_with_broken_rows, tmp_path / "ranks", tiny_dir)
+    assert found == [["model.layers.0.mlp.up_proj.weight"]] * 2

@@ -160,6 +160,19 @@ def test_the_files_of_another_model_are_refused(tiny_dir, tmp_path):
         _make(tiny_dir, False).load(tmp_path / "job" / "global_step_2" / "actor")
 
 
+def test_the_files_of_a_model_with_more_rows_are_refused(tiny_dir, tmp_path):
+    backend = _make(tiny_dir, False)
+    _save(backend, tmp_path / "job", tiny_dir)
+    backend.module.resize_token_embeddings(92)
+    backend.module.save_pretrained(tmp_path / "smaller")
+    other = _make(tmp_path / "smaller", False)
+    before = {name: tensor.clone() for name, tensor in other.weights().items()}
+    why = r"another model: its model.embed_tokens.weight is \[100, 32\], and this one's \[92, 32\]"
+    with pytest.raises(ValueError, match=why):
+        other.load(tmp_path / "job" / "global_step_2" / "actor")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.weights().items())
+
+
 def test_what_was_saved_without_lora_is_refused_with_it(tiny_dir: Path, tmp_path: Path) -> None:
     plain, adapted = (_make(tiny_dir, lora) for lora in (False, True))
     for name, backend in (("plain", plain), ("adapted", adapted)):

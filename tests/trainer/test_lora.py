@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -162,6 +162,28 @@ def test_training_goes_on_from_an_adapter_which_is_the_reference_too(tiny_dir, t
     assert set(backend.weights()) == set(first.weights())
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_took_its_start_from_the_base_does_so_once(tiny_dir, tmp_path, init):
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    config = LoraConfig(r=4, init_lora_weights=init, target_modules=["q_proj", "v_proj"])
+    peft = get_peft_model(base, config)
+    for name, parameter in peft.named_parameters():
+        if "lora_" in name:
+            parameter.data.mul_(1.5)
+    peft.save_pretrained(tmp_path)
+    plain = backend_of(tiny_dir, max_token_len=60, lora=Lora(path=str(tmp_path)))
+    backend = _trained(tiny_dir, steps=0, path=str(tmp_path))
+    batch = flatten(experiences())
+    assert torch.equal(backend.logprobs(batch), plain.logprobs(batch))
+    assert torch.equal(backend.logprobs(batch, reference=True), plain.logprobs(batch))
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_dir), str(tmp_path)
+    )
+    expected = loaded.merge_and_unload().state_dict()
+    for name, weight in backend.weights().items():
+        assert torch.allclose(weight, expected[name], atol=1e-6), name
+
+
 def test_an_adapter_of_another_model_is_refused(tiny_dir, tmp_path):
     first = _trained(tiny_dir, steps=0)
     assert first.adapter is not None
@@ -241,3 +263,22 @@ def test_dora_is_refused_on_layers_that_keep_their_weights_transposed() -> None:
     with pytest.raises(ValueError, match=r"use_dora: transformer.h.0.attn.c_attn keeps its weight"):
         Adapter(model, Lora(rank=4, alpha=8, dora=True))
     Adapter(model, Lora(rank=4, alpha=8))
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_on_a_head_that_is_the_embedding_is_refused(tmp_path: Path, target: str) -> None:
+    """Merged weights have the one tensor: they would lack the adapter, or give it to both."""
+    lora = Lora(rank=4, target_modules=("q_proj", target))
+    with pytest.raises(ValueError, match=r"model.embed_tokens and lm_head are one weight"):
+        backend_of(make_model(tmp_path / "tied"), lora=lora)
+    backend = backend_of(make_model(tmp_path / "own", tie=False), lora=lora)
+    assert backend.adapter is not None
+    for name, tensor in backend.adapter.weights().items():
+        if "lora_" in name:
+            torch.nn.init.normal_(tensor, std=0.1)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    plain.load_state_dict(backend.weights())
+    plain.save_pretrained(tmp_path / "merged")
+    batch = flatten(experiences())
+    merged = backend_of(tmp_path / "merged", max_token_len=60)
+    assert torch.allclose(merged.logprobs(batch), backend.logprobs(batch), atol=1e-5)

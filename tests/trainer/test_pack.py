@@ -6,8 +6,11 @@ import pytest
 
 from tests.trainer.samples import buckets, experiences
 from trireme.batch import flatten, of_tokens
+from trireme.experience import EID, Experience
 from trireme.trainer.attention import Rows
+from trireme.trainer.learning import split_pairs, with_pairs
 from trireme.trainer.pack import cut, pack
+from trireme.trainer.ranks import deal
 
 
 def _paths(layout) -> dict[int, list[int]]:
@@ -99,6 +102,22 @@ def test_a_group_that_fits_stays_together():
     # One group costs 4 + 3 tokens: two fit into 15, a third would be split.
     parts = list(cut(batch, 15))
     assert [len(set(p.groups)) for p in parts] == [2, 2, 2]
+
+
+def test_pairs_of_one_task_are_cut_and_dealt_pair_by_pair():
+    replies = [8] * 10, [9] * 10
+    pairs = [
+        Experience([5, 6, 7], prompt_length=3, chosen=a, rejected=b, eid=EID(1, 0, run))
+        for run, (a, b) in enumerate([replies] * 8)
+    ]
+    batch = with_pairs(flatten(split_pairs(pairs)))
+    parts = list(cut(batch, 60))  # a pair has twice 12 tokens that are read
+    assert [part.fields["pair_ids"].unique().tolist() for part in parts] == [
+        [0, 1], [2, 3], [4, 5], [6, 7],
+    ]  # fmt: skip
+    shares = deal(batch, 4)
+    assert sorted(map(len, shares)) == [4] * 4
+    assert all([n // 2 for n in share[::2]] == [n // 2 for n in share[1::2]] for share in shares)
 
 
 def test_a_sample_without_entries_is_in_no_micro_batch():

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.samples import backend_of, experiences, move
+from tests.trainer.samples import backend_of, critic_of, experiences, move
+from trireme.algorithms.kl import top_entropy
 from trireme.algorithms.recipes import get_recipe
 from trireme.algorithms.token_advantage import in_trainer
 from trireme.batch import flatten
@@ -79,6 +80,9 @@ def test_a_pair_becomes_two_samples_that_share_the_prompt():
     assert (better.tokens.tolist(), worse.tokens.tolist()) == ([1, 2, 3], [1, 2, 4, 5])
     assert (better.eid.uid, worse.eid.uid) == ("0/7/0/0", "0/7/1/0")
     assert better.mask.tolist() == [False, False, True]
+    another = Experience([1, 2], prompt_length=2, chosen=[3], rejected=[4], eid=EID(0, 7, 1))
+    names = [e.eid.uid for e in split_pairs([pair, another])]
+    assert names == ["0/7/0/0", "0/7/1/0", "0/7/2/0", "0/7/3/0"]  # each of its own
     with pytest.raises(ValueError, match="0/7/0/0 is not a pair"):
         split_pairs([Experience([1], prompt_length=1, eid=EID(0, 7))])
 
@@ -143,6 +147,57 @@ def test_the_kl_penalty_is_taken_off_the_rewards_of_groups(tiny_dir, name):
     assert samples[0].reward != pytest.approx(a)  # what is recorded is the reward itself
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"advantage_fn": "reinforceplusplus"},
+        {"advantage_fn": "ppo"},
+        {
+            "advantage_fn": "reinforceplusplus",
+            "kl_penalty_fn": "k1",
+            "kl_penalty_fn_args": {"kl_coef": 0.5, "adaptive": True},
+        },
+    ],
+    ids=str,
+)
+def test_an_experts_rows_count_in_no_baseline_critic_or_coefficient(given, tiny_dir):
+    recipe = _recipe("mix", kl_loss_fn="none", **given)
+    samples, experts = _rewarded(), experiences()[:2]
+    for e in experts:
+        e.reward, e.advantages, e.returns = 0.0, torch.zeros(len(e.tokens)), None
+        e.info["is_expert"] = True
+
+    def prepared(given: list[Experience]):
+        backend = backend_of(tiny_dir, max_token_len=100, reference=recipe.needs_reference)
+        state = TrainState(recipe, critic_of(tiny_dir) if recipe.needs_critic else None)
+        move(backend)
+        return *prepare(backend, recipe, given, flatten(given), state), state.state()
+
+    mixed = [samples[0], experts[0], *samples[1:], experts[1]]
+    alone, metrics, state = prepared(samples)
+    done, got, reached = prepared(mixed)
+    expert = done.fields["expert"]
+    for name in ("advantages", "returns"):
+        torch.testing.assert_close(done.fields[name][~expert], alone.fields[name])
+        assert not done.fields[name][expert].any()
+    assert alone.fields["advantages"].any() and expert.any()
+    assert got == pytest.approx(metrics, abs=1e-6)
+    assert reached["coefficients"] == pytest.approx(state["coefficients"])
+
+
+def test_tokens_of_an_expert_are_not_left_out_for_their_entropy(tiny_dir):
+    recipe = _recipe("mix", kl_loss_fn="none", policy_loss_fn_args={"top_entropy_quantile": 0.3})
+    samples = _rewarded()
+    samples[1].info["is_expert"] = True
+    backend = backend_of(tiny_dir, max_token_len=100)
+    done, _ = prepare(backend, recipe, samples, flatten(samples), TrainState(recipe))
+    expert, selected = done.fields["expert"], done.fields["selected"].bool()
+    _, entropies, _ = backend.scores(done)
+    assert expert.any() and selected[expert].all()
+    torch.testing.assert_close(selected[~expert], top_entropy(entropies[~expert], 0.3))
+    assert not selected.all()
+
+
 @pytest.mark.extension("more_losses")
 @pytest.mark.parametrize("name", ["clipb", "clipv"])
 def test_entropy_clips_get_the_entropies_of_the_trained_weights(tiny_dir, name):
@@ -185,6 +240,9 @@ def test_an_adaptive_coefficient_moves_and_comes_back_after_a_resume(tiny_dir):
     # the policy is its reference: a divergence of 0 is far below the target, 8 samples of 80
     assert first["actor/kl_coef"] == 0.5
     assert train_state.coefficients["kl_loss_fn"] == pytest.approx(0.5 * (1 - 0.2 * 0.1))
+    state = train_state.state()
     again = TrainState(recipe)
-    again.load_state(train_state.state())
+    again.load_state(state)
     assert again.coefficients == train_state.coefficients and again.steps == 1
+    train_state.adapt("kl_loss_fn", 0.0, 8)  # while the checkpoint is written behind the training
+    assert state["coefficients"] == again.coefficients != train_state.coefficients

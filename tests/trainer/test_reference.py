@@ -21,7 +21,7 @@ from trireme.engines.torch.shell import load_shell, load_weights
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import TrainState
-from trireme.trainer.ranks import Ranks, RankSpec
+from trireme.trainer.ranks import Ranks, RankSpec, whole
 from trireme.trainer.step import train_step
 
 
@@ -171,6 +171,26 @@ def test_two_ranks_do_what_one_process_does(tiny_dir: Path, tmp_path: Path) -> N
         (whole, _trained(other, range(3, 5))),
     ):
         assert apart(got, expected, 2e-5) < 1e-3
+
+
+def _moved_little_by_little(place: RankSpec, path: Path) -> list[float]:
+    ranks = Ranks(place)
+    options = {"dtype": "bfloat16", "moves_reference": True}
+    backend = backend_of(path, ranks, reference=True, **options)
+    begun = {name: whole(t).clone() for name, t in _of_reference(backend).items()}
+    for parameter in backend.module.parameters():
+        parameter.data.mul_(1.001)  # less than bfloat16 distinguishes
+    for _ in range(20):
+        backend.move_reference(0.1)
+    now = _of_reference(backend).items()
+    shares = [float((whole(t) - begun[n]).norm() / (0.001 * begun[n]).norm()) for n, t in now]
+    ranks.close()
+    return shares
+
+
+def test_moves_add_up_where_ranks_compute_in_bfloat16(tiny_dir: Path, tmp_path: Path) -> None:
+    for shares in run(_moved_little_by_little, tmp_path / "two", tiny_dir):
+        assert shares == pytest.approx([1 - 0.9**20] * len(shares), rel=1e-2)
 
 
 def test_what_has_no_reference_is_refused() -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from tests.trainer.samples import apart, backend_of, experiences, gradients_of, move, of_groups
+from tests.trainer.samples import apart, backend_of, experiences, gap, gradients_of, move, of_groups
 from trireme.algorithms.recipes import algorithm, get_recipe
+from trireme.batch import flatten
+from trireme.config.schema import AlgorithmConfig
 from trireme.experience import Experience
 from trireme.registry import policy_loss
 from trireme.trainer import head
+from trireme.trainer.learning import TrainState
 from trireme.trainer.ranks import NotFinite
-from trireme.trainer.step import train_step
+from trireme.trainer.step import MetricTotals, batch_loss, metrics_of, train_step
 
 FULL = {
     "algorithm_type": "grpo",
@@ -187,6 +192,21 @@ def test_loss_weight_scales_what_a_token_contributes(tiny_dir):
     assert doubled["actor/loss"] == pytest.approx(2 * plain["actor/loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_weights_of_some_rows_hold_beside_rows_without(name, tiny_dir):
+    """Those whose tokens all weigh 1 have none, such as a dialogue without what a scale weighs."""
+    some, all_ = experiences(), experiences()
+    some[0].loss_weight = all_[0].loss_weight = torch.full((len(some[0].tokens),), 0.25)
+    for e in all_[1:]:
+        e.loss_weight = torch.ones(len(e.tokens))
+    recipe = _recipe(algorithm_type=name, kl_loss_fn="none")
+    got, metrics = gradients_of(backend_of(tiny_dir), recipe, some)
+    expected, expected_metrics = gradients_of(backend_of(tiny_dir), recipe, all_)
+    _, unweighted = gradients_of(backend_of(tiny_dir), recipe, experiences())
+    assert gap(got, expected) == 0.0
+    assert metrics["actor/loss"] == expected_metrics["actor/loss"] != unweighted["actor/loss"]
+
+
 def test_engine_and_trainer_are_compared_on_tokens_of_this_version(tiny_dir):
     backend = backend_of(tiny_dir)
     samples = experiences()
@@ -307,3 +327,34 @@ def test_a_loss_that_averages_by_itself_is_refused(tiny_dir):
         train_step(
             backend_of(tiny_dir), _recipe(algorithm_type="averages"), experiences(), version=0
         )
+
+
+@pytest.mark.parametrize(
+    "correction", [{"rollout_is": "token"}, {"rollout_is": "sequence"}, {"rollout_rs": "token"}]
+)
+def test_a_rollout_correction_leaves_an_experts_tokens_alone(correction: dict[str, str]) -> None:
+    """No sampler drew them: the ratio would be the policy's own probability, so that the less it
+    knows of them, the less it would learn.
+    """
+
+    def gradient(**more: Any) -> Tensor:
+        config = AlgorithmConfig(algorithm_type="mix", kl_loss_fn="none", **more)
+        recipe = get_recipe(config)
+        own = Experience([1, 2, 3], prompt_length=1, logprobs=[-1.0, -1.0], advantages=[1.0, 1.0],
+                         versions=[0, 0])  # fmt: skip
+        expert = Experience([1, 2, 3], prompt_length=1, logprobs=[0.0, 0.0],
+                            advantages=[0.0, 0.0], versions=[-1, -1])  # fmt: skip
+        batch, experts = flatten([own, expert]), torch.tensor([False, True])
+        batch = batch.with_fields(expert=experts[batch.sample_ids])
+        batch = batch.with_fields(weights=recipe.weights(batch, experts))
+        logprobs = torch.tensor([-1.0, -1.0, -3.0, -3.0], requires_grad=True)
+        options: Any = {"totals": MetricTotals(), "fresh": None, "train_state": TrainState(recipe)}
+        batch_loss(batch, logprobs, None, recipe=recipe, **options).backward()
+        assert logprobs.grad is not None
+        measured.update(metrics_of([options["totals"].read()]))
+        return logprobs.grad
+
+    measured: dict[str, float] = {}
+    torch.testing.assert_close(gradient(rollout_correction=correction), gradient())
+    assert measured["rollout_correction/ratio"] == measured["rollout_correction/weight"] == 1
+    assert measured["rollout_correction/sampler_nll"] == 1  # of the two own tokens alone

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.workflows.test_workflow import call
+from trireme import Experience
 from trireme.envs.env import Seen, after_reset, after_step
 from trireme.workflows.episode import EpisodeWorkflow
 from trireme.workflows.workflow import resolve
@@ -98,6 +99,49 @@ def test_an_environment_that_raises_fails_the_rollout_and_is_closed() -> None:
     with pytest.raises(RuntimeError, match="the door broke"):
         call(Inline, ["break"])
     assert Door.made[0].closed == 1
+
+
+class Stuck(Door):
+    def close(self) -> None:
+        raise ConnectionError("closed already")
+
+
+class StuckLater(Door):
+    async def close(self) -> None:
+        raise ConnectionError("closed already")
+
+
+@pytest.mark.parametrize("door", [Stuck, StuckLater])
+def test_an_error_of_close_is_logged_and_hides_nothing(
+    door: type[Door], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Open(Knock):
+        blocking_env = False
+
+        def make_env(self) -> Any:
+            return door()
+
+    assert call(Open, ["knock"] * 3)[0].reward == 1.0
+    assert f"{door.__name__}.close failed" in caplog.text
+    with pytest.raises(RuntimeError, match="the door broke"):
+        call(Open, ["break"])
+
+
+def test_an_episode_that_plays_and_closes_by_itself_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class ByItself(Knock):
+        def make_env(self) -> Any:
+            return Stuck()
+
+        def generate_env_inference_samples(self, env: Any, rollout_num: int) -> list[Experience]:
+            messages = [{"role": "user", "content": env.reset()}]
+            text = self.get_model_response_text(messages)
+            messages.append({"role": "assistant", "content": text})
+            return [self.process_messages_to_experience(messages, env.step(text)[1])]
+
+    assert call(ByItself, ["knock"])[0].reward == 0.0
+    assert "Stuck.close failed" in caplog.text
 
 
 def test_what_does_not_fit_ends_the_episode_and_is_counted() -> None:

@@ -3,6 +3,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+import torch
+
 from tests.workflows.test_workflow import call
 from trireme import Experience, MultiTurnWorkflow
 
@@ -47,6 +50,18 @@ def test_a_conversation_is_one_experience_with_the_sampled_ids() -> None:
 def test_async_methods() -> None:
     (e,) = call(AsyncGame, ["x"])
     assert e.reward == 1.0 and int(e.mask.sum()) == 2
+
+
+def test_numbers_of_numpy_and_torch_are_metrics_too() -> None:
+    class Numpy(Game):
+        def process_messages_to_experience(self, messages: Any, *args: Any) -> Experience:
+            info = {"env_done": np.bool_(True), "score": torch.tensor([0.5]), "place": "kitchen"}
+            half: Any = np.float32(0.5)
+            return super().process_messages_to_experience(messages, half, info)
+
+    (e,) = call(Numpy, ["ab", "c"])
+    assert e.reward == 0.5 and e.info["place"] == "kitchen"
+    assert e.metrics["env_done"] == 1.0 and e.metrics["score"] == 0.5
 
 
 def test_an_episodes_length_comes_from_the_workflow_args() -> None:

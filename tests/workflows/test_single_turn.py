@@ -12,7 +12,13 @@ from trireme import Experience, Task
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
 from trireme.workflows.examine import examine_taskset
-from trireme.workflows.single_turn import BOXED, THINK_ANSWER, MathWorkflow, SimpleWorkflow
+from trireme.workflows.single_turn import (
+    BOXED,
+    THINK_ANSWER,
+    MathBoxedWorkflow,
+    MathWorkflow,
+    SimpleWorkflow,
+)
 from trireme.workflows.workflow import resolve
 
 GOOD = "<think>\n6 * 7\n</think>\n<answer>\n42\n</answer>"
@@ -178,6 +184,14 @@ def test_a_base_model_gets_a_conversation_as_lines() -> None:
         "math_boxed_workflow", ["\\boxed{42}"], raw_task=row, workflow_args={"use_base": True}
     )
     assert prompt == f"User: 6 * 7?\nAssistant: 41\nUser: Sure?\n{BOXED}\nAssistant:"
+    seen: dict[str, Any] = {
+        "raw_task": {**row, "images": [b"png"]},
+        "workflow_args": {"use_base": True},
+    }
+    with pytest.raises(ValueError, match="shows a picture, and a base model gets plain text"):
+        run("math_boxed_workflow", ["\\boxed{42}"], **seen)
+    with pytest.raises(ValueError, match="shows a picture, and a base model gets plain text"):
+        MathBoxedWorkflow.examine(Task(**seen))
 
 
 @pytest.mark.parametrize(

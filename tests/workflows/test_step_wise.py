@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.workflows.test_workflow import call
 from trireme import Experience, RewardPropagationWorkflow, StepWiseRewardWorkflow
@@ -96,6 +98,17 @@ def test_every_step_has_its_own_reward() -> None:
     assert [e.reward for e in call(StepsAsync, ["0", "1", "2"])] == [0.5, 1.5, 2.5]
 
 
+@pytest.mark.parametrize("half", [np.float32(0.5), np.array(0.5), torch.tensor(0.5)])
+def test_a_steps_reward_may_be_a_number_of_numpy_or_torch(half: Any) -> None:
+    class Numpy(Steps):
+        def reward(self, exps: list[Experience], step_num: int) -> Any:
+            return half if step_num < 2 else np.bool_(True)
+
+    found = call(Numpy, ["0", "1", "2"])
+    assert [e.reward for e in found] == [e.info["step_reward"] for e in found] == [0.5, 0.5, 1.0]
+    assert all(type(e.info["step_reward"]) is float for e in found)
+
+
 class Silent(Steps):
     def step(self, step_num: int) -> bool:
         raise RuntimeError("the environment broke")
@@ -112,6 +125,25 @@ def test_an_episode_that_breaks_is_closed() -> None:
     with pytest.raises(RuntimeError, match="environment broke"):
         call(Closes, [])
     assert Closes.closed == 1
+
+
+def test_an_error_of_close_is_logged_and_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Unopened(Guess):
+        def open(self) -> None:
+            raise ConnectionError("the game server refused")
+
+        def close(self) -> None:
+            self.env.close()  # type: ignore[attr-defined]
+
+    class ClosedTwice(GuessAsync):
+        async def close(self) -> None:
+            raise RuntimeError("closed already")
+
+    with pytest.raises(ConnectionError, match="server refused"):
+        call(Unopened, [])
+    assert "Unopened.close failed" in caplog.text
+    assert [e.reward for e in call(ClosedTwice, ["1", "7"])] == [1.0, 1.0]
+    assert "ClosedTwice.close failed" in caplog.text
 
 
 @pytest.mark.extension("openai")

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.model.fake import make, user
 from trireme import EID, Experience, Model, Task, Workflow, workflow
@@ -170,6 +172,7 @@ for _ in range(200):  # Python writes it here, and not where more calls are unde
     [
         ("info", {"a": 1, "page": {1}}, r"info\['page'\] is not plain JSON: Object of type set"),
         ("info", {"a": {(1, 2): 3}}, r"info\['a'\] is not plain JSON: keys must be str"),
+        ("info", {"grid": np.zeros(2)}, r"info\['grid'\] is not plain JSON: .* ndarray"),
         ("messages", [{}, {"content": b"x"}], r"messages\[1\] is not plain JSON: .* bytes"),
         (
             "info",
@@ -195,6 +198,18 @@ def test_what_no_store_holds_fails_the_rollout_by_its_key(
 
     with pytest.raises(WrongExperience, match=rf"\(place 0\) whose {message}"):
         call(bad, [])
+
+
+def test_numbers_of_numpy_and_torch_in_info_become_pythons() -> None:
+    async def scored(task: Task, model: Model) -> Any:
+        experience = Experience([1, 2], prompt_length=1)
+        experience.info = {"a": "b", "scores": [np.float32(0.5), {"won": np.bool_(True)}]}
+        experience.info["turns"] = torch.tensor(3)
+        return [experience]
+
+    (e,) = call(scored, [])
+    assert e.info == {"a": "b", "scores": [0.5, {"won": True}], "turns": 3}
+    assert e.info["scores"][1]["won"] is True and type(e.info["turns"]) is int
 
 
 def no_arguments() -> None: ...

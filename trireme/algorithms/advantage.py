@@ -87,13 +87,14 @@ def grpo(
     if rank_penalty:
         rewards = _unlikely_first(rewards, groups, counts, mean_logprobs, rank_penalty)
     index, size, mean, std = moments(rewards, groups, counts)
-    alone = size == 1
+    alone, measured = size == 1, counts & mean[index].isfinite()
     mean, std = mean.masked_fill(alone, 0.0), std.masked_fill(alone, 1.0)
     advantages = rewards - mean[index]
     if norm_by_std and std_cal_level == "group":
         advantages = advantages / (std[index] + epsilon)
     elif norm_by_std:
-        batch_std = rewards[counts].std() if counts.sum() > 1 else 1.0
+        # without groups that are left out: one reward that is NaN would be in all advantages
+        batch_std = rewards[measured].std() if measured.sum() > 1 else 1.0
         advantages = advantages / (batch_std + epsilon)
     if std_threshold is not None:
         advantages = advantages.masked_fill((alone | (std <= std_threshold))[index], torch.nan)

@@ -277,9 +277,12 @@ def _anchors(experiences: Sequence[Experience]) -> list[int]:
 
 
 def _reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
+    """Measure the rewards, whatever the algorithm leaves out; those that are not finite, and their
+    groups, do not count.
+    """
     *_, stds = moments(rewards, groups, correction=0)
     return {
-        "reward_mean": float(rewards.mean()),
-        "group_reward_std": float(stds.mean()),
+        "reward_mean": float(rewards[rewards.isfinite()].mean()),
+        "group_reward_std": float(stds[stds.isfinite()].mean()),
         "zero_std_groups": float((stds == 0).float().mean()),
     }

@@ -66,6 +66,7 @@ def ppo(
     old_logprobs: Tensor,
     advantages: Tensor,
     sample_ids: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
     *,
     clip_range: AtLeast0 = 0.2,
     clip_range_low: Annotated[float | None, Ge(0)] = None,
@@ -79,8 +80,9 @@ def ppo(
 
     Where A < 0 it is at most -A c (dual clip, arXiv:1912.09729). `clip_range` stands for the low
     and the high one where they are not given; a higher high one is DAPO's (arXiv:2503.14476).
-    `enable_sequence_masking` leaves out tokens with A < 0 of samples whose mean of -log r is above
-    `delta_sequence_masking`. `fallback_to_policy_gradient` takes p itself for p_old.
+    `enable_sequence_masking` leaves out tokens with A < 0 of samples that are far from the policy:
+    whose mean of log p_sampler - log p is above `delta_sequence_masking`.
+    `fallback_to_policy_gradient` takes p itself for p_old.
     """
     if clip_ratio_c <= 1:
         raise ValueError(
@@ -104,6 +106,8 @@ def ppo(
     }
     if enable_sequence_masking:
         assert sample_ids is not None, "every batch has sample_ids"
+        if sampler_logprobs is not None:  # p_old may be the trainer's own, of these very weights
+            drift = log_ratio_of(logprobs, sampler_logprobs)
         far = segment_mean(-drift.detach(), sample_ids) > delta_sequence_masking
         masked = far & (advantages < 0)
         loss = loss * ~masked
@@ -188,6 +192,7 @@ def rollout_correction(
     logprobs: Tensor,
     sampler_logprobs: Tensor,
     sample_ids: Tensor,
+    expert: Tensor | None = None,
     *,
     rollout_is: Level | None = None,
     rollout_is_threshold: Above0 = 2.0,
@@ -203,7 +208,8 @@ def rollout_correction(
 
     token: the token's ratio; sequence: the product over its sample; geometric: the product's n-th
     root. C is `rollout_is_threshold`, T `rollout_rs_threshold`, 1 / T may be given as
-    `rollout_rs_threshold_lower`.
+    `rollout_rs_threshold_lower`. No sampler drew the tokens of an `expert` [M]: their weight is 1,
+    and no measure has them.
     """
     differences = logprobs.detach() - sampler_logprobs
     weights = torch.ones_like(differences)
@@ -227,7 +233,11 @@ def rollout_correction(
         outside = (ratio < lower) | (ratio > rollout_rs_threshold)
         weights = weights * ~outside
         reported["masked"] = outside.float()
-    return weights, reported | {"weight": weights}
+    reported["weight"] = weights
+    if expert is not None:
+        weights = weights.masked_fill(expert, 1.0)
+        reported = of_own_tokens(reported, expert)
+    return weights, reported
 
 
 def sampler_measures(metrics: Mapping[str, float]) -> dict[str, float]:

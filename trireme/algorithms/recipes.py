@@ -425,4 +425,13 @@ def get_recipe(config: Any) -> Recipe:
         if getattr(recipe, kind, kind) is None:
             raise ValueError(f"algorithm.{kind}_args: algorithm_type '{row.name}' has no {kind}")
     check(recipe)
-    return recipe
+    return _with_mode(recipe, mode) if mode else recipe
+
+
+def _with_mode(recipe: Recipe, mode: str) -> Recipe:
+    """Give the mode of the mean to the losses that are averages and have an option for it."""
+    options = {kind: dict(args) for kind, args in recipe.options.items()}
+    for part in recipe.averages:
+        if "loss_agg_mode" in parameters_of(part.function):
+            options.setdefault(part.kind, {})["loss_agg_mode"] = mode
+    return replace(recipe, options=options)

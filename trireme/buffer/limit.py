@@ -21,15 +21,18 @@ def fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: bool
     """Yield the keys of the rows (key, group, bytes; oldest first) that remain within `limit`
     bytes.
     """
-    order = list(reversed(rows))
+    order = [[row] for row in reversed(rows)]
     if sampled:  # a group's rank is the same at every cut: removed groups stay away
-        order.sort(key=lambda row: zlib.crc32(row[1].encode()))
+        groups: dict[str, list[tuple[Any, str, int]]] = {}
+        for row in reversed(rows):
+            groups.setdefault(row[1], []).append(row)
+        order = sorted(groups.values(), key=lambda group: zlib.crc32(group[0][1].encode()))
     left = limit
-    for key, _, size in order:
-        left -= size
+    for together in order:
+        left -= sum(size for _, _, size in together)
         if left < 0:
             return
-        yield key
+        yield from (key for key, _, _ in together)
 
 
 def cut_file(copy_: Path) -> Path:

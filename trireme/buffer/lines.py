@@ -106,8 +106,8 @@ def data_lines(step: int, experiences: Iterable[Experience]) -> list[dict[str, A
         if e.chosen is None or e.rejected is None:
             lines.append(line)
             continue
-        for run, (name, reply) in enumerate((("chosen", e.chosen), ("rejected", e.rejected))):
-            eid = EID(e.eid.batch, e.eid.task, run, e.eid.step, e.eid.suffix).uid
+        for n, (name, reply) in enumerate((("chosen", e.chosen), ("rejected", e.rejected))):
+            eid = EID(e.eid.batch, e.eid.task, 2 * e.eid.run + n, e.eid.step, e.eid.suffix).uid
             line = line | {"eid": eid, "response": e.info[name], "info": {"reply": name}}
             lines.append(line | {"response_length": len(reply), "trained_tokens": len(reply)})
     return lines

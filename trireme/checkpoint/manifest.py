@@ -8,7 +8,7 @@ Invariants:
 - Checkpoints of the first format have no checksums: sizes are compared, and the log notes it.
 - An export that is made again in another dtype is listed anew; all else is written once.
 - A run resumes from the newest whole checkpoint, found by reading all files in the manifests: the
-  `latest_*` files are for people and for other processes. Unfinished files of a process that died
+  `latest_*` files are for people and for other processes. Unfinished files of a trainer that died
   are removed; a folder that was renamed for a moment, and that nothing has replaced, is put back.
 """
 
@@ -34,6 +34,8 @@ WITHOUT_CHECKSUMS = "trireme-checkpoint-1"
 CHUNK = 1 << 22
 MOST_BYTES = 1 << 30
 """Limit of a manifest in bytes: it holds the run's positions."""
+_TRAINERS = ("global_step_", "latest_", "trainer_meta", "sync_state")
+"""The beginnings of the names that only a trainer writes into a job's folder."""
 
 
 class Damaged(ValueError):
@@ -232,14 +234,15 @@ class Loaded:
     run_state: dict[str, Any]
 
 
-def load_checkpoint(folder: JobFolder) -> Loaded | None:
-    """Load the newest whole checkpoint, skipping damaged ones; None if a run begins.
+def load_checkpoint(folder: JobFolder, *own: Path) -> Loaded | None:
+    """Load the newest whole checkpoint, skipping damaged ones; None if a run begins. `own` are the
+    files in the job's folder that no other process writes, besides a trainer's.
 
     Raises Damaged if there are checkpoints and none is whole: a new run would overwrite what may
     still be saved of them.
     """
     _put_back(folder)
-    for leftover in clean(folder.root):
+    for leftover in clean(folder.root, *_TRAINERS, *(path.name for path in own)):
         logger.info("removed %s, which was never finished", leftover)
     damage: list[Damaged] = []
     for step in reversed(folder.steps()):

@@ -182,13 +182,20 @@ class Saved:
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Load the trained weights, or this rank's part of them.
 
-        Raises ValueError if the names are those of another model.
+        Raises ValueError if the names or shapes are those of another model.
         """
         odd = sorted(set(self.weights) ^ set(targets))
         if odd:
             raise ValueError(
                 f"{self.actor} belongs to another model: {len(odd)} tensors differ, {odd[0]} first"
             )
+        for name, tensor in targets.items():
+            theirs = self.weights[name].shape
+            if theirs != tensor.shape:  # rows beyond a smaller one's would be left out
+                raise ValueError(
+                    f"{self.actor} belongs to another model: its {name} is {list(theirs)}, and "
+                    f"this one's {list(tensor.shape)}"
+                )
         for name, tensor in targets.items():
             assign(tensor, self.weights[name])
 

@@ -84,6 +84,12 @@ def check_tasksets(stage: StageFacts) -> Findings:
         if other != item.key:
             text = f"is '{item.name}', which is that of {other} too: expected its own"
             findings.problem(f"{item.key}.name", text)
+        if item.is_eval and ("/" in item.name or item.name.isdigit()):
+            text = (
+                f"is '{item.name}': expected a name without '/' that is not only digits, since "
+                "names of metrics and ids of rollouts contain it"
+            )
+            findings.problem(f"{item.key}.name", text)
         findings.add(check_path(item.key, item.config))
         form = item.config.format
         if not item.workflow and not form.workflow_key:
@@ -183,6 +189,14 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
             f"model.max_model_len ({wanted}): longer than the {facts.max_positions} positions the "
             f"model was made for"
         )
+    longest = wanted or (model.max_prompt_tokens or 0) + (model.max_response_tokens or 0)
+    steady = facts.steady_positions
+    if steady and longest > steady and stage.config.mode in ("both", "train"):
+        findings.problem(
+            "model.max_model_len",
+            f"is {longest}: expected at most {steady}, since a longer sequence changes the model's "
+            "rotary embeddings (rope_type longrope or dynamic) for all that are computed with it",
+        )
     window, heads = stage.config.trainer.ulysses_sequence_parallel_size, facts.attention_heads
     if heads and heads % window:
         findings.problem(
@@ -271,10 +285,9 @@ def _check_compiler(stage: StageFacts, device: str, ranks: int) -> Findings:
     if ranks > 1 and trainer.ulysses_sequence_parallel_size > 1:
         text = "is true, and ranks that share a sequence talk to each other within a block"
         findings.problem(key, f"{text}: expected trainer.ulysses_sequence_parallel_size 1")
-    if any(lora.use_dora for lora in stage.config.model.lora_configs or []):
-        findings.problem(
-            key, "is true, and peft's DoRA cannot be compiled: expected use_dora false"
-        )
+    for path in stage.doras:
+        expected = "use_dora false" if path is None else f"another adapter than {path}"
+        findings.problem(key, f"is true, and peft's DoRA cannot be compiled: expected {expected}")
     name = os.environ.get("CXX", "g++")
     if device == "cpu" and shutil.which(name) is None:
         findings.problem(key, f"is true, and no C++ compiler is here ({name}, or what CXX names)")

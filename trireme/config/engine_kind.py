@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trireme.config import Findings, Problem
-from trireme.config.lookup import adapter_facts
+from trireme.config.lookup import adapter_facts, outside_blocks
 from trireme.extensions import missing, needed_for
 from trireme.registry import ENGINES, PROGRAMS, SERVERS, did_you_mean, is_path
 
@@ -44,8 +44,6 @@ share if that GPU's size is not known."""
 FEWEST_RUNNERS = 8
 ROLLOUTS = 512
 """Rollouts of an engine at once, for the default of runners."""
-_NOT_IN_BLOCKS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
-"""Names of layers outside the blocks: heads and embeddings."""
 
 
 class EngineRequest(NamedTuple):
@@ -291,17 +289,20 @@ def adapter_rank_of(stage: StageFacts, method: str, largest: int | None = None) 
 
 def plain_rank_of(config: Config, largest: int | None = None) -> int:
     """Return the rank of the adapter, if it is at most the `largest` and a plain addition in the
-    blocks; 0 with DoRA, on head or embedding, or on layers that only a regular expression names.
+    blocks; 0 with DoRA, with a start that was taken from the base, on head or embedding, or on
+    layers that only a regular expression names.
     """
     for lora in config.model.lora_configs or []:
-        rank, dora, targets = lora.lora_rank, lora.use_dora, lora.target_modules
+        rank, plain, targets = lora.lora_rank, not lora.use_dora, lora.target_modules
         if lora.path is not None:
             try:
-                rank, dora, targets = adapter_facts(lora.path)
+                facts = adapter_facts(lora.path)
             except ValueError:  # `check_model` reports the error
                 return 0
+            rank, targets = facts.rank, facts.targets
+            plain = facts.leaves_base and not facts.dora
         fits = largest is None or rank <= largest
-        if _only_in_blocks(targets) and not dora and fits:
+        if _only_in_blocks(targets) and plain and fits:
             return rank
     return 0
 
@@ -312,4 +313,4 @@ def _only_in_blocks(targets: str | list[str]) -> bool:
     """
     if isinstance(targets, str):
         return targets.lower() == "all-linear"  # the head is none of these
-    return not _NOT_IN_BLOCKS & {target.rpartition(".")[2] for target in targets}
+    return not outside_blocks(targets)

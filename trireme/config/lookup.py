@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -98,6 +98,9 @@ class ModelFacts(NamedTuple):
 
     folder: Path | None
     max_positions: int | None = None
+    steady_positions: int | None = None
+    """The length past which a sequence changes the rotary embeddings of all that are computed with
+    it; None: none does."""
     has_chat_template: bool | None = None
     size: int = 0
     attention_heads: int | None = None
@@ -133,6 +136,21 @@ def unknown_layers(read: Callable[[str], Any]) -> tuple[str, ...]:
     return tuple(sorted({*(read("layer_types") or ())} - WITHOUT_STATE - WITH_STATE))
 
 
+def steady_positions(read: Callable[[str], Any]) -> int | None:
+    """Return the length up to which rotary embeddings do not depend on the longest sequence that is
+    computed; None if they never do.
+    """
+    rope = read("rope_parameters") or read("rope_scaling") or {}
+    kinds = [one for one in rope.values() if isinstance(one, dict)] or [rope]  # by kind of layer
+    key = "original_max_position_embeddings"
+    lengths = [
+        read(key) or one.get(key) or read("max_position_embeddings")
+        for one in kinds
+        if one.get("rope_type", one.get("type")) in ("longrope", "su", "dynamic")
+    ]
+    return min((length for length in lengths if length), default=None)
+
+
 def model_facts(model_path: str) -> ModelFacts:
     """Return the facts of a model's folder. Raises ValueError if it cannot be one."""
     folder = located(model_path, "models")
@@ -154,6 +172,7 @@ def model_facts(model_path: str) -> ModelFacts:
     return ModelFacts(
         folder,
         config.get("max_position_embeddings"),
+        steady_positions(config.get),
         has_chat_template=any(file.is_file() for file in files)
         or (settings.is_file() and bool(_json(settings).get("chat_template"))),
         size=sum(path.stat().st_size for path in weights),
@@ -209,6 +228,8 @@ def has_sinks(model_path: str | Path | None) -> bool:
         return False
 
 
+_NOT_IN_BLOCKS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
+"""Names of layers outside the blocks: heads and embeddings."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NOT_TRAINED = {
     "modules_to_save": "also trains whole modules",
@@ -241,16 +262,33 @@ def check_adapter(folder: Path) -> None:
         raise ValueError(f"has an {_ADAPTER_FILES[1]} that {error}") from error
 
 
-def adapter_facts(path: str) -> tuple[int, bool, str | list[str]]:
-    """Return the largest rank of an adapter's layers, whether it is DoRA, and the layers that it is
-    on. Raises ValueError if it is not on this machine.
-    """
+LEAVES_BASE = (True, False, "gaussian")
+"""Values of peft's `init_lora_weights` that leave the base as it is: with others peft subtracts the
+adapter's start from it."""
+
+
+class AdapterFacts(NamedTuple):
+    """Facts of a LoRA adapter that peft saved."""
+
+    rank: int
+    """The largest of its layers."""
+    dora: bool
+    leaves_base: bool
+    """Whether it is trained on the base as it is."""
+    targets: str | list[str]
+    """The layers that it is on."""
+
+
+def adapter_facts(path: str) -> AdapterFacts:
+    """Return the facts of an adapter. Raises ValueError if it is not on this machine."""
     folder = located(path, "models")
     if folder is None:
         raise ValueError("is not on this machine")
     config = _json(folder / _ADAPTER_FILES[0])
     ranks = [config.get("r", 0), *(config.get("rank_pattern") or {}).values()]
-    return max(ranks), bool(config.get("use_dora")), config.get("target_modules") or []
+    leaves = config.get("init_lora_weights", True) in LEAVES_BASE
+    dora, targets = bool(config.get("use_dora")), config.get("target_modules") or []
+    return AdapterFacts(max(ranks), dora, leaves, targets)
 
 
 def adapter_files(path: str) -> list[Path]:
@@ -288,12 +326,20 @@ def model_shapes(folder: Path) -> dict[str, Shape]:
 
 
 def unfit_target(model_path: str | None, targets: Sequence[str]) -> tuple[str, bool] | None:
-    """Return a sentence about the first name in an adapter's targets that no module of the model
-    ends in, and whether any other fits; None if all do, or if the model is not here.
+    """Return a sentence about the first name in an adapter's targets that no adapter can be on, and
+    whether any other fits: no module of the model ends in it, or it is a head that is the embedding
+    as well. None if all fit, or if the model is not here.
     """
     folder = located(model_path, "models") if model_path and targets else None
     names = model_shapes(folder) if folder is not None else {}
     modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    ends = outside_blocks(targets)
+    if ends and is_tied(model_config(model_path), folder):
+        return (
+            f"names '{ends[0]}', and this model's head is its embedding (tie_word_embeddings): an "
+            "adapter on one of them cannot be merged, leave it out",
+            False,
+        )
     fits = {name: any(f".{m}".endswith(f".{name}") for m in modules) for name in targets}
     if not modules or all(fits.values()):
         return None
@@ -302,6 +348,25 @@ def unfit_target(model_path: str | None, targets: Sequence[str]) -> tuple[str, b
     hint = did_you_mean(missing, known) or f": expected names among {', '.join(known)}"
     text = f"names '{missing}', of which the model has no module{hint}"
     return text, any(fits.values())
+
+
+def is_tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
+    """Return whether a model's head is its embedding, by its config.json and its weights."""
+    tied = ({**facts, **(facts.get("text_config") or {})}).get("tie_word_embeddings")
+    if tied is not None:
+        return bool(tied)
+    try:
+        names = model_shapes(folder) if folder else {}
+    except ValueError:  # `check_model` reports the error
+        names = {}
+    if names:
+        return not any(name.endswith("lm_head.weight") for name in names)
+    return str(facts.get("model_type")).startswith("gemma")  # this family's default
+
+
+def outside_blocks(targets: Iterable[str]) -> list[str]:
+    """Return those of these layers that are a head or an embedding."""
+    return [target for target in targets if target.rpartition(".")[2] in _NOT_IN_BLOCKS]
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -128,7 +128,8 @@ def checked_options(
     Raises ValueError for a value that does not fit, or is out of its range (`Annotated[float,
     Ge(0)]`).
     """
-    kinds = _hints(function)
+    routine = inspect.isroutine(function) or inspect.isclass(function)
+    kinds = _hints(function if routine else type(function).__call__)
     return {
         name: checked_value(whose, name, kinds[name], value) if name in kinds else value
         for name, value in options.items()

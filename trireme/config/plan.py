@@ -79,6 +79,14 @@ class Plan:
         return bool(self.config.model.lora_configs)
 
     @property
+    def on_users_servers(self) -> bool:
+        """True if rollout servers generate that the run has not started: they may have the weights
+        of an earlier run or stage. A launcher's engines have addresses too, once they serve.
+        """
+        started = self.places.spread and self.places.num_engines > 0
+        return bool(self.engine.urls) and not started
+
+    @property
     def explorer_name(self) -> str:
         """Return the name of one of several explorers, used in its ids and the paths of its logs
         and figures; else ''.

@@ -258,7 +258,8 @@ class SynchronizerConfig(Section, place="synchronizer"):
     sync_offset: NonNegativeInt = 0
     """Steps that the explorer runs ahead of the trainer."""
     sync_timeout: PositiveFloat = 3600
-    """Seconds that one side waits for the other before the run fails."""
+    """Seconds that one side waits for the other, or for an engine that is sent weights, before the
+    run fails."""
     wait_for_checkpoint: Annotated[bool, NoEffect()] = False
     """Wait for the first checkpoint."""
     group_name: Annotated[str, NoEffect()] = ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.config.lookup import WITH_STATE, has_states, located, model_config, model_shapes
+from trireme.config.lookup import WITH_STATE, has_states, is_tied, located, model_config
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """The keys for a layer's number of experts."""
@@ -160,7 +160,7 @@ def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape
         query_width=heads * width,
         key_width=(facts.get("num_key_value_heads") or heads) * width,
         vocabulary=facts["vocab_size"],
-        tied=_tied(facts, folder),
+        tied=is_tied(facts, folder),
         biased=bool(facts.get("attention_bias", kind == "qwen2")),
         normed=width if kind in ("qwen3", "qwen3_moe") else 0,
         experts=experts,
@@ -173,19 +173,6 @@ def experts_of(facts: Mapping[str, Any]) -> int:
     """Return the number of experts in a layer by config.json; 0: none."""
     facts = {**facts, **(facts.get("text_config") or {})}
     return next((count for name in _EXPERTS if (count := facts.get(name))), 0)
-
-
-def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
-    tied = facts.get("tie_word_embeddings")
-    if tied is not None:
-        return bool(tied)
-    try:
-        names = model_shapes(folder) if folder else {}
-    except ValueError:  # `check_model` reports the error
-        names = {}
-    if names:
-        return not any(name.endswith("lm_head.weight") for name in names)
-    return str(facts.get("model_type")).startswith("gemma")  # this family's default
 
 
 def shape_at(path: str | None) -> ModelShape | None:

@@ -13,7 +13,8 @@ from trireme.config import Findings
 from trireme.config.dialect import options_in, unread
 from trireme.config.engine_kind import kind_names
 from trireme.config.hidden import without_secrets
-from trireme.config.schema import Config
+from trireme.config.lookup import adapter_facts
+from trireme.config.schema import Config, LoraConfig
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.config.section import (
     Fate,
@@ -85,6 +86,11 @@ class StageFacts:
         return self.config.mode == "bench" and self.config.model.external_model.enable
 
     @property
+    def doras(self) -> list[str | None]:
+        """The paths of the adapters that are DoRA; None for one that is made."""
+        return [one.path for one in self.config.model.lora_configs or [] if _is_dora(one)]
+
+    @property
     def evaluates(self) -> bool:
         """True if evaluation tasksets are run: not by a server, nor by a trainer that awaits
         explorers.
@@ -117,6 +123,16 @@ class UsedTaskset(NamedTuple):
     reward: str | list[Any] | None
     reward_args: dict[str, Any]
     """Keyword arguments of the reward."""
+
+
+def _is_dora(lora: LoraConfig) -> bool:
+    """Return whether an adapter is DoRA, by its own file if it has a path."""
+    if lora.path is None:
+        return lora.use_dora
+    try:
+        return adapter_facts(lora.path).dora
+    except ValueError:  # `check_model` reports the error
+        return False
 
 
 def used_tasksets(config: Config) -> list[UsedTaskset]:

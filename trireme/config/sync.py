@@ -111,7 +111,10 @@ def _shares_base(
     trains = config.mode == "both" or stage.reads_file
     if not config.model.lora_configs or not embedded or not trains:
         return False, findings
-    form = "no use_dora, target_modules all-linear or names of layers in blocks"
+    form = (
+        "no use_dora, no init_lora_weights that changes the base, target_modules all-linear or "
+        "names of layers in blocks"
+    )
     conditions = [
         (not places.spread and not engine.hosts, "one process (engine_num 1, no cluster)"),
         (plain, f"an adapter that is pushed alone ({form}, sync_method memory or nccl)"),

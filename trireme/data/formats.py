@@ -22,6 +22,7 @@ from trireme.experience import EID, Experience
 from trireme.pictures import (
     PictureReader,
     pictures_in,
+    refuse_other_places,
     with_placeholders,
     with_read,
     with_row,
@@ -35,8 +36,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles by which a conversation in JSON text is recognized."""
 _RECORDED = (
     *("prompt_length", "action_mask", "mask", "logprobs", "versions", "advantages", "returns"),
-    *("reward", "temperature", "prompt_text", "response_text"),
+    *("loss_weight", "reward", "prompt_text", "response_text"),
 )
+"""The columns of recorded experiences that are read. The temperature at which they were sampled is
+not: supervised learning fits the model's own distribution to them."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +203,13 @@ class SftFormat:
                 template=self._template,
                 options=self._options,
             )
-            if self._reader is None or not (pictures := pictures_in(messages)):
+            if self._reader is None or not pictures_in(messages) or not rendered.ids:
                 return rendered
-            return rendered.show(pictures, self._reader.placeholder)
+            placeholder = self._reader.placeholder
+            pictures = pictures_in(messages[: rendered.messages])
+            written = self._tokenizer.convert_ids_to_tokens(placeholder)
+            refuse_other_places(len(pictures), rendered.text.count(written))
+            return rendered.show(pictures, placeholder)
         prompt, response = row[str(columns.prompt)], row[str(columns.response)]
         eos = self._end_ids[0] if self._end_ids else None
         system = self._system(row)

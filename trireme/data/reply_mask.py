@@ -42,6 +42,10 @@ class Rendered:
     """The loss weight of each token; 0 if it is not trained."""
     pictures: tuple[Picture, ...] = ()
     """The pictures of `ids`."""
+    text: str = ""
+    """The text up to the end of the last turn that is to be trained; `ids` may end before it."""
+    messages: int = 0
+    """The number of messages in that text."""
 
     def add(self, ids: Sequence[int], trained: int, weight: float = 1.0) -> None:
         """Append ids, the first `trained` of them to be trained."""
@@ -92,13 +96,16 @@ def render_conversation(
     ]
     settings: dict[str, Any] = dict(options or {}) | {"tools": list(tools) if tools else None}
     settings["chat_template"] = template or tokenizer.get_chat_template()
+    blocks = _GENERATION.search(settings["chat_template"])
+    render = _by_blocks if blocks else _by_comparing
     try:
-        if _GENERATION.search(settings["chat_template"]):
-            return _by_blocks(tokenizer, messages, settings, wanted, end_ids)
-        return _by_comparing(tokenizer, messages, settings, wanted, end_ids)
+        full = _text(tokenizer, messages, settings)
+        out = render(tokenizer, messages, settings, full, wanted, end_ids)
     except TemplateError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template refuses a conversation of {roles}: {error}") from error
+    out.text, out.messages = full, len(messages)
+    return out
 
 
 def _wanted(messages: Sequence[Mapping[str, Any]], all_turns: bool) -> dict[int, float]:
@@ -128,14 +135,14 @@ def message_weight(message: Mapping[str, Any]) -> float | None:
 def _by_comparing(
     tokenizer: Any,
     messages: list[dict[str, Any]],
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
+    full: str,
     wanted: Mapping[int, float],
     end_ids: Collection[int],
 ) -> Rendered:
     """Find each reply as the text that its turn adds to the text that ends in the generation
-    prompt.
+    prompt; `full` is the text of all messages.
     """
-    full = _text(tokenizer, messages, settings)
     out = Rendered([], [])
     done = 0
     for number, weight in wanted.items():
@@ -221,15 +228,15 @@ def _reply(
 def _by_blocks(
     tokenizer: Any,
     messages: list[dict[str, Any]],
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
+    full: str,
     wanted: Mapping[int, float],
     end_ids: Collection[int],
 ) -> Rendered:
-    """Render with the template's own marks of replies."""
+    """Render with the template's own marks of replies; `full` is the text of all messages."""
     ids, mask = _marked(tokenizer, messages, settings)
     if not any(mask):
         return Rendered([], [])
-    full = _text(tokenizer, messages, settings)
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     places = [index for index, flag in enumerate(mask) if flag]
     weights = [0.0] * len(ids)

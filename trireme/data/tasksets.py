@@ -3,8 +3,8 @@
 Invariants:
 - Batches span the borders of epochs; the last rows that fill no training batch are left out, those
   of an evaluation are used.
-- `state` holds the number of rows used and the selector's own state: a resume continues with
-  exactly the next ones.
+- `state` holds the numbers of steps and of rows used, and the selector's own state: a resume
+  continues with exactly the next ones, also in batches of another size.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Taskset:
             data=rows,
         )
         self._position = 0
+        self._step = 0
         self._check_columns()
         self.total_steps = self._count_steps(settings.total_epochs, settings.total_steps)
 
@@ -97,13 +98,15 @@ class Taskset:
 
     def next(self) -> list[Task]:
         """Return the tasks of the next explore step. Raises Exhausted after the last."""
-        step = math.ceil(self._position / self.batch_size)
-        if step >= self.total_steps:
-            raise Exhausted(f"taskset '{self.name}' has no more than {self.total_steps} steps")
-        size = self.batch_size
+        size, epochs = self.batch_size, self._settings.total_epochs
         if self.is_eval:
             size = min(size, len(self.rows) - self._position)
-        return [self.task(step + 1, index, row) for index, row in enumerate(self.draw(size))]
+        if size == 0 or is_over(
+            self._step, self._settings.total_steps, self._position + size, len(self.rows) * epochs
+        ):
+            raise Exhausted(f"taskset '{self.name}' has no more tasks after step {self._step}")
+        self._step += 1
+        return [self.task(self._step, index, row) for index, row in enumerate(self.draw(size))]
 
     def draw(self, count: int) -> list[int]:
         """Return the next rows in the selector's order."""
@@ -140,13 +143,26 @@ class Taskset:
             self._selection.feedback(rates.get(self.taskset_id, {}))
 
     def state(self) -> dict[str, Any]:
-        """Return the position: `current_index`, the rows handed out; a `selector` that learns."""
-        state = {"current_index": self._position}
-        return {**state, "selector": self._selection.state()} if self.learns else state
+        """Return the position: `current_index`, the rows handed out, and in how many steps; the
+        state of a `selector` that learns.
+        """
+        state: dict[str, Any] = {"current_index": self._position, "step": self._step}
+        if self.learns:  # a user's selector may go on to change what it returned
+            state["selector"] = copy.deepcopy(self._selection.state())
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned. Raises ValueError for that of several tasksets, or of
+        another selector.
+        """
+        if "tasksets" in state:
+            raise ValueError(
+                f"buffer.explorer_input.taskset is one, '{self.name}', and the checkpoint has the "
+                f"state of {len(state['tasksets'])}: a resumed run needs the same"
+            )
         self._position = int(state["current_index"])
+        # earlier versions had rows alone
+        self._step = int(state.get("step", math.ceil(self._position / self.batch_size)))
         if self.learns and "selector" not in state:
             raise ValueError(
                 f"taskset '{self.name}': the checkpoint has no state of its data_selector, which "
@@ -262,6 +278,13 @@ def count_steps(
     return steps
 
 
+def is_over(step: int, total_steps: int | None, rows: int, most: int) -> bool:
+    """Return whether no step follows: by the number of steps, if that is given, else by the rows
+    handed out with another one. A resumed run may have another batch size.
+    """
+    return rows > most if total_steps is None else step >= total_steps
+
+
 def check_task(row: Mapping[str, Any], prompt_key: str, feature_keys: Sequence[str]) -> None:
     """Raise ValueError if a row has no prompt, or lacks a number that a selector needs."""
     if row.get(prompt_key) is None:
@@ -310,7 +333,9 @@ class Mixture:
         self._size = sum(len(taskset) for taskset in tasksets)
         source = f"the tasksets {self.name} have {self._size} rows"
         self.total_steps = count_steps(source, self._size, batch_size, total_epochs, total_steps)
+        self._given_steps, self._most = total_steps, self._size * total_epochs
         self._step = 0
+        self._position = 0
         self._epoch = -1
         self._order: list[int] = []
 
@@ -320,12 +345,12 @@ class Mixture:
 
     def next(self) -> list[Task]:
         """Return the tasks of the next explore step. Raises Exhausted after the last."""
-        if self._step >= self.total_steps:
-            raise Exhausted(f"tasksets '{self.name}' have no more than {self.total_steps} steps")
-        first = self._step * self.batch_size
-        chosen = [self._taskset_at(first + offset) for offset in range(self.batch_size)]
+        first, after = self._position, self._position + self.batch_size
+        if is_over(self._step, self._given_steps, after, self._most):
+            raise Exhausted(f"tasksets '{self.name}' have no more tasks after step {self._step}")
+        chosen = [self._taskset_at(position) for position in range(first, after)]
         drawn = {i: iter(self.tasksets[i].draw(n)) for i, n in Counter(chosen).items()}
-        self._step += 1
+        self._step, self._position = self._step + 1, after
         return [
             self.tasksets[i].task(self._step, offset, next(drawn[i]))
             for offset, i in enumerate(chosen)
@@ -369,6 +394,7 @@ class Mixture:
         self._step = int(state["step"])
         for taskset, taskset_state in zip(self.tasksets, states, strict=True):
             taskset.load_state(taskset_state)
+        self._position = sum(int(taskset_state["current_index"]) for taskset_state in states)
 
     def _taskset_at(self, position: int) -> int:
         import numpy as np

@@ -170,7 +170,7 @@ class Merged:
         self._adapter = {}
 
     def forget(self) -> None:
-        """Drop all state: other weights have been loaded."""
+        """Drop all state: other weights have been loaded, or the engine is closed."""
         self._base, self._adapter = {}, {}
 
     def _as_stored(self, adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:

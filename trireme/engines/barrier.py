@@ -45,7 +45,7 @@ class RolloutBarrier:
         self._since: dict[Key, float] = {}
         self._closed_since: float | None = None
         self._waited = 0.0
-        self._warned = False
+        self._warned: set[str] = set()
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake()` whenever a rollout ends, since the barrier may open then."""
@@ -115,7 +115,11 @@ class RolloutBarrier:
         """
         ready = {key[:3] for key in waiting}
         if more := ready & (self.begun - self.live):
-            self._warn(more)
+            self._warn(
+                more,
+                "asked the model again, and its workflow has `one_call`: expected "
+                "`one_call = False` in its class; without it two runs of the same seed may differ",
+            )
             self.live |= more
         is_open = self.live <= ready and not self._one_begins()
         if is_open or not self.live:
@@ -146,11 +150,18 @@ class RolloutBarrier:
     def _one_begins(self) -> bool:
         return any(begins() for begins in self._begins)
 
-    def _warn(self, keys: Iterable[Key]) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "rollout %s asked the model again, and its workflow has `one_call`: expected "
-                "`one_call = False` in its class; without it two runs of the same seed may differ",
-                "/".join(map(str, min(keys, key=str))),
-            )
+    def warn_of_calls_at_once(self, key: Key) -> None:
+        """Report, once, a rollout that goes on with one reply while it waits for another: nobody
+        can wait for what it asks for next.
+        """
+        self._warn(
+            [key],
+            "calls the model again before all of its earlier calls have ended: two runs of the "
+            "same seed may differ, unless its calls follow one another, or `n` samples are asked "
+            "for at once",
+        )
+
+    def _warn(self, keys: Iterable[Key], what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("rollout %s %s", "/".join(map(str, min(keys, key=str))), what)

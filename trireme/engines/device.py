@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 class ColocationLock:
     """Gives the accelerators to the trainer (this process is its first rank) or to the engines."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, timeout: float) -> None:
+        """`timeout`: seconds that the engine waits for the trainer, `synchronizer.sync_timeout`."""
         self._engine = engine
+        self._timeout = timeout
         self._resting = False
         self._taken = asyncio.Lock()
         self._complete = asyncio.Event()
@@ -63,15 +65,28 @@ class ColocationLock:
         self._complete.set()
 
     async def for_engine(self) -> None:
-        """Wait until the engine may work."""
-        if self._resting:
-            await self._complete.wait()
-            async with self._taken:
-                if self._resting:
-                    if self.make_room is not None:
-                        await self.make_room()
-                    await self._engine.resume()
-                    self._resting = False
+        """Wait until the engine may work. Raises TimeoutError that names what it waited for."""
+        if not self._resting:
+            return
+        what = "the weights of the trainer's last step"
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._complete.wait()
+                what = "the end of the trainer's work"
+                await self._taken.acquire()
+        except TimeoutError:
+            raise TimeoutError(
+                f"the engine shares the trainer's devices, and waited {self._timeout:g} s "
+                f"(synchronizer.sync_timeout) for {what}"
+            ) from None
+        try:
+            if self._resting:
+                if self.make_room is not None:
+                    await self.make_room()
+                await self._engine.resume()
+                self._resting = False
+        finally:
+            self._taken.release()
 
 
 EXPANDS, FIXED = "expandable_segments:True", "expandable_segments:False"

@@ -26,6 +26,8 @@ MOST_SAMPLES = 16384
 """Limit of one request to a server, over all of its prompts."""
 
 
+MOST_ALTERNATIVES = 64
+"""Limit of the likeliest tokens that are reported for each sampled one."""
 MOST_STOPS = 1024
 """Most token ids that may end a sample."""
 _HEAT = f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST}"
@@ -84,7 +86,7 @@ class Sampling:
         Field(max_length=64, description="at most 64 texts of 1 to 1024 characters"),
     ] = ()
     """Stop strings. The tokens that complete one stay in the ids; `Completion.text` is cut before
-    it.
+    it. One that is a special token of the tokenizer's is a stop token.
     """
     stop_token_ids: Annotated[
         tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...],
@@ -96,7 +98,7 @@ class Sampling:
         int | None, Field(ge=-(2**63), le=2**63 - 1, description="an integer of 64 bits")
     ] = None
     """Random stream of this request; None: derived from the engine's seed and the request's key."""
-    logprobs: Annotated[int, _whole(0, 64)] = 0
+    logprobs: Annotated[int, _whole(0, MOST_ALTERNATIVES)] = 0
     """Number of likeliest alternatives to report per token, in addition to the sampled one."""
 
 
@@ -296,6 +298,10 @@ class ServedEngine(Engine, Protocol):
 
     async def connect(self) -> None:
         """Wait until all servers are there, and awake. Raises TimeoutError naming who is not."""
+        ...
+
+    async def versions(self) -> list[int]:
+        """Return the version of each server's weights; 0: those that it was started with."""
         ...
 
 

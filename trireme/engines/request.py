@@ -15,7 +15,8 @@ from trireme.engines.engine import COLDEST, HOTTEST, Completion, Sampling, StopR
 from trireme.engines.sampling import stream_of
 from trireme.pictures import BEGIN, Picture, Pictures, album, shown
 
-_TAIL = 8  # tokens decoded in addition to the longest stop string's length, at one character each
+_CUT = "\ufffd"  # a character of which tokens are still to come
+_TAIL = 8  # tokens decoded in addition to those of the longest stop string, at one byte each
 
 
 @dataclass(eq=False)
@@ -46,6 +47,8 @@ class Request:
     shared: int = 0
     """How many of them, from the first, are in a slot that other requests read too."""
     slot: int = 0
+    of_several: bool = False
+    """Whether its keys and values are of more than one version of the weights."""
     stop_reason: StopReason | None = None
     error: BaseException | None = None
     """The error that ends this request alone."""
@@ -92,6 +95,9 @@ class Request:
             if self.sampling.stop and (stop := self._stop_string(tokenizer)):
                 self.stop_reason, self.stop = "stop", stop
                 return True
+            if self.sampling.stop and self._is_stop(token, tokenizer):
+                self.stop_reason, self.stop = "stop", token
+                return True
         if len(self.out) >= self.max_tokens:
             self.stop_reason = "length"
             return True
@@ -112,21 +118,30 @@ class Request:
         self.versions += [version] * (len(tokens) - 1)
         return self.add(tokens[-1], logprobs[-1], sampler_logprobs[-1], version, tokenizer)
 
+    def _is_stop(self, token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Return whether a stop string names this special token, which no text contains."""
+        return tokenizer.decode([token], skip_special_tokens=False) in self.sampling.stop
+
     def _stop_string(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
         """The stop string that the last token completed, if any."""
-        longest = max(map(len, self.sampling.stop))
-        tail = tokenizer.decode(self.out[-(longest + _TAIL) :], skip_special_tokens=True)
-        assert isinstance(tail, str)
-        return next((text for text in self.sampling.stop if text in tail), None)
+        longest = max(len(text.encode()) for text in self.sampling.stop)
+        last = self.out[-(longest + _TAIL) :]
+        tail = _text(last, tokenizer)
+        if not (found := [text for text in self.sampling.stop if text in tail]):
+            return None
+        before = _text(last[:-1], tokenizer)  # one that came before `min_tokens` ends nothing
+        return next((text for text in found if tail.count(text) > before.count(text)), None)
 
     def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
         """Return the completion for the caller."""
         assert self.stop_reason is not None
         n = len(self.versions)  # an aborted row may be in the middle of its next token
-        text = tokenizer.decode(self.out[:n], skip_special_tokens=True)
-        assert isinstance(text, str)
+        text = _text(self.out[:n], tokenizer)
         if isinstance(self.stop, str):
-            text = text.partition(self.stop)[0]
+            # one that was complete before `min_tokens` has ended nothing
+            early = len(_text(self.out[: self.sampling.min_tokens], tokenizer).rstrip(_CUT))
+            head = text[: max(0, early - len(self.stop) + 1)] if early else ""
+            text = head + text[len(head) :].partition(self.stop)[0]
         return Completion(
             ids=self.out[:n],
             logprobs=self.logprobs[:n],
@@ -137,6 +152,12 @@ class Request:
             text=text,
             alternatives=self.alternatives[:n],
         )
+
+
+def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
 
 
 def make_requests(

@@ -7,7 +7,8 @@ data sets.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -72,24 +73,30 @@ class OpenEnv:
         return await call_user(function, *args, away=self._thread and self._thread.run)
 
     async def close(self) -> None:
-        """Close it; in the thread, without waiting. Errors of a plain `close` there are logged: the
-        episode is complete.
-        """
+        """Close it; in the thread, without waiting. Errors of it are logged."""
         close = getattr(self.env, "close", None)
         in_loop = self._thread is None or is_async(close)
         if self._thread is not None:
             self._thread.close(None if in_loop else self._close)
         if in_loop and close is not None:
-            await call_user(close)
+            with errors_of_close_logged(self.env):
+                await call_user(close)
 
     def _close(self) -> None:
         """Close the environment in its thread, where it may have been made only in the meantime."""
-        try:
+        with errors_of_close_logged(self.env):
             getattr(self.env, "close", lambda: None)()
-        except Exception:
-            get_logger("explorer").warning(
-                "%s.close failed", type(self.env).__name__, exc_info=True
-            )
+
+
+@contextmanager
+def errors_of_close_logged(owner: object) -> Iterator[None]:
+    """Log an error of `owner.close` as a warning: the episode is complete, or has failed with an
+    error that this one would hide.
+    """
+    try:
+        yield
+    except Exception:
+        get_logger("explorer").warning("%s.close failed", type(owner).__name__, exc_info=True)
 
 
 def for_thread(env: Any) -> Any:

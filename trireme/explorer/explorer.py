@@ -209,12 +209,13 @@ class Explorer:
         `putting`: the state as it will be once the step that is being put is there.
         """
         assert self.taskset is not None
-        pending = self._pending[putting:]
+        pending = list(self._before)[putting:]  # with the step that is being submitted
         state = dict(self._before[pending[0]]) if pending else self._state_now()
         if self.pipeline.resampling is not None:
             state["resampling"] = self.pipeline.resampling.state(putting=putting)
         if pending and "feedback" in state:  # the feedback known then, and what has arrived since
-            state["feedback"] = self.feedback.state() | {"upto": state["feedback"]["upto"]}
+            upto = {"upto": state["feedback"]["upto"]}
+            state["feedback"] = self.feedback.state(pending[0]) | upto
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -235,7 +236,7 @@ class Explorer:
 
     async def _begin_step(self) -> bool:
         assert self.taskset is not None
-        for rates in self.feedback.take():
+        for rates in self.feedback.take(self.step + 1):
             self.taskset.feedback(rates)
         before = self._state_now()
         try:
@@ -262,9 +263,12 @@ class Explorer:
                 step = self._pending[0]
                 await self._finish_step(step)
                 self._pending.remove(step)
+                if self.sync.pushes_by_itself:  # no synchronization comes that releases them
+                    self.feedback.release(step)
                 if self.pipeline.resampling is not None:
                     self.pipeline.resampling.put()
                 del self._before[step]
+                self.feedback.forget(min(self._before, default=self.step))
                 self._keep_own_state()
                 self._collected.set()
             self._submitted.clear()
@@ -304,10 +308,11 @@ class Explorer:
         if shown := _to_show(outcomes):
             self.emit(RolloutDone(shown))
         taught = self.taskset if self.taskset is not None and self.taskset.learns else None
+        own = pass_rates(experiences) if taught is not None else {}  # operators change rewards
         kept, more = await self.pipeline.run(experiences, sizes=taught.sizes if taught else None)
         if taught is not None:
             rates = self.pipeline.pass_rates
-            self.feedback.add(step, pass_rates(experiences) if rates is None else rates)
+            self.feedback.add(step, own if rates is None else rates)
         shown = in_words(metrics, "training")
         logger.info("step %d: %d rollouts in %.2f s  %s", step, len(experiences), elapsed, shown)
         self.emit(StepDone("explorer", step, metrics | more | self.sync.metrics()))

@@ -201,6 +201,8 @@ class Feedback:
 
     def __init__(self) -> None:
         self._rates: dict[int, PassRates] = {}
+        self._taken: dict[int, tuple[int, PassRates]] = {}
+        """Taken rates by their step, with the step whose draw was the first to use them."""
         self._upto = 0
 
     def add(self, step: int, rates: PassRates) -> None:
@@ -211,17 +213,32 @@ class Feedback:
         """Allow draws from now on to use the rates of all steps up to this one."""
         self._upto = step
 
-    def take(self) -> list[PassRates]:
-        """Remove and return the rates that are released and not yet taken, in the order of their
-        steps.
+    def take(self, draw: int) -> list[PassRates]:
+        """Return the rates that are released and not yet taken, in the order of their steps, for
+        the draw of step `draw`.
         """
-        return [self._rates.pop(step) for step in sorted(self._rates) if step <= self._upto]
+        steps = [step for step in sorted(self._rates) if step <= self._upto]
+        self._taken |= {step: (draw, self._rates[step]) for step in steps}
+        return [self._rates.pop(step) for step in steps]
 
-    def state(self) -> dict[str, Any]:
-        """Return the state in a form that JSON accepts."""
+    def forget(self, draw: int) -> None:
+        """Forget rates that were taken for the draw of step `draw` or before: no state goes back
+        before it.
+        """
+        self._taken = {step: taken for step, taken in self._taken.items() if taken[0] > draw}
+
+    def state(self, draw: int | None = None) -> dict[str, Any]:
+        """Return the state in a form that JSON accepts; with the rates that were taken after the
+        draw of step `draw`, if the run is to go back to it.
+        """
+        taken = {
+            step: rates
+            for step, (at, rates) in self._taken.items()
+            if draw is not None and at > draw
+        }
         rates = [
             [step, taskset, row, rate]
-            for step, tasksets in self._rates.items()
+            for step, tasksets in (taken | self._rates).items()
             for taskset, rows in tasksets.items()
             for row, rate in rows.items()
         ]

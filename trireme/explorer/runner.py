@@ -208,7 +208,7 @@ class Runner:
         return barrier is not None and any(barrier.is_trying(self._key(task, run)) for run in runs)
 
     def _key(self, task: Task, run: int) -> tuple[Any, ...]:
-        return ((*batch_order(task), *self.explorer), task.task_id, run)
+        return (batch_order(task, *self.explorer), task.task_id, run)
 
     async def _rollout(
         self, task: Task, spec: WorkflowSpec, runs: list[int], answered: Callable[[int], None]
@@ -395,29 +395,47 @@ async def judge(
         with UserCode(whose, spec.code) as _:
             await rewards(outcome.task, outcome.experiences, models)
 
+    call, kind, trace = asyncio.create_task(judged()), "error", ""
     try:
-        await asyncio.wait_for(judged(), seconds)
-    except Exception as error:  # foreign code, as in Runner
-        late = isinstance(error, asyncio.TimeoutError)
-        fault = fault_of(error, whose)
-        if late:
+        await ended(call, seconds)
+        if call.cancelled():  # by its own code
+            fault = Fault(whose, "they cancelled themselves", "", lasting=False)
+        elif call.done():
+            call.result()
+            return
+        else:
             text = f"they took longer than explorer.max_timeout ({seconds:g} s)"
-            fault = Fault(whose, text, "", lasting=False)
-        assert fault is not None
-        trace, kind = traceback.format_exc(), "timeout" if late else "error"
-        failures = [
-            Failed(rollout_name(outcome.task, run), kind, fault, trace)
-            for run in sorted({e.eid.run for e in outcome.experiences})
-        ]
-        logger.warning("%s\n%s", failures[0], trace, extra=FILE_ONLY)
-        outcome.failures += failures
-        outcome.experiences = []
+            kind, fault = "timeout", Fault(whose, text, awaiting(call.get_coro())[1], lasting=False)
+    except Exception as error:  # foreign code, as in Runner
+        fault, trace = fault_of(error, whose), traceback.format_exc()
+    finally:
+        drop(call)  # it may go on: code that swallows its end is not waited for
+    assert fault is not None
+    failures = [
+        Failed(rollout_name(outcome.task, run), kind, fault, trace)
+        for run in sorted({e.eid.run for e in outcome.experiences})
+    ]
+    logger.warning("%s\n%s", failures[0], trace, extra=FILE_ONLY)
+    outcome.failures += failures
+    outcome.experiences = []
 
 
-def batch_order(task: Task) -> tuple[int, int, str]:
-    """A sortable form of the batch id: training before evaluation of the same step."""
+class BatchOrder(tuple[int | str, ...]):
+    """A batch's id, and the explorer's name if there are several, in a form that sorts: training
+    before evaluation of the same step. As a text it is a name: step, taskset and explorer.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        step, _, *names = self
+        return "/".join(str(part) for part in (step, *names) if part != "")
+
+
+def batch_order(task: Task, *explorer: str) -> BatchOrder:
+    """Return where a task's batch comes among others."""
     step, _, name = str(task.batch_id).partition("/")
-    return int(step), int(bool(name)), name
+    return BatchOrder((int(step), int(bool(name)), name, *explorer))
 
 
 def rollout_name(task: Task, run: int) -> str:

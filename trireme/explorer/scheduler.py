@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from trireme.aio import LoopWatch
-from trireme.explorer.runner import Outcome, Runner, batch_order, judge
+from trireme.explorer.runner import BatchOrder, Outcome, Runner, batch_order, judge
 from trireme.log import get_logger
 from trireme.task import Task
 from trireme.workflows.workflow import WorkflowSpec, resolve
@@ -36,7 +36,7 @@ LEAST_BLOCKED_S = 3.0
 class _Share:
     """Some repeats of a task, waiting for a runner."""
 
-    order: tuple[int, int, str]
+    order: BatchOrder
     number: int
     task: Task = field(compare=False)
     spec: WorkflowSpec = field(compare=False)
@@ -171,7 +171,8 @@ class Scheduler:
         """Wait until all tasks have ended, or enough of them and the time of the rest is up; drop
         the rest.
         """
-        wanted = math.ceil(len(batch) * (1 - over.ratio))
+        # decimal fractions: 0.7 of 10 tasks are 7, and not a little less
+        wanted = len(batch) - math.floor(round(len(batch) * over.ratio, 9))
         tasks = [asyncio.gather(*(p.done for p in shares)) for _, shares in batch if shares]
         for task in tasks:  # a dropped task ends cancelled: its error is not read
             task.add_done_callback(lambda late: late.cancelled() or late.exception())

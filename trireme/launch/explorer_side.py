@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from trireme.buffer.buffer import Puts
 from trireme.checkpoint.layout import EVALUATED, FAILED
 from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
+from trireme.config.lookup import located, weight_files
 from trireme.engines.barrier import RolloutBarrier
-from trireme.engines.engine import Engine, Sampling, with_options
+from trireme.engines.engine import Engine, Sampling, ServedEngine, with_options
 from trireme.explorer.explorer import Explorer, ExplorerSettings
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
@@ -30,12 +31,15 @@ from trireme.launch.engines import (
 )
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
+from trireme.log import get_logger
 from trireme.model.address import Addresses
 from trireme.model.model import Model
 from trireme.registry import MODELS
 from trireme.sync.checkpoint import PolledSync
 from trireme.sync.synchronizer import ExplorerSync
 from trireme.task import Task
+
+logger = get_logger("explorer")
 
 UNLIMITED = 2**31
 """A limit in tokens for an API, which has its own limits."""
@@ -100,9 +104,11 @@ class ExplorerSide:
         prove(weights := self.stage.folder.weights_dir(step))
         await self.engine.update_weights(weights, step)
 
-    async def evaluate(self, step: int | None = None) -> None:
-        """Run all evaluation tasksets; None: at the explorer's own last step."""
-        await self.explorer.evaluate_last(self.explorer.step if step is None else step)
+    async def evaluate(self, step: int = 0) -> None:
+        """Run all evaluation tasksets: at train step `step`, or at the explorer's own if that is
+        later, by which the earlier evaluations are numbered.
+        """
+        await self.explorer.evaluate_last(max(step, self.explorer.step))
 
     async def result(self) -> StageResult:
         """Return the explorer's result."""
@@ -137,8 +143,32 @@ async def lone_explorer(stage: Stage, engine: Engine) -> ExplorerSide:
     """
     sync, explores = polled_sync(stage, engine), stage.plan.mode == "explore"
     if explores:
-        await sync.load_latest()
+        await load_newest(stage, engine, sync)
     return ExplorerSide(stage, engine, stage.buffer if explores else None, sync)
+
+
+async def load_newest(stage: Stage, engine: Engine, sync: PolledSync) -> None:
+    """Load the newest weights of the command that trains, or the model's own before its first."""
+    if not stage.folder.latest_weights_step():
+        await load_own(stage, engine)
+    await sync.load_latest()
+
+
+async def load_own(stage: Stage, engine: Engine) -> None:
+    """Load the model's own weights into a user's servers that have those of an earlier run; engines
+    that a run starts have them.
+    """
+    if not stage.plan.on_users_servers or not any(await cast("ServedEngine", engine).versions()):
+        return
+    folder = located(stage.model_path, "models")
+    if folder is None or not weight_files(folder):
+        logger.warning(
+            "the weights of %s are not on this machine: the rollout servers generate with those "
+            "that they have, which may be an earlier run's",
+            stage.model_path,
+        )
+        return
+    await engine.update_weights(folder, 0)
 
 
 def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
@@ -152,6 +182,7 @@ def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
         offset=plan.sync.offset,
         timeout=plan.config.synchronizer.sync_timeout,
         dtype=plan.dtype,
+        old_report=stage.old_report,
     )
     if (servers := engine.servers) is not None:  # restarted servers get their weights through it
         sync.persist, servers.renew = servers.persist, sync.renew

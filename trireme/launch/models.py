@@ -149,6 +149,7 @@ def _settings(plan: Plan) -> TrainSettings:
         deterministic=plan.deterministic,
         export_dtype=_export_dtype(plan),
         peak_tflops=config.trainer.peak_tflops,
+        moves_reference=config.algorithm.sync_ref_model,
         trains_tower=not config.model.freeze_vision_tower,
         trains_projector=not config.model.freeze_projector,
     )
@@ -172,7 +173,7 @@ def pushed_part(plan: Plan, backend: Backend) -> Part:
     """
     if plan.sync.adapter_rank:
         return "adapter"
-    return "text" if backend.towers and not plan.engine.urls else "merged"
+    return "text" if backend.towers and not plan.on_users_servers else "merged"
 
 
 def make_pairs(plan: Plan, models: Models) -> Pairs | None:

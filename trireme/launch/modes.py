@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from trireme.aio import first_failure
 from trireme.buffer.buffer import OtherSideFailed
-from trireme.launch.explorer_side import ExplorerSide
+from trireme.launch.explorer_side import ExplorerSide, load_own
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
 from trireme.launch.trainer_side import TrainerSide
@@ -80,6 +80,7 @@ async def run_bench(stage: Stage, explorer: ExplorerSide) -> StageResult:
     if stage.plan.config.explorer.bench_on_latest_checkpoint:
         steps = steps[-1:]
     else:
+        await load_own(stage, explorer.engine)
         await explorer.evaluate(0)
     for step in steps:
         await explorer.load(step)

@@ -31,6 +31,8 @@ class StageResult:
     last_examples: list[dict[str, Any]] = field(default_factory=list)
     """The same tasks in the evaluation at the end."""
     steps: int = 0
+    resumed_from: int = 0
+    """The steps of earlier attempts: `phases` has the seconds of this one."""
     ended_by: str = ""
     """The callback that ended the training, as a sentence."""
     idle: bool = False
@@ -51,22 +53,36 @@ class StageResult:
         self.model_dir = side.model_dir or self.model_dir
         self.ended_by = side.ended_by or self.ended_by
 
+    def whole_seconds(self, *phases: str) -> float:
+        """Return the seconds that those phases took in all attempts, if the earlier ones were as
+        fast as this one.
+        """
+        seconds, steps = sum(self.phases.get(name, 0.0) for name in phases), self.steps
+        own = steps - self.resumed_from
+        return seconds * steps / own if own > 0 and steps else seconds
+
 
 def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) -> Summary:
     """Collect the accuracies before, after SFT and after RL, and the folder of the model."""
     summary, examples = Summary(), dict[str, Sequence[dict[str, Any]]]()
-    for result, plan in zip(results, plans, strict=True):
+    firsts = [
+        result.first or (evaluated_at_first(plan) if result.last else None)
+        for result, plan in zip(results, plans, strict=True)
+    ]
+    lasts = [result.last for result in results]
+    all_evaluations = [e for pair in zip(firsts, lasts, strict=True) for e in pair if e]
+    taskset = summary.taskset = shared_taskset(all_evaluations)
+    for result, plan, first in zip(results, plans, firsts, strict=True):
         fresh = plan.model_from_stage is None
         supervised = result.schema == "sft"
-        first = result.first or (evaluated_at_first(plan) if result.last else None)
-        summary.measure = measured(first or result.last)[0] or summary.measure
+        summary.measure = measured(first or result.last, taskset)[0] or summary.measure
         if fresh:
-            summary.accuracy_before = accuracy(first)
+            summary.accuracy_before = accuracy(first, taskset)
         if supervised:
-            summary.accuracy_sft = accuracy(result.last)
+            summary.accuracy_sft = accuracy(result.last, taskset)
         else:
-            summary.accuracy_sft = summary.accuracy_sft if fresh else accuracy(first)
-            summary.accuracy_rl = accuracy(result.last)
+            summary.accuracy_sft = summary.accuracy_sft if fresh else accuracy(first, taskset)
+            summary.accuracy_rl = accuracy(result.last, taskset)
         for label, each in (
             ("before" if fresh else "after SFT", result.first_examples),
             ("after SFT" if supervised else "after RL", result.last_examples),
@@ -97,8 +113,10 @@ def evaluated_at_first(plan: Plan) -> Evaluation | None:
     at_first = (row["metrics"] for row in rows if row["part"] == "eval" and row["step"] == 0)
     evaluation: Evaluation = {}
     for key, value in next(at_first, {}).items():
-        name, _, metric = key.removeprefix("eval/").partition("/")
-        evaluation.setdefault(name, {})[metric] = value
+        part, _, rest = key.partition("/")
+        name, _, metric = rest.partition("/")
+        if part == "eval":  # a listener may have added metrics of its own
+            evaluation.setdefault(name, {})[metric] = value
     return evaluation or None
 
 
@@ -135,20 +153,28 @@ def changed_example(examples: Mapping[str, Sequence[dict[str, Any]]]) -> dict[st
     }
 
 
-def accuracy(evaluation: Evaluation | None) -> float | None:
-    """Return the mean accuracy of the first evaluation taskset, or its mean reward; None without
-    one.
+def shared_taskset(evaluations: Sequence[Evaluation]) -> str | None:
+    """Return the last evaluation's first taskset that all evaluations have, so that their
+    accuracies can be compared; its first if they share none, None without evaluations.
     """
-    return measured(evaluation)[1]
+    last = evaluations[-1] if evaluations else {}
+    names = [name for name in last if measured(last, name)[0]]
+    shared = [name for name in names if all(name in each for each in evaluations)]
+    return next(iter([*shared, *names]), None)
 
 
-def measured(evaluation: Evaluation | None) -> tuple[str | None, float | None]:
+def accuracy(evaluation: Evaluation | None, taskset: str | None) -> float | None:
+    """Return the mean accuracy on an evaluation taskset, or the mean reward; None without one."""
+    return measured(evaluation, taskset)[1]
+
+
+def measured(evaluation: Evaluation | None, taskset: str | None) -> tuple[str | None, float | None]:
     """Return the measure behind `accuracy` (accuracy or reward), and its value."""
-    for metrics in (evaluation or {}).values():
-        for name in ("accuracy", "reward"):
-            for key, value in metrics.items():
-                if key.startswith(f"{name}/mean@"):
-                    return name, value
+    metrics = (evaluation or {}).get(taskset or "", {})
+    for name in ("accuracy", "reward"):
+        for key, value in metrics.items():
+            if key.startswith(f"{name}/mean@"):
+                return name, value
     return None, None
 
 

@@ -29,6 +29,8 @@ _SHAPE = (
 """The keys of a model's config.json that must match for weights to fit."""
 ADAPTER_BASE = "SHA-256 of the weights below the LoRA adapter"
 """The fact of `made_with` that only a run with an adapter has."""
+_BEGUN_FROM = "SHA-256 of the adapter begun from"
+_HASHES = (ADAPTER_BASE, _BEGUN_FROM)
 
 
 def made_with(plan: Plan, model_path: str, recipe: Recipe) -> dict[str, str | None]:
@@ -38,13 +40,17 @@ def made_with(plan: Plan, model_path: str, recipe: Recipe) -> dict[str, str | No
     buffer = plan.config.buffer.trainer_input.experience_buffer
     replay = buffer.replay_buffer.enable and plan.store.kind != "file"
     optimizer = plan.config.algorithm.optimizer.optimizer_type
-    loras = plan.config.model.lora_configs or []
+    model = plan.config.model
+    loras = model.lora_configs or []
+    frozen = {"tower": model.freeze_vision_tower, "projector": model.freeze_projector}
     facts = {
         "store": f"{plan.store.kind}{' with replay' if replay else ''}",
         "schema": recipe.schema,
         "optimizer": "sgd" if optimizer == "sgd" else "adamw",
         "LoRA adapter": "; ".join(map(_scale, loras)) or "none",
-        "SHA-256 of the adapter begun from": _begun_from(loras),
+        _BEGUN_FROM: _begun_from(loras),
+        # an optimizer numbers the weights that it trains
+        "trained vision parts": " and ".join(n for n in frozen if not frozen[n]) or "none",
     }
     if loras:
         folder = located(model_path, "models")
@@ -91,10 +97,13 @@ def refuse_meaningless(
 ) -> None:
     """Raise ConfigError for the first fact of `old` that is another one in `new`.
 
-    `old` is what the checkpoint of `step` was made with, `new` what the run is made with now.
+    `old` is what the checkpoint of `step` was made with, `new` what the run is made with now. A
+    hash that is None in either says nothing: the command's machine may lack what the trainer's has.
     """
     for key, was in old.items():
         now = new.get(key)
+        if key in _HASHES and None in (was, now):
+            continue
         if was != now and key == ADAPTER_BASE:
             raise _refused(
                 f"the checkpoint {folder.step_dir(step)} has a LoRA adapter of other weights than "

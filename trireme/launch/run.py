@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import prove
-from trireme.config import Plan
+from trireme.config import ConfigError, Plan, Problem
 from trireme.config.launcher import launcher_named
 from trireme.engines.device import ColocationLock, Device, return_freed_memory
 from trireme.engines.engine import ServedEngine
@@ -51,7 +51,7 @@ ANEW = "add --fresh, or set another name"
 def run_stages(
     plans: Sequence[Plan], *, console: Console, stop: Stop, compare_sft: bool = False
 ) -> Summary:
-    """Run every unfinished stage; the summary is shown and written into the job's folder.
+    """Run every unfinished stage; the summary is shown and written (see `_summary_folder`).
 
     `compare_sft` spends the reinforcement stage's time on more supervised training as well.
     """
@@ -59,6 +59,9 @@ def run_stages(
     started = time.monotonic()
     job = plans[0].root_dir
     finished = finished_stages(job) if len(plans) > 1 else []
+    _refuse_other_stages(job, [one.name for one in finished], [plan.stage_name for plan in plans])
+    trained = next((n for n, plan in enumerate(plans) if plan.mode in ("bench", "serve")), None)
+    finished = finished[:trained]  # a stage that measures or serves is never finished
     results = list(finished)
     for plan in plans[len(finished) :]:
         by, total = plan.counted
@@ -67,15 +70,14 @@ def run_stages(
         with rare_collections():
             work = run_plan(plan, model, console, stop=stop, measure_end=last)
             results.append(stop.run(work))
-        if len(plans) > 1:
+        if len(plans) > 1 and (trained is None or len(results) <= trained):
             rows = [asdict(result) for result in results]
             meta = {"latest_stage": len(results) - 1, "finished": rows}
             write_json(JobFolder(job).stage_meta, meta)
     if len(finished) == len(plans):
         done = f"nothing was left to do: all {len(plans)} stages are done ({job})"
         console.note(f"{done}. To start a new run, {ANEW}")
-    explores = plans[-1].mode == "explore"  # the job's own summary is the trainer's
-    folder = JobFolder(job, plans[-1].explorer_name).monitor if explores else job
+    folder = _summary_folder(job, plans[-1])
     summary = summarise(results, job, plans)
     summary.wall_s = time.monotonic() - started
     compared = more_supervised(plans, results, console, stop) if compare_sft else None
@@ -84,14 +86,24 @@ def run_stages(
         summary = earlier
     else:
         if compared is not None:
-            summary.accuracy_more_sft = accuracy(compared.last)
+            summary.accuracy_more_sft = accuracy(compared.last, summary.taskset)
             summary.phases[f"{compared.name} train"] = compared.phases["train"]
             summary.wall_s = time.monotonic() - started
         summary.write(folder)
     console.finish(summary, rewards_of(plans[-1]), sampled(plans[-1]))
-    if explores:
+    if plans[-1].mode == "explore":
         console.note(explored(plans[-1], results[-1].steps))
     return summary
+
+
+def _summary_folder(job: Path, plan: Plan) -> Path:
+    """Return the folder of a command's summary: the job's own is that of the command that trains,
+    which shows it again once it has finished.
+    """
+    monitor = JobFolder(job, plan.explorer_name).monitor
+    if plan.mode in ("both", "train"):
+        return job
+    return monitor if plan.mode == "explore" else monitor / plan.mode
 
 
 @contextmanager
@@ -127,6 +139,20 @@ def finished_stages(job: Path) -> list[StageResult]:
         raise Unreadable(f"{path} does not say which stages are done") from error
 
 
+def _refuse_other_stages(
+    job: Path, finished: Sequence[str | None], stages: Sequence[str | None]
+) -> None:
+    """Raise ConfigError if the first stages are not those that are done: a later one begins with
+    the model of an earlier one.
+    """
+    for number, name in enumerate(finished):
+        if number >= len(stages) or stages[number] != name:
+            now = f"is '{stages[number]}'" if number < len(stages) else "is not there"
+            was = f"the stage of {job} that is done there was '{name}'"
+            text = f"{now}, and {was}: expected the same; to start a new run, {ANEW}"
+            raise ConfigError([Problem(f"stages[{number}]", text)])
+
+
 def model_of(plan: Plan, results: Sequence[StageResult]) -> str:
     """Return the path of a stage's model: the plan's, or the last checkpoint of an earlier
     stage.
@@ -159,8 +185,8 @@ def more_supervised(
 ) -> StageResult | None:
     """Run the comparison; None if a stage took no time because everything was done before."""
     supervised, reinforced = results
-    seconds = reinforced.phases.get("explore", 0.0) + reinforced.phases.get("train", 0.0)
-    taken = supervised.phases.get("train", 0.0)
+    seconds = reinforced.whole_seconds("explore", "train")
+    taken = supervised.whole_seconds("train")
     if supervised.model_dir is None or not (taken and supervised.steps and seconds):
         return None
     steps = max(1, round(seconds * supervised.steps / taken))
@@ -202,9 +228,10 @@ async def run_plan(
     finally:
         device.close()
     result.seconds = time.monotonic() - started
+    result.resumed_from = stage.resumed.step if stage.resumed else 0
     if result.ended_by:
         console.note(result.ended_by)
-    elif stage.resumed is not None and result.steps == stage.resumed.step:
+    elif stage.resumed is not None and result.steps == result.resumed_from:
         result.idle = True
         console.note(nothing_left(plan, result.steps))
     return result
@@ -212,9 +239,9 @@ async def run_plan(
 
 def nothing_left(plan: Plan, steps: int) -> str:
     """Explain that an attempt found its run finished, and how to extend it."""
-    config = plan.config
+    config, most = plan.config, plan.config.trainer.total_steps
     keys = {
-        "trainer.total_steps": config.trainer.total_steps,
+        "trainer.total_steps": most if most and most <= steps else None,  # else the tasks ended it
         "buffer.total_steps": config.buffer.total_steps,
     }
     ends = [f"{key} ({value})" for key, value in keys.items() if value]
@@ -234,7 +261,8 @@ async def _run_here(
     """
     plan = stage.plan
     if plan.sync.takes_turns and remote is not None:
-        stage.device.colocation = remote.colocation = ColocationLock(remote)
+        lock = ColocationLock(remote, timeout=plan.config.synchronizer.sync_timeout)
+        stage.device.colocation = remote.colocation = lock
     if plan.mode in MODES:
         return await MODES.get(plan.mode)(stage, remote, stop)
     engine = trainer = explorer = None

@@ -38,6 +38,7 @@ from trireme.monitor.events import Emit, Listener, Noted, Stream
 from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline, Resampling
 from trireme.processes import ending_leftovers, environment
+from trireme.sync.checkpoint import last_report
 from trireme.usercode import ending
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class Stage:
         self.stream = Stream()
         self.emit: Emit = self.stream.emit
         self.folder = JobFolder(plan.job_dir, plan.explorer_name)
+        self.old_report = last_report(self.folder)
+        """The time of the last attempt's report. It is read before the engine is loaded, which may
+        take as long as a trainer that fails at its start."""
         self.resumed: Loaded | None = None
         self.closing = ExitStack()
         """Closed at the end, in reverse order."""
@@ -269,5 +273,5 @@ def open_stage(
         own = [stage.folder.explorer_meta] if plan.mode == "both" else []
         stage.folder.make_way(*own)  # for an explorer alone, the meta is its state
         if stage.trains:
-            stage.resumed = load_checkpoint(stage.folder)
+            stage.resumed = load_checkpoint(stage.folder, *own)
         yield stage

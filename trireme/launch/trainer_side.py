@@ -255,7 +255,9 @@ class TrainerSide:
         return PUSHES.get(name).of(parts)
 
     def _auxiliary(self) -> dict[str, Buffer]:
-        """Open the data sets that are mixed into the batches, in the state of the checkpoint."""
+        """Open the data sets that are mixed into the batches, in the state of the checkpoint; one
+        that it does not know begins at its first row.
+        """
         stage, saved = self.stage, self.stage.resumed
         buffers: dict[str, Buffer] = {}
         for name, config in stage.plan.config.buffer.trainer_input.auxiliary_buffers.items():
@@ -263,8 +265,9 @@ class TrainerSide:
             buffers[name] = make_buffer(
                 stage.plan, stage.folder, stage.text, config=config, end_ids=ends
             )
-            if saved is not None:
-                buffers[name].load_state(saved.run_state["auxiliary"][name])
+            state = None if saved is None else saved.run_state["auxiliary"].get(name)
+            if state is not None:
+                buffers[name].load_state(state)
         return buffers
 
     def _trainer(self) -> Trainer:

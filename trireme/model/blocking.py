@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trireme.aio import running_loop
-from trireme.experience import Experience
+from trireme.experience import TOKEN_FIELDS, Experience
 from trireme.model.chat_tokens import Message
 from trireme.model.conversation import experience_of, with_metrics
 from trireme.pictures import album, as_json_messages, pictures_in, shown
@@ -197,7 +197,9 @@ class BlockingModel:
             tail = chat.tail(conversation, tools, call.recorded())
         if call is None or tail is None:
             ids = chat.ids_of(conversation, tools)
-            experience = Experience(ids, mask=[False] * len(ids), prompt_length=0)
+            # nothing of it is trained, next to others that are: a batch has numbers of all or none
+            none = {"logprobs": [0.0] * len(ids), "versions": [-1] * len(ids)}
+            experience = Experience(ids, mask=[False] * len(ids), prompt_length=0, **none)
             experience.temperature = (
                 self.model.sampling.temperature if temperature is None else temperature
             )
@@ -283,28 +285,18 @@ class BlockingModel:
 
 def _lengthened(experience: Experience, ids: Sequence[int]) -> Experience:
     """Append ids that are not trained."""
-    if not ids:
-        return experience
-    e, more = experience, torch.zeros(len(ids))
-    longer = Experience(
-        torch.cat([e.tokens, torch.tensor(ids)]),
-        mask=torch.cat([e.mask, more.bool()]),
-        prompt_length=e.prompt_length,
-        logprobs=None if e.logprobs is None else torch.cat([e.logprobs, more]),
-        versions=None if e.versions is None else torch.cat([e.versions, more.int() - 1]),
-        temperature=e.temperature,
-    )
-    if e.sampler_logprobs is not None:
-        longer.sampler_logprobs = torch.cat([e.sampler_logprobs, more])
-    for name in ("stop_reason", "truncate_status", "prompt_text", "response_text", "tools"):
-        setattr(longer, name, getattr(e, name))
-    return longer
+    experience.tokens = torch.cat([experience.tokens, torch.tensor(ids, dtype=torch.int64)])
+    for name in TOKEN_FIELDS:
+        if (row := getattr(experience, name)) is not None:
+            more = row.new_full((len(ids),), -1 if name == "versions" else 0)
+            setattr(experience, name, torch.cat([row, more]))
+    return experience
 
 
 def _cut(experience: Experience, length: int) -> Experience:
     if len(experience.tokens) <= length:
         return experience
-    for name in ("tokens", "mask", "logprobs", "versions", "sampler_logprobs"):
+    for name in ("tokens", *TOKEN_FIELDS):
         value = getattr(experience, name)
         setattr(experience, name, None if value is None else value[:length])
     experience.prompt_length = min(experience.prompt_length, length)

@@ -26,6 +26,7 @@ from trireme.pictures import (
     Picture,
     PictureReader,
     Read,
+    outside,
     pictures_in,
     placed,
     read_part,
@@ -81,6 +82,8 @@ class Prompt:
     extends: bool = False
     text: str | None = None
     """The text of `ids` before encoding."""
+    pictures: tuple[Picture, ...] = ()
+    """The pictures of the whole prompt, in a recording too."""
 
 
 class ChatTokens:
@@ -161,6 +164,25 @@ class ChatTokens:
             ids = with_placeholders(ids, self.reader.placeholder)
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
+    @staticmethod
+    def begun_reply(message: Message) -> str:
+        """Return the text of a reply that the model continues. Raises ValueError for a picture in
+        it.
+        """
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            raise ValueError(
+                "the last message is the assistant's, which the model continues, and it shows a "
+                "picture: expected text alone, and pictures in a message of the user or a tool"
+            )
+        return content
+
+    def outside(self, ids: Sequence[int]) -> list[int]:
+        """Return ids as other programs know them, with a placeholder for each token of a
+        picture.
+        """
+        return list(ids) if self.reader is None else outside(ids, self.reader.placeholder)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -171,11 +193,11 @@ class ChatTokens:
         """Render a conversation as text; with `generate` up to where the model's reply begins.
 
         If the last message is the assistant's, the model continues it. Raises ValueError if there
-        is no template, or if it refuses the messages.
+        is no template, if it refuses the messages, or if that message shows a picture.
         """
         prefix = ""
         if generate and messages and messages[-1]["role"] == "assistant":
-            prefix = messages[-1].get("content") or ""
+            prefix = self.begun_reply(messages[-1])
             messages = messages[:-1]
         if not self._has_template:
             raise ValueError(
@@ -215,6 +237,28 @@ class ChatTokens:
             return self.render(asked, [_PLACEHOLDER_TOOL]) == self.render(asked)
         except ValueError:
             return False  # it refuses placeholders, so nothing is known
+
+    def in_known_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages with the role `developer`, OpenAI's newer name for it, as `system` if the
+        template does not write it: many leave such a message out in silence.
+        """
+        if all(message.get("role") != "developer" for message in messages):
+            return messages
+        if self._writes_developer:
+            return messages
+        return [
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in messages
+        ]
+
+    @cached_property
+    def _writes_developer(self) -> bool:
+        text = "A placeholder of the developer."
+        try:
+            said = self.render([{"role": "developer", "content": text}, _placeholder("user")])
+        except ValueError:
+            return False
+        return text in said
 
     @cached_property
     def misreads_calls(self) -> bool:

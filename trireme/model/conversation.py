@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from trireme.engines.engine import Completion
 from trireme.experience import EID, REPORTED_TOKENS, Experience
 from trireme.model.recorder import Call
-from trireme.pictures import Picture, album, as_json_messages, pictures_in, shown
+from trireme.pictures import Picture, album, as_json_messages, shown
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -109,15 +109,23 @@ def experiences_of(
     for leaf in calls:
         if leaf not in left or any(other.parent is leaf for other in left):
             continue
-        path = leaf.path
-        left_calls = [call for call in path if call in left]
-        for temperature in dict.fromkeys(call.temperature for call in left_calls):
-            trained = [call for call in left_calls if call.temperature == temperature]
-            upto = path[: path.index(trained[-1]) + 1]
+        left_calls = [call for call in leaf.path if call in left]
+        for upto, trained in by_temperature(leaf.path, left_calls):
             out.append(experience_of(upto, untrained(trained, done), decode))
         # for later branches these calls are part of the prompt
         left -= set(left_calls[:-1])
     return out
+
+
+def by_temperature(
+    path: Sequence[Call], calls: Sequence[Call]
+) -> Iterator[tuple[Sequence[Call], list[Call]]]:
+    """Divide the calls of a conversation by their temperatures, of which an experience has one;
+    yields each part with the conversation up to its last call.
+    """
+    for temperature in dict.fromkeys(call.temperature for call in calls):
+        part = [call for call in calls if call.temperature == temperature]
+        yield path[: path.index(part[-1]) + 1], part
 
 
 def untrained(calls: Sequence[Call], done: dict[Call, int]) -> dict[Call, int]:
@@ -254,5 +262,5 @@ def _prompt_truncated(call: Call, decode: Decode, eid: EID | None) -> Experience
 
 def _pictures(path: Sequence[Call], tokens: Sequence[int]) -> list[Picture]:
     """Return the pictures that the tokens of a conversation show."""
-    known = album(picture for call in path for picture in pictures_in(call.messages or ()))
+    known = album(picture for call in path for picture in call.pictures)
     return list(shown(tokens, known).values()) if known else []

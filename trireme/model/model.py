@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,9 +70,11 @@ class Reply:
 
 @dataclass
 class _Life:
-    """Whether the rollout that a model and its forks belong to is over; any thread may read it."""
+    """What a model and its forks share of the rollout that they belong to."""
 
     over: bool = False
+    """Any thread may read it."""
+    seconds: float = 0.0
 
 
 class Model:
@@ -114,8 +116,6 @@ class Model:
         self.auxiliary = list(auxiliary)
         self.recorder = Recorder()
         self._counter = itertools.count()
-        self.seconds = 0.0
-        """Seconds that its calls waited for the engine; overlapping calls count separately."""
         self.keeps_sampling = False
         """Whether clients get the rollout's own temperature and the like, whatever they request."""
         self._gateway = gateway
@@ -158,7 +158,7 @@ class Model:
             raise ValueError(
                 "tool_choice: the last message is the assistant's, which is gone on with"
             )
-        prefix = conversation.pop()["content"] if goes_on else begin
+        prefix = self.chat_tokens.begun_reply(conversation.pop()) if goes_on else begin
         known = (
             cut_back(self.recorder, self.chat_tokens, conversation, prefix, tools)
             if goes_on
@@ -178,7 +178,9 @@ class Model:
         # its own replies are not prompt: only its beginning counts towards the prompt's limit
         limit = self.max_model_len - 1 if begun else self.max_prompt_tokens
         on_prompt(prompt.ids)
-        calls = await self._sample(parent, prompt, options, limit, on_token, conversation)
+        if seen := tuple(pictures_in(conversation)):
+            prompt = replace(prompt, pictures=seen)
+        calls = await self._sample(parent, prompt, options, limit, on_token)
         for call in calls:
             call.messages = conversation
             call.reply = {"role": "assistant", "content": prefix + call.completion.text}
@@ -193,7 +195,9 @@ class Model:
     async def generate_samples(
         self, prompt: str | Sequence[int], *, on_token: OnToken | None = None, **sampling: Any
     ) -> list[Reply]:
-        """Return `n` independent continuations of plain text, or of ids."""
+        """Return `n` independent continuations of plain text, or of ids, which may show pictures of
+        earlier calls.
+        """
         options = with_options(self.sampling, sampling)
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
@@ -205,9 +209,8 @@ class Model:
             raise ValueError("generate needs a prompt of at least one token")
         parent, size = self.recorder.by_ids(ids)
         limit = self.max_prompt_tokens if parent is None else self.max_model_len - 1
-        return self._record(
-            await self._sample(parent, Prompt(ids[size:], text=text), options, limit, on_token)
-        )
+        asked = Prompt(ids[size:], text=text, pictures=self.recorder.pictures_of(ids))
+        return self._record(await self._sample(parent, asked, options, limit, on_token))
 
     async def prompt_tokens(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -307,6 +310,18 @@ class Model:
 
         self._loop = loop or self.loop
         return BlockingModel(self)
+
+    @property
+    def rollout_name(self) -> str:
+        """Return its name in messages: batch/task/run, and the attempt after the first."""
+        return "/".join(map(str, self.key))
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that its calls, and those of its forks, have waited for the engine;
+        overlapping calls count separately.
+        """
+        return self._life.seconds
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -413,7 +428,6 @@ class Model:
         options: Sampling,
         limit: int,
         on_token: OnToken | None,
-        messages: Sequence[Message] = (),
     ) -> list[Call]:
         """Request samples from the engine. A prompt of more than `limit` tokens gives empty
         replies, or an error.
@@ -425,22 +439,28 @@ class Model:
         index = next(self._counter)
         ids = [*(parent.ids if parent else []), *prompt.ids]
         if len(ids) > limit:
-            return self._too_long(parent, ids, options, limit, index)
+            return self._too_long(parent, ids, options, limit, index, prompt)
         more: Any = {} if on_token is None else {"on_token": on_token}
-        more |= self._shown(pictures_in(messages))
+        more |= self._shown(prompt.pictures)
         asked = time.monotonic()
         completions = await self.engine.generate(ids, options, key=(*self.key, index), **more)
-        self.seconds += time.monotonic() - asked
+        self._life.seconds += time.monotonic() - asked
         self._check_live()
         if any(c.stop_reason == "aborted" for c in completions):
-            raise RuntimeError(f"the engine aborted request {(*self.key, index)}")
+            raise RuntimeError(f"the engine aborted request {index} of rollout {self.rollout_name}")
+        about: dict[str, Any] = {"prompt_text": prompt.text, "pictures": prompt.pictures}
         return [
-            Call(parent, prompt.ids, c, options.temperature, index, prompt_text=prompt.text)
-            for c in completions
+            Call(parent, prompt.ids, c, options.temperature, index, **about) for c in completions
         ]
 
     def _too_long(
-        self, parent: Call | None, ids: list[int], options: Sampling, limit: int, index: int
+        self,
+        parent: Call | None,
+        ids: list[int],
+        options: Sampling,
+        limit: int,
+        index: int,
+        prompt: Prompt,
     ) -> list[Call]:
         """Make calls without sampled tokens. Without a parent they keep the prompt's beginning."""
         if not self.enable_prompt_truncation:
@@ -451,8 +471,9 @@ class Model:
             )
         kept = [] if parent else ids[: limit + 1]
         nothing = Completion([], [], [], [], "length")
+        about: dict[str, Any] = {"truncated": True, "pictures": prompt.pictures}
         return [
-            Call(parent, kept, nothing, options.temperature, index, truncated=True)
+            Call(parent, kept, nothing, options.temperature, index, **about)
             for _ in range(options.n)
         ]
 
@@ -470,10 +491,7 @@ class Model:
 
     def _check_live(self) -> None:
         if self._life.over:
-            raise Revoked(
-                f"rollout {'/'.join(str(part) for part in self.key)} is over: its model takes no "
-                "more calls"
-            )
+            raise Revoked(f"rollout {self.rollout_name} is over: its model takes no more calls")
 
 
 def _shows_more(content: Any) -> bool:

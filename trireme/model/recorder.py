@@ -14,6 +14,7 @@ from typing import Any
 
 from trireme.engines.engine import Completion
 from trireme.model.chat_tokens import Message, Recorded
+from trireme.pictures import Picture, album, shown
 
 
 @dataclass(eq=False)
@@ -34,6 +35,8 @@ class Call:
     tools_dropped: bool = False
     """Whether the chat template left out the tools."""
     prompt_text: str | None = None
+    pictures: tuple[Picture, ...] = ()
+    """The pictures of the conversation before the reply."""
     truncated: bool = False
     """Whether its prompt was too long, so that nothing was sampled."""
     shown: str | None = None
@@ -107,6 +110,11 @@ class Recorder:
         self._children[call] = []
         if call.parent is not None:
             call.parent.extended = True
+
+    def pictures_of(self, ids: Sequence[int]) -> tuple[Picture, ...]:
+        """Return the pictures of earlier calls that these ids show."""
+        known = album(picture for call in self.calls for picture in call.pictures)
+        return tuple(shown(ids, known).values()) if known else ()
 
     def fresh(self) -> list[Call]:
         """Return the calls that no `take` has returned yet."""

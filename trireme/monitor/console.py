@@ -36,6 +36,7 @@ from trireme.monitor.figures import (
     sparkline,
     spoken,
 )
+from trireme.monitor.monitor import EVALUATIONS
 from trireme.monitor.terminal import Terminal
 
 if TYPE_CHECKING:  # importing it would load torch before the thread settings are made
@@ -98,7 +99,7 @@ class Console:
 
     def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step; each evaluation becomes a permanent line."""
-        if part in ("eval", "bench"):
+        if part in EVALUATIONS:
             self._evaluations(step, metrics)
             return
         self._metrics.update(metrics)

@@ -254,6 +254,8 @@ class Summary:
     its replies are `drawn`, and the reply before and after each stage: its `text` and `reward`."""
     measure: str = "accuracy"
     """The measure of these four: `reward` if the evaluation has no accuracy but a mean reward."""
+    taskset: str | None = None
+    """The evaluation taskset of these four: the first that all evaluations have."""
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     """First and last evaluation of each stage (`run` if there are none), by taskset."""
     steps: dict[str, int] = field(default_factory=dict)

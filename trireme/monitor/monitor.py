@@ -2,7 +2,8 @@
 
 Invariants:
 - `metrics.jsonl` has one whole line per step and part: `keep_until` removes the steps that a
-  resumed run repeats, and a step that is repeated nevertheless replaces its line.
+  resumed run repeats, and a step that is repeated nevertheless replaces its line. Evaluations of
+  a step share its line, since each taskset has its own names: one that is repeated replaces these.
 - Two processes may write the same file: each line is appended under a lock, and neither process
   keeps the file open, since it may be replaced by a shorter one.
 - A number that is not finite is written as null, never as text that JSON does not allow.
@@ -27,6 +28,8 @@ from trireme.files import (
 from trireme.monitor.events import Event, measured
 
 FILE_NAME = "metrics.jsonl"
+EVALUATIONS = ("eval", "bench")
+"""Parts that log a step once for each taskset."""
 
 
 class JsonLinesMonitor:
@@ -48,15 +51,15 @@ class JsonLinesMonitor:
             self._rewrite(lambda row: row["step"] <= steps.get(row["part"], row["step"]))
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """Write a line with one write call; an earlier line of the same step is removed."""
-        row = {
-            "time": round(time.time(), 3),
-            "part": part,
-            "step": step,
-            "metrics": {name: _finite(value) for name, value in metrics.items()},
-        }
+        """Write a line with one write call; an earlier line of the same step is removed, but an
+        evaluation's metrics of other names are kept.
+        """
+        written = {name: _finite(value) for name, value in metrics.items()}
         if (part, step) in self._steps:
+            if part in EVALUATIONS:
+                written = self._metrics_of(part, step) | written
             self._rewrite(lambda old: (old["part"], old["step"]) != (part, step))
+        row = {"time": round(time.time(), 3), "part": part, "step": step, "metrics": written}
         self._steps.add((part, step))
         with in_turn(self._lock), for_appending(self.path) as file:
             file.write((json.dumps(row, allow_nan=False) + "\n").encode())
@@ -65,6 +68,10 @@ class JsonLinesMonitor:
         """Write the metrics of an event."""
         if (figures := measured(event)) is not None:
             self.log(*figures)
+
+    def _metrics_of(self, part: str, step: int) -> dict[str, float | None]:
+        rows = [row for row in _rows(self.path) if (row["part"], row["step"]) == (part, step)]
+        return {name: value for row in rows for name, value in row["metrics"].items()}
 
     def _rewrite(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Replace the file by one with the wanted lines only, by renaming."""

@@ -119,7 +119,8 @@ class Pipeline:
         self.pass_rates: PassRates | None = None
         """Maps taskset -> row -> pass rate in the last step; None: no operator here has reported
         it."""
-        self._prepared = False
+        self._prepared = 0
+        """The number of operators, in their order, that are prepared."""
 
     async def run(
         self, experiences: Sequence[Experience], *, sizes: Mapping[int, int] | None = None
@@ -129,10 +130,9 @@ class Pipeline:
 
         `sizes`, taskset -> its number of rows: operators' reports to a selector must fit them.
         """
-        if not self._prepared:
-            self._prepared = True
-            for operator in self.operators:
-                await operator.prepare()
+        for operator in self.operators[self._prepared :]:
+            await operator.prepare()
+            self._prepared += 1
         if self.raw is not None:
             await self.raw.write(experiences)
         kept, metrics = list(experiences), {}
@@ -173,9 +173,8 @@ class Pipeline:
 
     async def close(self) -> None:
         """Release the operators' resources."""
-        if self._prepared:
-            for operator in self.operators:
-                await operator.close()
+        for operator in self.operators[: self._prepared]:
+            await operator.close()
 
 
 def _not_finite(experiences: Sequence[Experience]) -> int:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import OperatorConfig
 from trireme.data.rows import Rows, load_rows
+from trireme.files import in_turn, write_text
 from trireme.log import get_logger
 from trireme.pipeline.operators import Operator, OperatorFailed, make_operator
 from trireme.registry import TASK_OPERATORS, is_path
@@ -61,19 +62,30 @@ def prepared(
         [rows.source, len(rows), *map(list, operators)], sort_keys=True, default=str
     )
     path = folder / f"{name}-{hashlib.sha256(cache_key.encode()).hexdigest()[:12]}.jsonl"
-    if not path.exists():
-        changed = [dict(row) for row in rows]
-        made = [
-            make_operator(TASK_OPERATORS, operator, args, f"{KEY}[{index}]")
-            for index, (operator, args) in enumerate(operators)
-        ]
-        for operator in made:
-            changed = _apply(operator, changed)
-            logger.info("task operator '%s' left %d rows", operator.name, len(changed))
-        if not changed:
-            raise ValueError(f"{rows.source}: {KEY} left none of its {len(rows)} rows")
-        _write(path, changed)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    waits = partial(logger.warning, "waiting for another explorer, which makes the tasks %s", path)
+    with in_turn(lock, waits):  # several explorers may begin together
+        if not path.exists():
+            changed = _changed(rows, operators)
+            write_text(path, "".join(as_json(row, default=str) + "\n" for row in changed))
     return load_rows(path)
+
+
+def _changed(
+    rows: Rows, operators: Sequence[tuple[str, Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    changed = [dict(row) for row in rows]
+    made = [
+        make_operator(TASK_OPERATORS, operator, args, f"{KEY}[{index}]")
+        for index, (operator, args) in enumerate(operators)
+    ]
+    for operator in made:
+        changed = _apply(operator, changed)
+        logger.info("task operator '%s' left %d rows", operator.name, len(changed))
+    if not changed:
+        raise ValueError(f"{rows.source}: {KEY} left none of its {len(rows)} rows")
+    return changed
 
 
 def _apply(operator: Operator, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,11 +100,3 @@ def _apply(operator: Operator, rows: list[dict[str, Any]]) -> list[dict[str, Any
             "of rows, each a dictionary"
         )
     return changed
-
-
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}")
-    lines = (as_json(row, default=str) + "\n" for row in rows)
-    temporary.write_text("".join(lines), encoding="utf-8")
-    os.replace(temporary, path)

@@ -25,7 +25,14 @@ _ONE_NUMBER = re.compile(_NUMBER_IN_TEXT.pattern + r"(?!\w)")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BRACE = re.compile("[{}]")
 _SHORT_FRACTION = re.compile(r"\\frac([^{])(?:([^{])|(?=\{))")
-_FENCES = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
+_FENCES = (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
+_WITH_UNIT = re.compile(
+    rf"({_NUMBER_IN_TEXT.pattern})(?:\s+[A-Za-z]{{2,}}(?:\s*/\s*[A-Za-z]+)?(?:\^[23])?|\s*/\s*[A-Za-z]{{3,}})"
+)
+"""A number with a unit that has a power or a quotient: `60 km/h`, `12 ft^2`, `15/day`."""
+_WORD = re.compile(r"(?=.*(?:[A-Z]{2}|[A-Za-z]{4}))[A-Za-z ]+")
+"""A name, and not a product of variables."""
+_MINUS = "\u2212"
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _TERM = rf"(?:\\[dt]?frac{_BRACES}{_BRACES}|\\sqrt(?:\[\w+\])?{_BRACES}|\\pi\b|\d[\d.,]*|[a-z])"
 _MATH = re.compile(
@@ -35,6 +42,8 @@ _MATH = re.compile(
     re.DOTALL,
 )
 """Mathematics in a reply: between fences, or in bare LaTeX, or a number with an exponent."""
+_MATHEMATICAL = re.compile(r"[\\$^]|\d[eE][-+\d]")
+"""What every match of `_MATH` contains."""
 _POWER = re.compile(r"\^|\*\*")
 _LARGE = re.compile(r"(?:\^|\*\*)\s*[({]*\s*[-+]?\d{4,}|\d{4,}\s*[)}]*\s*!|!\s*[)}]*\s*!")
 
@@ -52,7 +61,7 @@ def final_truth(truth: Any) -> str:
 
 def final_answer(reply: str) -> str | None:
     """Return the result in a reply: in <answer>, in \\boxed{}, after ####, or its last number."""
-    tail = reply[-_TAIL:]
+    tail = reply[-_TAIL:].replace(_MINUS, "-")
     tagged = _ANSWER_TAG.findall(tail)
     if tagged:
         inside = boxed(tagged[-1])
@@ -72,6 +81,8 @@ def _last_formula(text: str) -> str | None:
     """Return the last mathematics between fences, or a bare result in LaTeX, if no number follows
     it; of an equation its right side.
     """
+    if not _MATHEMATICAL.search(text):  # most replies: in a tenth of the time
+        return None
     last = None
     for match in _MATH.finditer(text):
         last = match
@@ -133,7 +144,7 @@ def _with_braces(found: re.Match[str]) -> str:
 
 def plain(text: str) -> str:
     """Strip white space, fences, currency and full stop from both ends."""
-    text = text.strip().rstrip(".").strip()
+    text = text.replace(_MINUS, "-").strip().rstrip(".").strip()
     for left, right in _FENCES:
         if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
             text = text[len(left) : -len(right)].strip()
@@ -148,11 +159,15 @@ def same(answer: str | None, truth: str) -> bool:
     if _squeezed(answer) == _squeezed(truth):
         return True
     value, wanted = number(answer), number(truth)
-    if wanted is not None and value is None and not re.search(r"[\\^*/+]", answer):
+    if wanted is not None and value is None and (whole := _WITH_UNIT.fullmatch(answer)):
+        value = number(plain(whole[1]))
+    elif wanted is not None and value is None and not re.search(r"[\\^*/+<>≠≤≥]|!=", answer):
         there = _ONE_NUMBER.findall(answer)  # `72 clips`, `x = 72`
         value = number(plain(there[0])) if len(there) == 1 else None
     if value is not None and wanted is not None:
         return value == wanted
+    if _WORD.fullmatch(answer) and _WORD.fullmatch(truth):  # whose letters have an order
+        return _squeezed(answer).casefold() == _squeezed(truth).casefold()
     if _too_hard(answer) or _too_hard(truth):
         return False
     return _verify(answer, truth)

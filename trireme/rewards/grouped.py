@@ -23,7 +23,7 @@ from trireme.aio import call_user
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.experience import Experience
 from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
-from trireme.rewards.orm import ORM, Value
+from trireme.rewards.orm import ORM, Unscored, Value
 from trireme.rewards.reward import number, score
 from trireme.rewards.reward import resolve as resolve_single
 from trireme.task import Task
@@ -146,16 +146,18 @@ class Judge:
         totals: list[float | None] = []
         parts: list[dict[str, float]] = []
         for index in range(len(rows)):
-            values = [numbers[index] for numbers in per_function]
+            given = [numbers[index] for numbers in per_function]
+            values = [None if isinstance(value, Unscored) else value for value in given]
             used = [w * v for w, v in zip(self.weights, values, strict=True) if v is not None]
             environment: dict[str, float] = {}
             if _ENVIRONMENT in rows[index].infos:
                 environment[_ENVIRONMENT] = float(rows[index].infos[_ENVIRONMENT])
                 used.append(environment[_ENVIRONMENT])
             if not used and self.functions:
+                reasons = "".join(f" ({value})" for value in given if isinstance(value, Unscored))
                 raise ValueError(
                     f"no reward function applies to rollout {index} of task {task.task_id}: "
-                    f"{', '.join(self.names)} gave None"
+                    f"{', '.join(self.names)} gave None{reasons}"
                 )
             totals.append(math.fsum(used) if used else None)
             named = [(n, v) for n, v in zip(self.names, values, strict=True) if v is not None]
@@ -166,7 +168,7 @@ class Judge:
 
     async def _ask(
         self, index: int, task: Task, rows: Sequence[Row], columns: Mapping[str, Any]
-    ) -> list[float | None]:
+    ) -> list[float | Unscored | None]:
         function, name = self.functions[index], self.names[index]
         if function.each:
             models = columns["auxiliary_models"]
@@ -364,9 +366,9 @@ def _cells(task: Task, row: Row) -> dict[str, Any]:
     }
 
 
-def _number(value: Any, name: str) -> float | None:
-    if value is None:
-        return None
+def _number(value: Any, name: str) -> float | Unscored | None:
+    if value is None or isinstance(value, Unscored):
+        return value
     score = number(value, f"reward '{name}' gave")
     return value if isinstance(value, Value) else score
 

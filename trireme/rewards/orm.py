@@ -49,6 +49,10 @@ class Value(float):
         return made
 
 
+class Unscored(str):
+    """No reward, like None, and the reason: for the error if no other function gives one."""
+
+
 class MathAccuracy(ORM):
     """1 where a completion's result is that of the solution, else 0; None without a solution."""
 

@@ -1,7 +1,8 @@
 """Reward: scores an answer by named parts, which are summed and logged.
 
 Two forms. A function `(task, answer, *, options) -> number | dict[str, number]`, which may be a
-coroutine function, and whose keyword arguments also take columns of the row by name; and a class
+coroutine function, or an object or a class whose instances are called like one, and whose keyword
+arguments also take columns of the row by name; and a class
 `RewardFn(**options)` whose instances are called with what their signature names of `response`,
 `truth`, `prompt`, `task`. Either form may also name the sampled ids `response_token`,
 `auxiliary_models`, and the `workdir` of a program's rollout. Options are checked against the
@@ -66,8 +67,10 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         options = fitting_options(f"reward '{name}'", function, options)
         with UserCode(f"reward '{name}'", function):
             made: Any = function(**options)
-            _refuse_arguments(f"reward '{name}'", made)
-        return made
+            if not _is_function(made):
+                _refuse_arguments(f"reward '{name}'", made)
+                return made
+        return _with_options(name, made, {})
     if _is_function(function):
         # a rollout asks for the reward that the rollout before it had
         plain = not options and inspect.isfunction(function)
@@ -241,9 +244,9 @@ def _wanted(
 def _is_function(reward: Any) -> bool:
     """True for the function form, whose two arguments are passed by place."""
     inner = _inner(reward)
-    if not inspect.isfunction(inner) and not inspect.ismethod(inner):
-        return False
-    return "response" not in parameters_of(inner)
+    names = list(parameters_of(inner))
+    plain = inspect.isfunction(inner) or inspect.ismethod(inner)
+    return "response" not in names and (plain or names[:2] == ["task", "answer"])
 
 
 def _inner(reward: Any) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import JobFolder, step_in
 from trireme.checkpoint.save import save_weights
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
@@ -55,7 +55,7 @@ class CheckpointPush:
         step, probe = await self.device.run(self._write, version)
         if self.engine is None:
             return {}
-        await self.engine.update_weights(self.folder.weights_dir(step), version)
+        await self._load(self.engine, step, version)
         return await _prove(self.engine, self.probe, probe)
 
     def announce(self, state: str, step: int) -> None:
@@ -63,6 +63,25 @@ class CheckpointPush:
         why.
         """
         write_json(self.folder.root / STATE_FILE, {"trainer": state, "step": step})
+
+    async def _load(self, engine: Engine, step: int, version: int) -> None:
+        """Load the step's weights; from its checkpoint if that replaces their folder meanwhile."""
+        for left in reversed(range(1 + TRIES)):
+            before = self._identity(step)
+            try:
+                return await engine.update_weights(self.folder.weights_dir(step), version)
+            except Exception as error:  # whatever it is: see PolledSync.load_latest
+                await asyncio.sleep(POLL_SECONDS)  # the replacement may be under way
+                if not left or (before is not None and self._identity(step) == before):
+                    raise
+                logger.info("the weights of train step %d moved while they loaded: %s", step, error)
+
+    def _identity(self, step: int) -> int | None:
+        """Return the inode of the step's folder; None while a checkpoint replaces it."""
+        try:
+            return self.folder.step_dir(step).stat().st_ino
+        except FileNotFoundError:
+            return None
 
     def _write(self, version: int) -> tuple[int, dict[str, Any]]:
         """Write the weights' folder; returns its step and the contents of its probe.json."""
@@ -88,6 +107,12 @@ async def _prove(engine: Engine, probe: Probe, file: Mapping[str, Any]) -> dict[
     return await probe.prove(engine, marks, expected, version=version, ids=file["ids"])
 
 
+def last_report(folder: JobFolder) -> int | None:
+    """Return when a trainer last reported its state, in nanoseconds; None if none has."""
+    path = folder.root / STATE_FILE
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 class PolledSync:
     """The explorer's side in a separate process: ExplorerSync over the job folder."""
 
@@ -101,8 +126,12 @@ class PolledSync:
         offset: int,
         timeout: float,
         dtype: str,
+        old_report: int | None = None,
     ) -> None:
-        """The styles are those of Synchronizer; here only `fixed` waits."""
+        """The styles are those of Synchronizer; here only `fixed` waits. An end that was reported
+        at `old_report`, before this process began, is that of the last attempt's trainer, and is
+        ignored.
+        """
         self._engine = engine
         self._folder = folder
         self._style = style
@@ -112,7 +141,7 @@ class PolledSync:
         self._probe = Probe(0, dtype)  # its rows come from the trainer's files
         self._loaded_step = 0
         self._waited = 0.0
-        self._old_news: int | None = None
+        self._old_report = old_report
         self._loading = asyncio.Lock()
         self.persist: Persist = once
         self.version = 0
@@ -127,20 +156,20 @@ class PolledSync:
 
     def _said(self) -> str:
         """Return the trainer's last report of its state; empty if none has begun."""
-        path = self._folder.root / STATE_FILE
-        if not path.exists() or path.stat().st_mtime_ns == self._old_news:
+        reported = last_report(self._folder)
+        if reported is None:
             return ""
+        path = self._folder.root / STATE_FILE
         said = read_json(path).get("trainer")
         if not isinstance(said, str):
             raise Unreadable(f"{path} does not say what the trainer does")
-        return said
+        ended = said == "stopped" or said.startswith("failed")
+        return "" if ended and reported == self._old_report else said
 
-    def forget(self) -> None:
-        """Ignore the reports so far, which are those of an earlier run's trainer: used if this
-        explorer begins first.
-        """
-        path = self._folder.root / STATE_FILE
-        self._old_news = path.stat().st_mtime_ns if path.exists() else None
+    @property
+    def pushes_by_itself(self) -> bool:
+        """Return False: the explorer looks for new weights."""
+        return False
 
     def due(self, step: int) -> bool:
         """True after every `interval` steps past the offset; if the trainer drives, after every
@@ -152,8 +181,13 @@ class PolledSync:
         """Load the newest weights; `fixed` waits for those of train step `step - offset`."""
         started = time.monotonic()
         wanted = step - self._offset if self._style == "fixed" else 0
-        noted = False
-        while self._latest() < wanted and not self.finished:
+        noted = finished = False
+        while True:
+            if await self._latest() >= wanted or (finished := self.finished):
+                self._waited = time.monotonic() - started
+                await self.load_latest()
+                if finished or self._loaded_step >= wanted:
+                    break  # if not, their checkpoint was replacing them
             if not noted and not self._said() and time.monotonic() - started > NOTED:
                 noted = True
                 logger.warning(
@@ -169,14 +203,14 @@ class PolledSync:
                     "trainer running?"
                 )
             await asyncio.sleep(POLL_SECONDS)
-        self._waited = time.monotonic() - started
-        await self.load_latest()
 
     async def load_latest(self) -> None:
-        """Load the newest weights if they are newer than ours, and compare the probe."""
+        """Load the newest weights if they are not ours, and compare the probe. They may be of an
+        earlier step: those of a trainer that was started again from an older checkpoint.
+        """
         failures = 0
         async with self._loading:
-            while (step := self._latest()) > self._loaded_step:
+            while (step := await self._latest()) not in (0, self._loaded_step):
                 try:
                     await self.persist(lambda step=step: self._load(step))
                 except (BrokenWeights, WrongWeights):
@@ -184,7 +218,7 @@ class PolledSync:
                 except Exception as error:
                     # whatever the error: a file that goes between its opening and its mapping is a
                     # RuntimeError of torch, and an engine of another process answers with one too
-                    if self._latest() == step:
+                    if await self._latest() == step:
                         failures += 1
                         if failures > TRIES:
                             raise
@@ -218,6 +252,13 @@ class PolledSync:
         """Return the version and the seconds waited."""
         return {"sync/version": self.version, "time/sync_wait": self._waited}
 
-    def _latest(self) -> int:
-        """Return the newest published train step; 0 before the first."""
+    async def _latest(self) -> int:
+        """Return the newest published train step; 0 before the first. While a checkpoint replaces
+        the newest weights only older ones are there: these are not taken for the newest at once.
+        """
+        for _ in range(TRIES):
+            step = self._folder.latest_weights_step()
+            if step == step_in(self._folder.latest_weights):
+                return step or 0
+            await asyncio.sleep(POLL_SECONDS)
         return self._folder.latest_weights_step() or 0

@@ -45,6 +45,11 @@ class ExplorerSync(Protocol):
         """True if the trainer wants no more experiences."""
         ...
 
+    @property
+    def pushes_by_itself(self) -> bool:
+        """True if weights come without the explorer's waiting for them: no step is `due`."""
+        ...
+
     def due(self, step: int) -> bool:
         """True if the explorer synchronizes with the trainer after explore step `step`."""
         ...

@@ -113,7 +113,9 @@ class Leader:
             if lost := self._gone():
                 self._lost = f"{lost} during {doing}"
                 with suppress(queue.Empty):  # a thread inside a collective prevents a clean exit
-                    outcome.get(timeout=GRACE)
+                    _, error = outcome.get(timeout=GRACE)
+                    if error is not None and not _is_communication(error):
+                        raise error  # of all ranks, and another one was sooner
                 raise RankLost(self._lost)
         self._busy = False
         if error is None:
@@ -129,9 +131,10 @@ class Leader:
         if self._lost:
             return
         self._announce(Command(STOP), 0)
-        for rank in range(1, self._ranks.world):
-            with suppress(dist.DistStoreError):  # it hangs elsewhere, and will miss our heartbeat
-                self._ranks.store.wait([f"bye/{rank}"], timedelta(seconds=GRACE))
+        if byes := [f"bye/{rank}" for rank in range(1, self._ranks.world)]:
+            # one that hangs elsewhere will miss our heartbeat, and one that failed never answers
+            with suppress(dist.DistStoreError):
+                self._ranks.store.wait(byes, timedelta(seconds=GRACE))
         self._ranks.close()
 
     def _stop_if_lost(self) -> None:

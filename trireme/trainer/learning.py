@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class TrainState:
 
     def state(self) -> dict[str, Any]:
         """Return JSON values; the critic's tensors are in the checkpoint's own folder."""
-        return {"steps": self.steps, "coefficients": self.coefficients}
+        return {"steps": self.steps, "coefficients": dict(self.coefficients)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
@@ -106,7 +107,7 @@ def prepare(
         batch, metrics = _with_advantages(
             backend, recipe, advantage, experiences, batch, train_state
         )
-    elif recipe.penalty:
+    elif recipe.penalty:  # of whole explore steps, in which no expert's samples are
         batch, metrics = _with_group_advantages(backend, recipe, experiences, batch, train_state)
     if recipe.keeps_old_logprobs:
         batch = batch.with_fields(trainer_logprobs=backend.logprobs(batch))
@@ -168,12 +169,14 @@ def with_selected(backend: Backend, recipe: Recipe, batch: Batch) -> tuple[Batch
 def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
     """Return the factors of each entry's policy loss [M], mostly 0 or 1. They are chosen from the
     whole batch, before its gradient: choosing per micro-batch would make the loss depend on how the
-    batch is cut.
+    batch is cut. An expert's tokens are not compared by entropy, and all stay.
     """
     selected = torch.ones(batch.num_tokens, dtype=torch.bool)
     if recipe.top_entropy < 1:
         logprobs, entropies, _ = backend.scores(batch)
-        selected = top_entropy(entropies, recipe.top_entropy)
+        own = ~batch.fields.get("expert", torch.zeros_like(selected))
+        if bool(own.any()):
+            selected[own] = top_entropy(entropies[own], recipe.top_entropy)
     else:
         logprobs = backend.logprobs(batch)
     loss = recipe.policy_loss
@@ -199,6 +202,32 @@ def numbered(names: Sequence[str]) -> list[int]:
 
 
 def _with_advantages(
+    backend: Backend,
+    recipe: Recipe,
+    advantage: Part,
+    experiences: Sequence[Experience],
+    batch: Batch,
+    train_state: TrainState,
+) -> tuple[Batch, dict[str, float]]:
+    """Add `advantages` and `returns`, which are 0 for an expert's samples: they have no reward, and
+    neither a baseline nor a critic learns from them.
+    """
+    experts = _flags(experiences, key="is_expert", default=False)
+    compute = partial(_own_advantages, backend, recipe, advantage, train_state=train_state)
+    if not experts.any():
+        return compute(experiences, batch)
+    entries = ~experts[batch.sample_ids]
+    found = {name: torch.zeros(batch.num_tokens) for name in ("advantages", "returns")}
+    metrics: dict[str, float] = {}
+    if bool(entries.any()):
+        samples = (~experts).nonzero().squeeze(1).tolist()
+        part, metrics = compute([experiences[i] for i in samples], batch.select(samples))
+        for name, values in found.items():
+            values[entries] = part.fields[name].float()
+    return batch.with_fields(**found), metrics
+
+
+def _own_advantages(
     backend: Backend,
     recipe: Recipe,
     advantage: Part,
@@ -337,7 +366,8 @@ def split_pairs(experiences: Sequence[Experience]) -> list[Experience]:
             raise ValueError(
                 f"experience {e.eid.uid} is not a pair: it needs `chosen` and `rejected` replies"
             )
-        for run, reply in enumerate((e.chosen, e.rejected)):
+        for n, reply in enumerate((e.chosen, e.rejected)):
+            run = 2 * e.eid.run + n  # a task may have several pairs
             out.append(
                 Experience(
                     torch.cat([e.tokens, reply]),

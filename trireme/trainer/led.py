@@ -22,7 +22,7 @@ from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Command, Commands, Leader
 from trireme.trainer.learning import TrainState
 from trireme.trainer.lora import Part
-from trireme.trainer.ranks import Ranks
+from trireme.trainer.ranks import NotFinite, Ranks
 from trireme.trainer.settings import TrainSettings
 from trireme.trainer.step import train_step
 
@@ -44,16 +44,23 @@ class Models:
         moved: bool = False,
         profile: str | None = None,
     ) -> dict[str, float]:
-        """Do one train step; see `train_step` for its arguments and metrics."""
-        return train_step(
-            self.backend,
-            self.recipe,
-            experiences,
-            version=version,
-            moved=moved,
-            train_state=self.train_state,
-            profile=profile,
-        )
+        """Do one train step; see `train_step` for its arguments and metrics. Raises NotFinite,
+        with the weights of all ranks that are `broken`.
+        """
+        try:
+            return train_step(
+                self.backend,
+                self.recipe,
+                experiences,
+                version=version,
+                moved=moved,
+                train_state=self.train_state,
+                profile=profile,
+            )
+        except NotFinite as error:  # on all ranks
+            found = self.backend.gather(self.backend.broken_weights(), every=True)
+            error.broken = list(dict.fromkeys(name for names in found for name in names))
+            raise
 
     def save_critic(self, folder: Path) -> None:
         """Write the value model's files into a folder that all ranks see."""

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
+from trireme.config.lookup import LEAVES_BASE
 from trireme.engines.adapter import BASE_LAYER, A, B, is_of_adapter, plain_name
 from trireme.engines.torch.composite import towers
 
@@ -60,7 +61,7 @@ class Lora:
         """True if it can be made without the base's weights: DoRA needs their norms."""
         if self.path is None:
             return not self.dora
-        return _config(self).init_lora_weights in (True, False, "gaussian")  # others change them
+        return _config(self).init_lora_weights in LEAVES_BASE
 
 
 class Adapter:
@@ -71,7 +72,8 @@ class Adapter:
     def __init__(self, model: PreTrainedModel, lora: Lora) -> None:
         """Freezes the model's own weights. The adapter begins at 0, or with the weights at `path`.
 
-        Raises ValueError for an adapter of another model.
+        Raises ValueError for an adapter of another model, and for one on a weight that several
+        layers share: merged it would be the weight of all of them.
         """
         from peft import PeftModel, get_peft_model  # slow to import, and rarely needed
 
@@ -86,6 +88,12 @@ class Adapter:
             raise ValueError(
                 f"model.lora_configs[0].use_dora: {turned[0]} keeps its weight transposed, and a "
                 "row's norm cannot be taken there: leave use_dora out for this model"
+            )
+        if shared := self._on_shared_weights():
+            raise ValueError(
+                f"model.lora_configs[0].target_modules: {' and '.join(shared)} are one weight "
+                "(tie_word_embeddings), which cannot be merged with an adapter of one of them: "
+                "leave both out for this model"
             )
         self._dtypes_as_trained(model)
         self.starts_at_zero = lora.path is None
@@ -116,7 +124,9 @@ class Adapter:
             return
         from peft import set_peft_model_state_dict
 
-        self._peft.add_adapter(_START, copy.copy(self._peft.peft_config[_ADAPTER]))
+        config: Any = copy.copy(self._peft.peft_config[_ADAPTER])
+        config.init_lora_weights = True  # others would subtract their start from the base again
+        self._peft.add_adapter(_START, config)
         set_peft_model_state_dict(self._peft, self.weights(), adapter_name=_START)
         self._peft.set_adapter(_ADAPTER)
         for name, parameter in self._model.named_parameters():
@@ -209,6 +219,14 @@ class Adapter:
         for name, module in self._model.named_modules():
             if isinstance(module, LoraLayer):
                 yield name, module
+
+    def _on_shared_weights(self) -> list[str]:
+        """Return the names of layers that share a weight, if one of them has an adapter."""
+        owners: dict[int, list[str]] = {}
+        for name, weight in self._model.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(weight), []).append(plain_name(name).removesuffix(".weight"))
+        adapted = (getattr(layer.get_base_layer(), "weight", None) for _, layer in self._layers())
+        return next((owners[id(w)] for w in adapted if len(owners.get(id(w), ())) > 1), [])
 
     def _dtypes_as_trained(self, model: PreTrainedModel) -> None:
         """Make the trained parameters float32, also on a base in bfloat16."""

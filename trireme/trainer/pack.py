@@ -237,9 +237,13 @@ def _sorted(inputs: Sequence[np.ndarray], share: bool) -> tuple[list[int], list[
 
 
 def _neighbours(batch: Batch, order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [begin, end) of the order that belong to one group."""
+    """Yield the ranges [begin, end) of the order that belong to one group, or to one pair."""
+    groups: Sequence[object] = batch.groups
+    if "pair_ids" in batch.fields:  # those of one task may be more than fit
+        pairs = dict(zip(batch.sample_ids.tolist(), batch.fields["pair_ids"].tolist(), strict=True))
+        groups = [pairs.get(n) for n in range(batch.num_samples)]
     begin = 0
     for at in range(1, len(order) + 1):
-        if at == len(order) or batch.groups[order[at]] != batch.groups[order[begin]]:
+        if at == len(order) or groups[order[at]] != groups[order[begin]]:
             yield begin, at
             begin = at

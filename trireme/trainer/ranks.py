@@ -52,6 +52,9 @@ from trireme.trainer.pack import cut, packed_tokens
 class NotFinite(RuntimeError):
     """A loss or gradient is NaN or infinite."""
 
+    broken: Sequence[str] = ()
+    """The names of weights that are, on any rank: no experience is to blame for these."""
+
 
 _RAISED = {kind.__name__: kind for kind in (NotFinite, ValueError, CannotWrite)}
 
@@ -74,7 +77,7 @@ class RankSpec:
     """cpu, cuda:N, or cuda: the process's current one, the only one that a launcher shows."""
     timeout: float = field(kw_only=True)
     """Seconds that a collective, or the meeting, may take: `trainer.collective_timeout`."""
-    lost_after: float = 60.0
+    lost_after: float = field(kw_only=True)
     """Seconds after which a silent rank counts as dead: `cluster.heartbeat_timeout`."""
 
     def __post_init__(self) -> None:
@@ -117,18 +120,19 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         choose_interface(spec.address.rpartition(":")[0])
+        self._timeout = timedelta(seconds=spec.timeout)
         dist.init_process_group(
             "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=self.store,
             rank=self.rank,
             world_size=self.world,
-            timeout=timedelta(seconds=spec.timeout),
+            timeout=self._timeout,
         )
         self.mesh: DeviceMesh = self._mesh()
         # Neighbours share a sequence: their traffic is the heaviest.
         self.sequence: SequenceGroup | None = None
         if spec.sequence > 1:
-            group, _ = dist.new_subgroups(spec.sequence)
+            group, _ = dist.new_subgroups(spec.sequence, timeout=self._timeout)
             assert isinstance(group, dist.ProcessGroup)
             self.sequence = SequenceGroup(group, self.sequence_rank, spec.sequence)
 
@@ -179,8 +183,14 @@ class Ranks:
         shards = self.spec.shards
         if shards in (-1, self.world):
             return init_device_mesh(self.device.type, (self.world,))
-        shape, names = (self.world // shards, shards), ("ddp", "fsdp")
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        places = torch.arange(self.world).view(-1, shards)
+        groups: list[dist.ProcessGroup] = []
+        for members in (places.T, places):  # a mesh's own groups would have torch's time-out
+            made, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=self._timeout)
+            assert isinstance(made, dist.ProcessGroup)
+            groups.append(made)
+        names = "ddp", "fsdp"
+        return DeviceMesh.from_group(groups, self.device.type, places, mesh_dim_names=names)
 
     def _meet(self) -> None:
         for rank in range(self.world):

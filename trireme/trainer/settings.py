@@ -61,6 +61,9 @@ class TrainSettings:
     """The dtype of exported weights."""
     peak_tflops: float | None = None
     """The peak TFLOP/s of a rank's device; None: looked up by its name."""
+    moves_reference: bool = False
+    """Whether the reference model follows the policy; its shards are then float32, in which a small
+    move is not rounded away."""
     trains_tower: bool = False
     """Whether the tower of a model that sees is trained."""
     trains_projector: bool = False
@@ -72,7 +75,8 @@ class TrainSettings:
         """Load a model on its device; if it will be spread over ranks, on the CPU, or without
         weights.
 
-        `frozen`: it is not trained, and its shards have the dtype of the computation.
+        `frozen`: it is the reference, and its shards have the dtype of the computation if it stays
+        as it is.
         """
         trust = self.trust_remote_code
         model = None
@@ -88,7 +92,7 @@ class TrainSettings:
             model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
         if self.compile:
             compile_blocks(blocks(model))
-        if ranks and frozen and self.half:
+        if ranks and frozen and self.half and not self.moves_reference:
             for parameter in model.requires_grad_(False).parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         if ranks and ranks.sequence:

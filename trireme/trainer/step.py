@@ -217,11 +217,11 @@ def batch_loss(
         bonus, noted = _split(recipe.entropy(columns))
         total = total - recipe.entropy.coefficient * bonus
         averages = recipe.entropy.marked("averages")
-        totals.mean("actor/entropy", columns.get("entropies") if averages else bonus)
+        totals.mean("actor/entropy", _own(columns.get("entropies") if averages else bonus, columns))
         reported |= noted
     elif recipe.schema == "experience":
         # On tokens that the policy sampled itself, -log p is an unbiased estimate of its entropy.
-        totals.mean("actor/entropy", -logprobs)
+        totals.mean("actor/entropy", _own(-logprobs, columns))
     for name, values in reported.items():
         totals.mean(f"actor/{name}", values)
     _compare_with_sampler(batch, logprobs, fresh, totals)
@@ -230,6 +230,11 @@ def batch_loss(
     if not torch.isfinite(loss):
         _blame(total, batch, recipe)
     return loss
+
+
+def _own(values: Tensor, columns: Columns) -> Tensor:
+    """Return the values of the tokens that no expert wrote."""
+    return values[~columns.get("expert")] if "expert" in columns else values
 
 
 def _split(result: Any) -> tuple[Tensor, dict[str, Tensor]]:

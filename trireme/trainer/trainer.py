@@ -6,7 +6,8 @@ Invariants:
 - A checkpoint is written at once, or during the train steps that follow it (`save_behind`); one
   that cannot be written ends the run.
 - The trainer catches nothing: the first error ends the run.
-- A run that never made a train step has failed.
+- A run that never made a train step has failed, and leaves no checkpoint: one would resume where
+  its experiences ended.
 - A trainer that is asked to stop saves what it has learned, and raises Stopped.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,7 +147,7 @@ class Trainer:
         """The task that waits for experiences, while it can be cancelled and loses none."""
 
     async def train(self) -> None:
-        """Run the loop. Always ends with a checkpoint of the last step."""
+        """Run the loop. Ends with a checkpoint of the last step."""
         async with self._finishing_saves():
             self._saved = self.step
             self._looked = time.monotonic(), self.device.busy
@@ -170,7 +171,9 @@ class Trainer:
                 if (due or asked) and not self._enough():
                     await self._save(last=False)
             self.ended_by = self._ended_by()
-            await self._save(last=True)
+            if self.step:
+                await self._save(last=True)
+            self.doing = ""
             await self._notify("on_train_end")
             if self.sync is not None:
                 await self.sync.stopped(self.step)
@@ -241,7 +244,7 @@ class Trainer:
         metrics = await self.device.run(self._step, experiences, weights_follow=follow)
         elapsed = time.monotonic() - started
         self.seconds += elapsed
-        tokens = sum(len(e.tokens) for e in experiences)
+        tokens = sum(map(_tokens_of, experiences))
         rate = tokens / max(elapsed, 1e-9)
         metrics |= sampled | {
             "time/train": elapsed,
@@ -281,10 +284,10 @@ class Trainer:
                 profile=profile and profile.stem(self.step + 1),
             )
         except NotFinite as error:
-            broken = self.models.backend.broken_weights()
-            if broken:  # no experience is to blame for these
-                raise BrokenWeights(a_few(broken), f" before train step {self.step + 1}") from error
-            raise
+            if not error.broken:
+                raise
+            since = f" before train step {self.step + 1}"
+            raise BrokenWeights(a_few(error.broken), since) from error
         if self.models.train_state.tokens is not None:
             self.models.train_state.tokens.end(self.step + 1)
         self.emit(Trained(self.step + 1, experiences))
@@ -306,8 +309,6 @@ class Trainer:
         if not behind or begin.exception() is not None:
             await self._end_save()
         self._save_seconds = time.monotonic() - begun
-        if last:
-            self.doing = ""
 
     def _begin_save(self, state: dict[str, Any], last: bool, behind: bool) -> None:
         self.checkpointer.begin_save(self.step, state, last, behind)
@@ -344,7 +345,11 @@ class Trainer:
         except (Exception, asyncio.CancelledError):  # cancelled if the explorer has failed
             if (saving := self._saving) is None:
                 raise
-            await asyncio.wait({saving}, timeout=self.settings.save_timeout)
+            deadline = time.monotonic() + self.settings.save_timeout
+            while not saving.done() and (left := deadline - time.monotonic()) > 0:
+                # one that has failed may be cancelled too, when the explorer's error arrives
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({saving}, timeout=left)
             if not saving.done():
                 saving.cancel()
                 text = "the checkpoint of step %d was not written in %g s (cluster.stop_timeout)"
@@ -352,3 +357,10 @@ class Trainer:
             elif not saving.cancelled() and (error := saving.exception()) is not None:
                 logger.error("the checkpoint of step %d failed too: %s", self._saved, error)
             raise
+
+
+def _tokens_of(experience: Experience) -> int:
+    """Count the tokens of its sequence, or of both of a pair, each with the prompt."""
+    if experience.chosen is None or experience.rejected is None:
+        return len(experience.tokens)
+    return 2 * len(experience.tokens) + len(experience.chosen) + len(experience.rejected)

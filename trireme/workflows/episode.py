@@ -17,8 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from trireme.envs.env import OpenEnv, Seen, after_reset, after_step, for_thread
-from trireme.experience import Experience
+from trireme.envs.env import (
+    OpenEnv,
+    Seen,
+    after_reset,
+    after_step,
+    errors_of_close_logged,
+    for_thread,
+)
+from trireme.experience import Experience, python_number
 from trireme.model.chat_tokens import Message
 from trireme.task import Task
 from trireme.usercode import UserCode
@@ -77,8 +84,8 @@ class MultiTurnWorkflow(Workflow):
         experience.reward = 0.0 if no_room else float(reward)
         experience.metrics["conversation/no_room"] = float(no_room)
         for name, value in (info or {}).items():
-            if isinstance(value, Real):
-                experience.metrics[name] = float(value)
+            if isinstance(plain := python_number(value), Real):
+                experience.metrics[name] = float(plain)
             else:
                 experience.info[name] = value
         return experience
@@ -126,7 +133,8 @@ class EpisodeWorkflow(MultiTurnWorkflow):
         try:
             return self.generate_env_inference_samples(env, self.repeat_times)
         finally:
-            getattr(env, "close", lambda: None)()
+            with errors_of_close_logged(env):  # also if the method above has closed it already
+                getattr(env, "close", lambda: None)()
 
     def generate_env_inference_samples(self, env: Any, rollout_num: int) -> list[Experience]:
         """Return the experiences of an episode; by default `run` plays it."""

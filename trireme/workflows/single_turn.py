@@ -235,10 +235,26 @@ class MathBoxedWorkflow(SimpleWorkflow):
         """Return the reply to the conversation, or its continuation as plain text."""
         if not self.use_base:
             return await super().ask()
-        turns = conversation_of(self.task, self.task_desc, None)
-        asked = "\n".join(f"{turn['role'].capitalize()}: {turn['content']}" for turn in turns)
+        asked = _as_lines(conversation_of(self.task, self.task_desc, None))
         prompt = f"{asked}\n{self.system_prompt}\nAssistant:{self.reply_prefix or ''}"
         return await self.model.generate_async(prompt)
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError as SimpleWorkflow does, and for pictures in plain text."""
+        super().examine(task)
+        if task.workflow_args.get("use_base"):
+            _as_lines(conversation_of(task, task.prompt, None))
+
+
+def _as_lines(turns: Sequence[dict[str, Any]]) -> str:
+    """Return a conversation as plain text. Raises ValueError if it shows a picture."""
+    if not all(isinstance(turn["content"], str) for turn in turns):
+        raise ValueError(
+            "workflow_args.use_base: the row shows a picture, and a base model gets plain text: "
+            "expected a chat model, without use_base"
+        )
+    return "\n".join(f"{turn['role'].capitalize()}: {turn['content']}" for turn in turns)
 
 
 class MathEvalWorkflow(MathBoxedWorkflow):

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from trireme.aio import at_once, call_user, is_async
+from trireme.envs.env import errors_of_close_logged
 from trireme.experience import EID, Experience
 from trireme.model.blocking import BlockingModel
 from trireme.task import Task
@@ -68,7 +69,7 @@ class _Episode(Workflow):
 
     def close(self) -> None:
         """Release the episode's resources (such as an environment). Called once, however it
-        ends.
+        ends; an error of it is logged.
         """
 
     def run(self) -> list[Experience]:
@@ -90,7 +91,8 @@ class _Episode(Workflow):
                     break
             await self._judge_end(episode)
         finally:
-            await call_user(self.close)
+            with errors_of_close_logged(self):
+                await call_user(self.close)
         return episode
 
     def _recorded(self, number: int) -> list[Experience]:
@@ -117,7 +119,8 @@ class StepWiseRewardWorkflow(_Episode):
         )
 
     async def _judge_step(self, mine: list[Experience], number: int) -> None:
-        reward = await call_user(partial(self.method("reward"), self, mine, step_num=number))
+        judge = partial(self.method("reward"), self, mine, step_num=number)
+        reward = float(await call_user(judge))
         _give(mine, reward, step_reward=reward)
 
 

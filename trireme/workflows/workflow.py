@@ -13,6 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from trireme.aio import is_async
-from trireme.experience import TOKEN_FIELDS, Experience
+from trireme.experience import TOKEN_FIELDS, Experience, python_number
 from trireme.model.blocking import BlockingModel
 from trireme.model.model import Model
 from trireme.registry import WORKFLOWS
@@ -236,7 +237,9 @@ def check_experiences(
 
 
 def _check_json(experience: Experience, whose: str) -> None:
-    """Raise WrongExperience, with the key, for a value that no store can hold."""
+    """Raise WrongExperience, with the key, for a value that no store can hold. Numbers of numpy and
+    torch become Python's.
+    """
     for field in TEXT_FIELDS:
         if not isinstance(text := getattr(experience, field), str | None):
             raise WrongExperience(f"{whose} whose {field} is {type(text).__name__}: expected text")
@@ -244,12 +247,24 @@ def _check_json(experience: Experience, whose: str) -> None:
         return  # the usual case: one pass over all fields takes less time
     for field in JSON_FIELDS:
         values = getattr(experience, field)
+        if _no_json(values) is None:
+            continue
+        with suppress(TypeError, ValueError, RecursionError):
+            values = json.loads(json.dumps(values, default=_as_python_number))
+            setattr(experience, field, values)
         if (reason := _no_json(values)) is None:
             continue
         items = values.items() if isinstance(values, dict) else enumerate(values or ())
         wrong = ((f"[{key!r}]", text) for key, inner in items if (text := _no_json({key: inner})))
         key, reason = next(wrong, ("", reason))
         raise WrongExperience(f"{whose} whose {field}{key} is not plain JSON: {reason}")
+
+
+def _as_python_number(value: Any) -> Any:
+    plain = python_number(value)
+    if plain is value:
+        raise TypeError(f"{type(value).__name__} is not a number")
+    return plain
 
 
 def _no_json(value: Any) -> str | None:

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,32 @@ def ask(text, **more):
     asked = web.Request(url, json.dumps(body).encode(), head)
     opened = web.build_opener(web.ProxyHandler({})).open(asked)
     return json.load(opened)["choices"][0]["message"]["content"]
+"""
+DIES = """
+import asyncio, os, sys
+from pathlib import Path
+from trireme.ext.agents import program
+
+def before(*_, **__):
+    os.kill(os.getpid(), 9)
+
+def after(work):
+    return lambda *given, **named: (work(*given, **named), before())
+
+async def soon_after(*given, start=asyncio.create_subprocess_exec, **named):
+    await start(*given, **named)
+    before()
+
+async def main(moment, cwd):
+    match moment:
+        case "nothing watches": program.subprocess.Popen = before
+        case "the folder is made": Path.mkdir = after(Path.mkdir)
+        case "the program begins": asyncio.create_subprocess_exec = soon_after
+    async with program.rollout_folder("trireme-1", None) as (folder, watch):
+        limits = dict(name="p", logs=folder, cwd=cwd, environment={}, timeout=None, watch=watch)
+        await program.run_program(["sleep", "6000"], **limits)
+
+asyncio.run(main(*sys.argv[1:]))
 """
 SPAWN = "import subprocess; child = subprocess.Popen(['sleep', '6000'])\n"
 ROW = {"prompt": "1 + 2?", "response": "3", "level": 4}
@@ -210,6 +237,71 @@ def test_a_program_ends_with_the_process_that_started_it_however_that_ends(
     finally:
         if not (ended(program) and ended(child)):
             os.killpg(program, signal.SIGKILL)
+
+
+DIES_BESIDE_TWO = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from trireme.ext.agents.program import rollout_folder, run_program
+
+async def main():
+    async with rollout_folder("trireme-beside", None) as (folder, watch):
+        async def call(name, then):
+            logs = folder / name
+            logs.mkdir()
+            words = ["/bin/sh", "-c", ': >"$0"; ' + then, name]
+            options = {"environment": dict(os.environ), "timeout": None, "watch": watch}
+            await run_program(words, name=name, logs=logs, cwd=sys.argv[1], **options)
+
+        calls = [asyncio.create_task(call(name, "exec sleep 6000")) for name in "ab"]
+        while not all(Path(sys.argv[1], name).exists() for name in "ab"):
+            await asyncio.sleep(0.05)
+        await call("c", "exit 0")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+"""A process that is killed while two programs run, after a third has ended."""
+
+
+def works_in(folder: Path) -> list[str]:
+    """The processes whose working folder it is."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            found += [link.parent.name] if link.readlink() == folder else []
+    return found
+
+
+@pytest.mark.parametrize("moment", ["nothing watches", "the folder is made", "the program begins"])
+def test_a_process_that_is_killed_at_a_bad_moment_leaves_nothing(
+    moment: str, tmp_path: Path
+) -> None:
+    temporary, work = tmp_path / "tmp", tmp_path / "work"
+    temporary.mkdir()
+    work.mkdir()
+    words = [sys.executable, "-c", DIES, moment, str(work)]
+    done = subprocess.run(
+        words, env={**os.environ, "TMPDIR": str(temporary)}, check=False, timeout=HANG_S
+    )
+    assert done.returncode == -signal.SIGKILL
+    try:
+        wait_for(lambda: not works_in(work) and not list(temporary.glob("trireme-*")))
+    finally:
+        for process in works_in(work):
+            os.kill(int(process), signal.SIGKILL)
+
+
+def test_all_programs_of_a_rollout_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", DIES_BESIDE_TWO, str(tmp_path)]
+    done = subprocess.run(words, check=False, timeout=HANG_S)
+    assert done.returncode == -signal.SIGKILL
+    assert {"a", "b"} <= {path.name for path in tmp_path.iterdir()}
+    try:
+        wait_for(lambda: not works_in(tmp_path))
+    finally:
+        for process in works_in(tmp_path):
+            os.kill(int(process), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

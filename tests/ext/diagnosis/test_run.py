@@ -149,5 +149,17 @@ def test_a_resumed_run_says_nothing_twice(tmp_path: Path) -> None:
     assert "#### 7' (str)" in next(w["sample"] for w in found if w["cause"] == "zero_rewards")
 
 
+def test_a_bench_leaves_the_warnings_of_the_training(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    config = small_config(tmp_path)
+    job = tmp_path / "checkpoints/tests/job"
+    for mode in ("both", "bench", "both"):
+        done = run(tmp_path, config, f"{REWARD}=mine:zero", f"mode={mode}")
+        assert done.returncode == 0, done.stderr
+        warned = json.loads((job / "monitor/watchdog.json").read_text())
+        assert "zero_rewards" in {one["cause"] for one in warned}
+        assert (mode == "bench") == ("zero_rewards" not in done.stdout)
+
+
 def summary(job: Path) -> dict[str, Any]:
     return json.loads((job / "summary.json").read_text())

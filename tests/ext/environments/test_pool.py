@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,18 @@ def test_what_an_environment_raises_comes_out_with_its_traceback(pool: EnvPool) 
     with pool.lend_blocking(broken=True) as env, pytest.raises(EnvError, match="no game file"):
         env.reset()
     assert pool.counts["raised"] == 2 and pool.counts["ended"] == 0
+
+
+def test_arrays_become_lists_and_what_is_no_json_fails_its_environment_alone(
+    pool: EnvPool,
+) -> None:
+    with pool.lend_blocking(key="k") as env, pool.lend_blocking(key="k") as beside:
+        assert env.reset() and beside.reset()
+        assert env.step("array") == ("a grid", 0.5, True, {"mask": [1, 0, 1]})
+        with pytest.raises(EnvError, match="TypeError: keys must be str"):
+            env.step("keys")
+        assert beside.step("a")[0] == "a 1"
+    assert pool.counts["raised"] == pool.counts["ended"] == 1
 
 
 def test_a_hung_worker_is_replaced_and_its_other_environments_are_lost() -> None:
@@ -130,6 +143,23 @@ def test_a_cancelled_episode_gives_its_environment_back(pool: EnvPool) -> None:
 
     asyncio.run(main())
     assert pool.counts["lent"] == pool.counts["ended"] == 1
+
+
+def test_a_worker_finds_the_modules_that_this_process_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    source = "from tests.ext.environments.fakes import make as make\n"
+    (folder / "my_games_elsewhere.py").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", "")
+    pool = EnvPool("my_games_elsewhere:make", workers=1, timeout_s=HANG_S)
+    try:
+        with pool.lend_blocking(start=2) as env:
+            assert env.reset()[1] == {"start": 2}
+    finally:
+        pool.close()
 
 
 def test_a_closed_pool_says_so() -> None:

@@ -20,6 +20,7 @@ from tests.ext.external_model.server import Api
 from tests.ext.external_model.server import api as api  # a fixture
 from tests.limits import HANG_S
 from trireme.cli.main import app
+from trireme.config.stages import used_tasksets
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, _evaluated
 from trireme.explorer.runner import Failed, Outcome
@@ -300,6 +301,14 @@ def test_more_failures_than_may_be_are_no_measurement() -> None:
     assert _evaluated("sums", [outcome], 0.5).values == [[1.0, 0.0]]
     with pytest.raises(RuntimeError, match=r"1 of 2 .* \(explorer.max_failures is 0.4\)"):
         _evaluated("sums", [outcome], 0.4)
+
+
+def test_tasks_in_a_file_that_is_called_by_a_number_have_a_name(
+    tasks: Path, tmp_path: Path, tiny_dir: Path
+) -> None:
+    path = tasks.rename(tmp_path / "2024.jsonl")
+    plan = _plan(str(tiny_dir), EvalOptions([str(tiny_dir)], tasks=[str(path)]), tmp_path)
+    assert [one.name for one in used_tasksets(plan.config)] == ["tasks_2024"]
 
 
 @pytest.mark.extension("remote")

@@ -6,8 +6,11 @@ import asyncio
 import json
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -17,9 +20,10 @@ from tests.ext.external_model.server import api as api  # a fixture
 from tests.limits import HANG_S
 from trireme.cli.main import app
 from trireme.config.load import load_config
+from trireme.engines.engine import Sampling
 from trireme.experience import REPORTED_TOKENS
 from trireme.ext.external_model.engine import ApiEngine, byte_tokenizer
-from trireme.ext.external_model.model import ApiModel, read_api_calls
+from trireme.ext.external_model.model import ApiModel, _with_calls_apart, read_api_calls
 from trireme.ext.openai.answer import respond
 from trireme.extensions import extensions
 from trireme.launch.check import draft
@@ -139,6 +143,15 @@ def test_a_program_s_tool_choice_reaches_an_api(
     assert said["tool_calls"][0]["id"] == result["tool_call_id"] and result["content"] == "2"
 
 
+def test_a_call_that_an_api_s_thinking_mentions_is_sent_back_as_text() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    thinking = f"<think>I could {call} but no.</think>"
+    message = {"role": "assistant", "content": thinking}
+    assert _with_calls_apart([message]) == [message]
+    [sent] = _with_calls_apart([{**message, "content": thinking + call}])
+    assert sent["content"] == thinking and len(sent["tool_calls"]) == 1
+
+
 @pytest.mark.parametrize("with_call", [False, True])
 def test_text_of_an_api_that_had_to_call_a_tool_reaches_the_program(
     api: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, with_call: bool
@@ -180,6 +193,47 @@ def test_an_api_that_fails_midway_has_measured_nothing(
     monkeypatch.setattr(Api, "status", 401)  # after three answers
     done = ran(config, api, monkeypatch, "explorer.runner_per_model=1")
     assert done.exit_code == 1 and "Error code: 401" in done.output, done.output
+
+
+UNSUPPORTED = {"param": "max_tokens", "code": "unsupported_parameter"}
+
+
+@pytest.mark.parametrize(
+    ("error", "wants", "limit"),
+    [
+        ({"message": "'max_tokens' is too large: 99 > 90"}, "nothing", "max_tokens"),
+        ({"message": "'max_tokens' is not supported for this text"}, "nothing", "max_tokens"),
+        ({"message": "no", **UNSUPPORTED}, "max_completion_tokens", "max_completion_tokens"),
+        ({"message": "Unsupported: max_tokens"}, "max_completion_tokens", "max_completion_tokens"),
+    ],
+)
+def test_only_an_api_that_answers_to_the_other_name_of_the_length_gets_it_from_then_on(
+    error: dict[str, str], wants: str, limit: str
+) -> None:
+    """One prompt that is too long changes no other request."""
+    request = httpx.Request("POST", "http://api/v1/chat/completions")
+
+    async def create(**options: Any) -> str:
+        if wants in options:
+            return "answer"
+        response: Any = httpx.Response(400, request=request)
+        raise openai.BadRequestError(error["message"], response=response, body=error)
+
+    async def main() -> tuple[Any, dict[str, Any]]:
+        engine = ApiEngine("http://api/v1", "m", tokenizer=byte_tokenizer(), max_model_len=99)
+        completions = SimpleNamespace(create=create)
+        client: Any = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+        engine._client = client
+        try:
+            answer = await engine._ask(messages=[], **engine._limits(Sampling(max_tokens=9)))
+        except openai.BadRequestError:
+            answer = None
+        return answer, engine._limits(Sampling(max_tokens=9))
+
+    answer, limits = asyncio.run(main())
+    assert answer == ("answer" if wants == limit else None)
+    expected = {"temperature", "top_p"} if limit == "max_tokens" else set()
+    assert limits.keys() == {limit, *expected}
 
 
 def test_an_api_that_does_not_answer_is_told_with_its_limit(

@@ -109,7 +109,7 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """
     if request.param in ("native", "packed", "panels"):
         monkeypatch.setattr(step_module, "MOST_WEIGHTS", 0)
-        monkeypatch.setattr(linear_module, "_is_of_amd", lambda: False)
+        monkeypatch.setattr(linear_module, "_is_wide", lambda: False)
     if request.param in ("packed", "panels"):
         pack_all(monkeypatch, by_us=request.param == "panels")
     if request.param == "plain":
@@ -123,7 +123,8 @@ def pack_all(monkeypatch: pytest.MonkeyPatch, *, by_us: bool) -> None:
         pytest.skip("torch was built without oneDNN")
     width = NativeOps(torch.float32).panel_width if by_us else -1
     monkeypatch.setattr(native_module, "OF_AVX2", width)
-    monkeypatch.setattr(linear_module, "_is_of_amd", lambda: True)
+    monkeypatch.setattr(native_module, "is_quicker", lambda: not by_us)
+    monkeypatch.setattr(linear_module, "_is_wide", lambda: True)
     monkeypatch.setattr(linear_module, "is_quicker", lambda: True)
     monkeypatch.setattr(linear_module, "_LEAST_WEIGHTS", 0)
 
@@ -212,9 +213,16 @@ def test_new_weights_reach_rows_that_share_a_prompt(tmp_path: Path, ops: str, ke
             await asyncio.sleep(0.001)
         await engine.update_weights(new, 1)
         later = asyncio.ensure_future(engine.generate(PROMPTS[3], SAMPLING, key=(2, 0, 0)))
-        return await call, await later
+        replies = await call
+        on = [*PROMPTS[3], *replies[0].ids]
+        return replies, await later, on, await engine.generate(on, SAMPLING, key=(3, 0, 0))
 
-    replies, later = run(old, main, keep_kv=keep)
+    replies, later, on, continued = run(old, main, keep_kv=keep)
+    for reply in continued:
+        after = own(new, on, reply)
+        assert torch.allclose(after, torch.tensor(reply.logprobs), atol=1e-4), (
+            "keys and values of old weights are not in the prefix cache"
+        )
     for reply in replies:
         at = reply.versions.index(1)
         before, after = own(old, PROMPTS[3], reply)[:at], own(new, PROMPTS[3], reply)[at:]
@@ -465,7 +473,10 @@ def test_several_tokens_in_a_call_are_those_of_one_after_another(
 ) -> None:
     folder = make(tmp_path, "qwen3-bias")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    samplings = [Sampling(max_tokens=30 + 3 * i, n=9, temperature=t) for i, t in enumerate(heats)]
+    samplings = [
+        Sampling(max_tokens=30 + 3 * i, n=9, temperature=t, min_tokens=(0, 1, 12, 29)[i % 4])
+        for i, t in enumerate(heats)
+    ]
     together, calls = by_calls(folder, samplings, 8, monkeypatch)
     alone, none = by_calls(folder, samplings, 1, monkeypatch)
     assert max(calls)[0] == 8 and not none
@@ -475,6 +486,12 @@ def test_several_tokens_in_a_call_are_those_of_one_after_another(
         assert a.sampler_logprobs == b.sampler_logprobs and a.versions == b.versions
     greedy = [r for r in together if not r.sampling.temperature]
     assert bool(greedy) == (0 in heats) and not any(any(r.sampler_logprobs) for r in greedy)
+    for r in alone:  # where no end may be drawn, the others are likelier than in the policy
+        early, least = r.sampler_logprobs[: r.sampling.min_tokens], r.sampling.min_tokens
+        assert len(r.out) > least and 3 not in r.out[:least]
+        if r.sampling.temperature:
+            assert all(a > b for a, b in zip(early, r.logprobs, strict=False))
+            assert r.sampler_logprobs[least:] == r.logprobs[least:]
 
 
 @pytest.mark.parametrize(
@@ -483,7 +500,6 @@ def test_several_tokens_in_a_call_are_those_of_one_after_another(
         {"top_k": 5},
         {"stop": ("zz",)},
         {"logprobs": 2},
-        {"min_tokens": 20},
         {"stop_token_ids": (9,)},
     ],
     ids=lambda odd: next(iter(odd)),
@@ -495,8 +511,8 @@ def test_a_row_that_needs_more_between_two_tokens_is_decoded_one_by_one(
     plain = Sampling(max_tokens=20, ignore_eos=True)
     first = dataclasses.replace(plain, **odd, max_tokens=30, temperature=0.5)
     _, calls = by_calls(folder, [first, plain, plain, plain], 8, monkeypatch)
-    # at 20 tokens it has as many as it must have, and the others have ended
-    least = 20 if {"min_tokens", "stop_token_ids"} & odd.keys() else 30
+    # at 20 tokens the others have ended
+    least = 20 if "stop_token_ids" in odd else 30
     assert all(tokens < 0 or tokens >= least for _, tokens in calls)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,19 @@ def test_a_body_that_is_too_large_is_refused(
             assert kept.status_code != 413
 
     asyncio.run(main())
+
+
+@pytest.mark.extension("remote")
+def test_a_picture_of_any_size_that_is_read_arrives() -> None:
+    async def main() -> list[int]:
+        async with client_of(fake_rollouts()) as client:
+            body = {"digest": "0" * 64, "tokens": 1, "grid": [1, 2, 2]}
+            sizes = (32 * 2**20, 34 * 2**20)  # the most of a file, and more
+            data = (base64.b64encode(bytes(size)).decode() for size in sizes)
+            sent = [await client.post("/engine/pictures", json=body | {"data": d}) for d in data]
+            return [answer.status_code for answer in sent]
+
+    assert asyncio.run(main()) == [200, 413]
 
 
 @pytest.mark.extension("rollout_server")

@@ -227,6 +227,14 @@ def test_messages_of_the_system_that_begin_a_response_are_one() -> None:
     body = {"instructions": "i", "input": [*items, {"role": "user", "content": "c"}]}
     said = responses.chat_body(body, [])["messages"]
     assert [(m["role"], m["content"]) for m in said] == [("system", "i\n\na\n\nb"), ("user", "c")]
+    url = "data:image/png;base64,cG5n"
+    shown = {"role": "developer", "content": [{"type": "input_image", "image_url": url}]}
+    [system, _] = responses.chat_body({**body, "input": [shown, items[0], body["input"][2]]}, [])[
+        "messages"
+    ]
+    texts = [part.get("text") for part in system["content"]]
+    assert texts == ["i", "\n\n", None, "\n\n", "a"]
+    assert system["content"][2]["image_url"] == {"url": url}
 
 
 def test_a_tool_that_anthropic_s_servers_run_is_left_out() -> None:

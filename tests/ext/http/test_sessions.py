@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.ext.http.agents import Shipped, asks, make_client, make_rollouts
+from trireme.ext.http.room import room_of
 from trireme.ext.http.sessions import Sessions
 
 CHAT = "v1/chat/completions"
@@ -91,6 +92,14 @@ def test_a_name_that_no_header_can_repeat_is_refused_before_anything_is_generate
     assert len(sessions) == 0
 
 
+def test_a_session_may_be_named_as_the_api_s_version() -> None:
+    async def script(client: httpx.AsyncClient) -> None:
+        await play(client, "v1", 1.0)
+
+    assert serve(script)[1].open("v1").reward == 1.0
+    assert room_of(f"/s/v1/{CHAT}", 9) == room_of(f"/{CHAT}", 9)
+
+
 def test_a_commit_takes_whole_groups_once() -> None:
     async def script(client: httpx.AsyncClient) -> None:
         for run in range(3):
@@ -145,6 +154,27 @@ def test_a_reward_for_a_reply_is_for_that_reply_also_when_a_later_one_came_first
 
     [experiences] = asyncio.run(main()).commits
     assert {e.reward: e.response_text for e in experiences} == {0: "first", 1: "other"}
+
+
+@pytest.mark.parametrize("rated", [False, True])
+def test_a_reply_that_was_lost_and_asked_for_again_is_trained_only_with_its_own_reward(
+    rated: bool,
+) -> None:
+    async def script(client: httpx.AsyncClient) -> None:
+        chat = asks("well?")["messages"]
+        lost, again = [await post(client, f"s/one/{CHAT}", messages=chat) for _ in range(2)]
+        more = [*chat, again["choices"][0]["message"], {"role": "user", "content": "and?"}]
+        last = await post(client, f"s/one/{CHAT}", messages=more)
+        await post(client, "feedback", reward=1.0, msg_ids=[last["id"]])
+        if rated:
+            await post(client, "feedback", reward=0.5, msg_ids=[lost["id"]])
+        await post(client, "commit", session_id="one")
+
+    shipped, _ = serve(script)
+    [experiences] = shipped.commits
+    assert [e.reward for e in experiences] == [0.5] * rated + [0.0, 1.0]
+    assert [e.eid.step for e in experiences] == list(range(len(experiences)))
+    assert all(e.metrics["conversation/orphans"] == 1 for e in experiences)
 
 
 def test_calls_without_a_session_are_rewarded_by_their_ids() -> None:

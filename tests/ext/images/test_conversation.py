@@ -14,14 +14,18 @@ from transformers import AutoTokenizer
 
 from tests.ext.images.seeing import make_seeing, picture, png, reader_for
 from trireme.batch import flatten
+from trireme.data.formats import SftFormat
+from trireme.data.rows import Rows
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.scripted import ScriptedEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
+from trireme.experience import EID
 from trireme.model.chat_tokens import ChatTokens, conversation_of
 from trireme.model.model import Model
 from trireme.pictures import BEGIN, with_placeholders
+from trireme.serialize import experience_of_wire
 from trireme.task import Task
 from trireme.trainer.model import load_model, token_logprobs
 
@@ -136,12 +140,73 @@ def test_several_samples_share_a_prompt_and_its_picture(folder: Path) -> None:
     assert len({tuple(e.tokens[: e.prompt_length].tolist()) for e in made}) == 1
 
 
+def test_ids_that_show_a_recorded_picture_go_on_and_begin_again(folder: Path) -> None:
+    """Plain ids come without their pictures, which the record of the rollout has."""
+
+    async def talk(model: Model) -> Any:
+        first = (await model.chat([shows("What?", picture("red"))])).call
+        longer = await model.generate([*first.ids, *model.chat_tokens.encode(" more")])
+        again = await model.generate(first.inserted)
+        unknown = [token + (1 << 20) if token >= BEGIN else token for token in first.inserted]
+        with pytest.raises(ValueError, match="shows a picture that did not come with it"):
+            await model.generate(unknown)
+        return [model.experience(reply.call) for reply in (longer, again)]
+
+    for experience in with_model(folder, talk):
+        assert len(experience.pictures) == 1 and experience.trained_tokens == 7
+        flatten([experience])  # as a trainer reads it
+
+
 def test_a_text_that_contains_the_placeholder_is_refused_beside_a_picture(folder: Path) -> None:
     async def talk(model: Model) -> Any:
         with pytest.raises(ValueError, match="has 1 pictures, and its text has 2 places for one"):
             await model.chat([shows(f"What is {placeholder(folder)}?", picture("red"))])
 
     with_model(folder, talk)
+
+
+def test_a_reply_that_goes_on_shows_no_picture(folder: Path) -> None:
+    """Neither one of the record nor one that the record does not have."""
+
+    async def talk(model: Model) -> Any:
+        asked = shows("What?")
+        for known in (False, True):
+            begun = [asked, {**shows("It is ", picture("red")), "role": "assistant"}]
+            for call in (model.chat, model.prompt_tokens):
+                with pytest.raises(ValueError, match="shows a picture: expected text alone"):
+                    await call(begun)
+            if not known:
+                await model.chat([asked])
+
+    with_model(folder, talk)
+
+
+def test_a_supervised_row_whose_template_leaves_out_a_picture_is_refused(folder: Path) -> None:
+    """The next picture's place would get the one that was left out."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    deaf = tokenizer.chat_template.replace(
+        "{%- if part['type'] == 'image' %}",
+        "{%- if message['role'] == 'system' %}{%- elif part['type'] == 'image' %}",
+    )
+    row = {
+        "messages": [
+            {"role": "system", "content": "You see <image>."},
+            {"role": "user", "content": "<image> What?"},
+            {"role": "assistant", "content": "blue"},
+            {"role": "user", "content": "And <image>?"},
+            {"role": "assistant", "content": "green", "weight": 0},
+        ],
+        "images": [png(picture(colour)) for colour in ("red", "blue", "green")],
+    }
+    row["messages"][2]["weight"] = 1
+    rows, reader = Rows("data", [row], row.keys()), reader_for(folder)
+    options: dict[str, Any] = {"max_model_len": 400, "reader": reader}
+    whole = SftFormat(rows, tokenizer, **options)(0, eid=EID())
+    assert whole is not None
+    seen = [each.data for each in whole.pictures]
+    assert seen == row["images"][:2]  # what follows the last trained reply is left out
+    with pytest.raises(ValueError, match=r"row 0: .* has 2 pictures, and its text has 1 places"):
+        SftFormat(rows, tokenizer, chat_template=deaf, **options)(0, eid=EID())
 
 
 def test_an_engine_that_sees_nothing_says_so(folder: Path) -> None:
@@ -206,8 +271,12 @@ def test_openais_client_sends_pictures(folder: Path) -> None:
 
     async def talk(model: Model) -> Any:
         ask: Any = model.openai.chat.completions.create
-        await ask(model="", messages=[{"role": "user", "content": parts}])
+        more = {"return_token_ids": True}
+        answer = await ask(model="", messages=[{"role": "user", "content": parts}], extra_body=more)
         [experience] = model.experiences(reward=1.0)
+        ids, prompt = answer.prompt_token_ids, experience.tokens[: experience.prompt_length]
+        shown = model.chat_tokens.outside(prompt.tolist())
+        assert ids == shown and max(ids) < BEGIN
         bad = [{"type": "image_url", "image_url": {"url": "/etc/hostname"}}]
         with pytest.raises(Exception, match="expected a data URL"):
             await ask(model="", messages=[{"role": "user", "content": bad}])
@@ -215,6 +284,41 @@ def test_openais_client_sends_pictures(folder: Path) -> None:
 
     experience = with_model(folder, talk)
     assert [each.data for each in experience.pictures] == [data]
+
+
+@pytest.mark.extension("rollout_server")
+def test_trainers_endpoints_take_pictures_that_a_request_brings(folder: Path) -> None:
+    """And give them back with the experience; a path would be read on the server."""
+    from tests.ext.http.made import client_of, torch_rollouts
+
+    data, reader = png(picture("red")), reader_for(folder)
+    (folder / "red.png").write_bytes(data)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+
+    async def ask(path: str, source: str) -> Any:
+        parts = [{"type": "image", "image": source}, {"type": "text", "text": "What?"}]
+        chat = [{"role": "user", "content": parts}]
+        body: dict[str, Any] = {"messages": [chat], "max_tokens": 3}
+        if path == "/infer/":
+            body = {"infer_requests": [{"messages": chat}], "request_config": {"max_tokens": 3}}
+        async with torch_rollouts(folder) as rollouts:
+            rollouts.chat = ChatTokens(rollouts.chat.tokenizer, reader=reader)
+            rollouts.max_text = 100  # a picture is no text
+            async with client_of(rollouts) as client:
+                return await client.post(path, json=body)
+
+    for path in ("/infer/", "/chat/"):
+        answer = asyncio.run(ask(path, url))
+        assert answer.status_code == 200, answer.text
+        if path == "/infer/":
+            experience = experience_of_wire(answer.json()[0]["experience"])
+            assert [each.data for each in experience.pictures] == [data]
+            flatten([experience])  # as a trainer reads it
+        else:  # ids that a program which is not ours knows
+            [ids] = answer.json()["prompt_ids"]
+            assert max(ids) < BEGIN and ids.count(reader.placeholder) == reader.read(data).tokens
+        answer = asyncio.run(ask(path, str(folder / "red.png")))
+        assert answer.status_code in (400, 422) and "expected a data URL" in answer.text
 
 
 @pytest.mark.extension("http")

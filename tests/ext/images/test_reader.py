@@ -81,8 +81,9 @@ def test_transparent_and_grey_pictures_are_read(reader: ImageReader) -> None:
 def test_sixteen_bits_and_orientation_are_seen_as_they_are(reader: ImageReader) -> None:
     grey = Image.new("L", (84, 56), 156)
     deep = Image.new("I;16", (84, 56), 40_000)
-    seen = [reader.pixels(reader.read(each)) for each in (grey, png(deep))]
-    assert torch.equal(*seen)
+    wide = Image.new("I", (84, 56), 40_000)
+    for form in (png(deep), deep, wide):
+        assert torch.equal(*(reader.pixels(reader.read(each)) for each in (grey, form)))
     clear = Image.new("LA", (84, 56), (0, 0))
     white = Image.new("RGB", (84, 56), "white")
     assert torch.equal(*(reader.pixels(reader.read(each)) for each in (clear, white)))
@@ -91,7 +92,9 @@ def test_sixteen_bits_and_orientation_are_seen_as_they_are(reader: ImageReader) 
     exif[0x0112] = 6  # taken with the camera on its side
     turned.save(file, "PNG", exif=exif)
     upright = reader.pixels(reader.read(turned.rotate(-90, expand=True)))
-    assert torch.equal(reader.pixels(reader.read(file.getvalue())), upright)
+    opened = Image.open(io.BytesIO(file.getvalue()))
+    for form in (file.getvalue(), opened):
+        assert torch.equal(reader.pixels(reader.read(form)), upright)
     with pytest.raises(ValueError, match="has the mode F"):
         reader.read(Image.new("F", (84, 56), 0.5))
 
@@ -121,6 +124,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "data URL without base64": ("data:image/png,abc", "is not in base64"),
     "damaged base64": ("data:image/png;base64,@@@@", "data URL is damaged"),
     "video": (b"\x00\x00\x00\x18ftypmp42" + bytes(64), "cannot be decoded"),
+    "cut image": (Image.open(io.BytesIO(png(picture("red"))[:-80])), "cannot be written as PNG"),
     "strip": (picture("red", (3000, 2)), "aspect ratio"),
 }
 

@@ -107,6 +107,20 @@ def test_engines_of_other_processes_get_each_picture_once(tmp_path: Path) -> Non
     assert len(gaps(folder)) == 2 and max(gaps(folder)) < 1e-4
 
 
+@pytest.mark.extension("multi_turn")
+def test_a_scheduler_leads_conversations_with_pictures(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    config = config_of(folder)
+    asked = config["buffer"]["explorer_input"]
+    for taskset in (asked["taskset"], *asked["eval_tasksets"]):
+        taskset["default_workflow_type"] = "multi_turn_scheduler"
+        taskset["workflow_args"] = {"scheduler": "math_tip_trick_multi_turn", "max_turns": 2}
+    config["buffer"]["total_steps"] = 1
+    done = run(folder, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(gaps(folder)) < 1e-4
+
+
 def test_sft_and_pairs_see_the_pictures_of_their_rows(tmp_path: Path) -> None:
     """Columns of `datasets` with decoded pictures; two rows of one question and two pictures would
     be one sample without them.

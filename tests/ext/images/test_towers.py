@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
@@ -23,9 +24,13 @@ from tests.trainer.ranks import run
 from tests.trainer.samples import apart, backend_of, gap, gradients_of, move
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import of_tokens
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import ConfigError, load_config
 from trireme.config.schema import AlgorithmConfig
 from trireme.engines.torch.composite import towers
 from trireme.experience import Experience
+from trireme.launch.check import make_plans
+from trireme.launch.resume import made_with, refuse_meaningless
 from trireme.pictures import BEGIN
 from trireme.trainer.ranks import Ranks, RankSpec
 
@@ -115,6 +120,22 @@ def test_what_a_tower_has_learned_reaches_the_engine(tmp_path: Path) -> None:
     of_tower = {name[name.find("visual") :]: t for name, t in after.items() if "visual" in name}
     moved = {name for name, tensor in of_tower.items() if not torch.equal(before[name], tensor)}
     assert any("blocks" in name for name in moved) and any("merger" in name for name in moved)
+
+
+def test_a_resume_that_trains_other_parts_is_refused(tmp_path: Path) -> None:
+    """The optimizer's moments would be those of other weights."""
+    config = config_of(tmp_path)
+    facts = []
+    for frozen in (True, False):
+        config["model"]["freeze_projector"] = frozen
+        path = tmp_path / "plan.yaml"
+        path.write_text(yaml.safe_dump(config))
+        [plan] = make_plans(load_config(path))
+        facts.append(made_with(plan, plan.model_path, get_recipe(plan.config.algorithm)))
+    job = JobFolder(plan.job_dir)
+    refuse_meaningless(job, 1, facts[1], facts[1])
+    with pytest.raises(ConfigError, match="trained vision parts none, and now has projector, for"):
+        refuse_meaningless(job, 1, *facts)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,12 +76,49 @@ def test_a_judge_that_says_no_number_from_0_to_1_does_not_apply(answer: str) -> 
         over_http([answer], ["2"])
 
 
+@pytest.mark.parametrize(
+    "answer", ["1/10", "0 / 1", "I give 1 out of 10", "1 of 5", "1 star", "1%", "0,8", "-0.5"]
+)
+def test_a_number_of_another_scale_is_no_reward(answer: str) -> None:
+    with pytest.raises(ValueError, match="judge gave None") as raised:
+        rewards("judge", Said(answer), ["2"])
+    assert f"it answered '{answer}': expected one number from 0 to 1" in str(raised.value)
+
+
+def test_what_a_judge_answers_is_shown_by_its_beginning() -> None:
+    with pytest.raises(ValueError, match=r"gave None \(it answered 'I +cannot say x{60,80}': ex"):
+        rewards("judge", Said("I cannot say " + "x" * 500), ["2"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("**0.7**", 0.7), ("Score: .5.", 0.5), ("- 1", 1.0), ("1\n\nGood.", 1.0)]
+)
+def test_a_number_from_0_to_1_is_the_reward(answer: str, reward: float) -> None:
+    assert rewards("judge", Said(answer), ["2"])[0] == [reward]
+
+
 def test_an_auxiliary_model_judges_and_equal_dialogues_are_asked_once() -> None:
     said = Said("<think>0.1? no</think>0.5", "0.25")
     totals, parts = rewards("judge", said, ["2", "3", "2"])
     assert totals == [0.5, 0.25, 0.5]
     assert parts[0] == {"rewards/judge": 0.5, "judge_success": 1.0}
     assert len(said.asked) == 2 and "The reference answer is: 2" in said.asked[0]
+
+
+SHOWN = {
+    "role": "user",
+    "content": [{"type": "image", "image": "sha256:1"}, {"type": "text", "text": "What?"}],
+}
+
+
+@pytest.mark.parametrize("name", ["judge", "ruler", "rubric"])
+def test_a_picture_is_named_to_a_judge_that_reads_text(name: str) -> None:
+    said = Said("[0.5, 0.25]" if name == "ruler" else "0.5", "0.25")
+    judged = [Row(text, [SHOWN, {"role": "assistant", "content": text}]) for text in "ab"]
+    judge = Judge.of([{"name": name, "concurrency": 1}])
+    task = Task(raw_task={"rubric": ["is short"]})
+    asyncio.run(judge.rewards(task, judged, [said.model]))
+    assert all("user: [image]What?" in asked for asked in said.asked)
 
 
 def test_the_relative_judge_compares_all_replies_in_one_question() -> None:
@@ -239,3 +277,58 @@ def test_a_workflow_without_any_reward_is_told_before_the_run() -> None:
     with pytest.raises(ValueError, match="SimpleWorkflow needs a reward"):
         SimpleWorkflow.examine(Task(raw_task={"prompt": "1+1?"}))
     OnPolicyDistillWorkflow.examine(Task(raw_task={"prompt": "1+1?"}))  # there it only measures
+
+
+def test_a_question_that_another_gave_up_is_asked_by_those_who_wait_for_its_answer() -> None:
+    """The other's model is revoked with its rollout, which nobody else's reward may feel."""
+    over, told = asyncio.Event(), "yes"
+
+    def model(answer: Any) -> Any:
+        create = SimpleNamespace(completions=SimpleNamespace(create=answer))
+        client = SimpleNamespace(chat=create, model_path="judge")
+        client.with_options = lambda **_: client
+        return SimpleNamespace(get_openai_async_client=lambda: client)
+
+    async def revoked(**_: Any) -> Any:
+        await over.wait()
+        raise RuntimeError("rollout 1/0/0 is over: its model takes no more calls")
+
+    async def answers(**_: Any) -> Any:
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=told))])
+
+    async def go() -> str:
+        asker, messages = Asker(), [{"role": "user", "content": "good?"}]
+        first = asyncio.ensure_future(asker.ask(messages, [model(revoked)]))
+        await asyncio.sleep(0)
+        others = [asyncio.ensure_future(asker.ask(messages, [model(answers)])) for _ in range(2)]
+        await asyncio.sleep(0)
+        over.set()
+        with pytest.raises(RuntimeError, match="gave no answer: rollout 1/0/0 is over"):
+            await first
+        assert await others[1] == told
+        return await others[0]
+
+    assert asyncio.run(go()) == told
+
+
+def test_an_endpoint_that_is_down_is_waited_for_once_by_all_who_ask_the_same() -> None:
+    calls = []
+
+    async def fails(**_: Any) -> Any:
+        calls.append(1)
+        await asyncio.sleep(0)
+        raise ConnectionError("nobody is there")
+
+    async def go() -> list[Any]:
+        asker = Asker(base_url="http://127.0.0.1:9/v1", model="judge")
+        asker._client = SimpleNamespace(
+            chat=SimpleNamespace(completions=SimpleNamespace(create=fails)), model_path="judge"
+        )
+        asker._client.with_options = lambda **_: asker._client
+        messages = [{"role": "user", "content": "good?"}]
+        asked = (asker.ask(messages) for _ in range(3))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    found = asyncio.run(go())
+    assert all("gave no answer: nobody is there" in str(error) for error in found)
+    assert calls == [1]

@@ -67,6 +67,21 @@ def test_scores_are_those_of_each_conversation_alone(
     assert parts[0] == {"rewards/reward_model": totals[0], "reward_model_cut": 0.0}
 
 
+@pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
+def test_a_picture_is_named_to_a_model_that_reads_text(
+    tmp_path: Path, template: str | None
+) -> None:
+    folder = make_reward_model(tmp_path, "qwen3", template=template)
+    parts = [{"type": "image", "image": "sha256:1"}, {"type": "text", "text": "1?"}]
+    judge = Judge.of([{"name": "reward_model", "model_path": str(folder)}])
+    scores = []
+    for content in (parts, "[image]1?"):
+        asked = {"role": "user", "content": content}
+        judged = [Row(text, [asked, {"role": "assistant", "content": text}]) for text in TEXTS]
+        scores.append(asyncio.run(judge.rewards(TASK, judged))[0])
+    assert scores[0] == scores[1]
+
+
 def test_what_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path)
     totals, parts = rewards({"model_path": str(folder), "max_length": 30}, TEXTS)

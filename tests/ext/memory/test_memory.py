@@ -190,6 +190,13 @@ def test_an_engine_gets_what_a_resting_trainer_leaves_and_more_where_moments_are
     assert shares == {False: 0.55, True: 0.75}
 
 
+def test_a_reference_that_follows_the_policy_is_float32_on_ranks_too() -> None:
+    policy = ModelShape(*SMALL)
+    use = Use(ranks=2, tokens=1024, half=True, device="cuda", reference=True)
+    stays, moves = memory_of(policy, use), memory_of(policy, replace(use, moves_reference=True))
+    assert moves["reference"] == 2 * stays["reference"] == 4 * policy.weights // 2
+
+
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024

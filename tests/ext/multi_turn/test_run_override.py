@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.ext.multi_turn.test_scheduler import run, task_of, trained
 from tests.model.fake import make
 from tests.model.templates import THINKING
@@ -71,3 +73,35 @@ def test_a_run_keeps_the_turns_of_its_dialogue_that_the_template_rewrote() -> No
         ["<think>a</think>1<|im_end|>"],
         ["<think>b</think>2<|im_end|>"],
     ]
+
+
+class Warmer(Picks):
+    """A dialogue whose second turn has a temperature of its own, then is asked at the first's."""
+
+    async def run(self, infer_request: Any, request_config: Any) -> Any:
+        assert self.infer_engine is not None
+        for temperature in (0.5, 1.5, 0.5):
+            response = await self.infer_engine.infer_async(
+                infer_request, {"temperature": temperature}
+            )
+            text = response.choices[0].message.content
+            infer_request.messages += [{"role": "assistant", "content": text}]
+            infer_request.messages += [{"role": "user", "content": "more"}]
+        return RolloutOutput(response, messages=infer_request.messages[:-1])
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("default", {0.5: ["1<|im_end|>", "3<|im_end|>"], 1.5: ["2<|im_end|>"]}),
+        ("last_round", {0.5: ["3<|im_end|>"]}),
+    ],
+)
+def test_turns_of_several_temperatures_are_trained_at_their_own(
+    scale: str, expected: dict[float, list[str]]
+) -> None:
+    found = run(make(["1", "2", "3"]), task_of(scheduler=Warmer, loss_scale=scale))
+    assert {e.temperature: trained(e) for e in found} == expected
+    assert len(found) == len(expected)
+    [whole] = [e for e in found if e.temperature == 0.5]
+    assert whole.messages is not None and whole.messages[-1]["content"] == "3"

@@ -7,7 +7,9 @@ import json
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.model.fake import TOKENIZER, Say, make
 from tests.model.templates import THINKING
@@ -73,6 +75,44 @@ def test_the_doubt_inside_a_reply_carries_no_loss_and_what_it_replaces_is_gone()
     assert experience.messages is not None
     assert len(experience.messages) == 2
     assert experience.reward == 1.0
+
+
+class Again(MultiTurnScheduler):
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> Any:
+        infer_request.messages.append({"role": "user", "content": "again"})
+        return infer_request
+
+
+def test_what_a_scheduler_returns_may_be_numbers_of_numpy_and_torch() -> None:
+    class Numpy(Again):
+        def check_finished(self, *_: Any) -> Any:
+            return np.float64(0.1) > 0.5
+
+        def on_turn_end(self, request: Any, result: Any, turn: int) -> Any:
+            infos = {"score": np.float32(0.5), "tool_calls": torch.tensor([turn])}
+            return {"rollout_infos": infos, "done": np.bool_(True) if turn == 2 else None}
+
+    [experience] = run(make(["5", "4"]), task_of(scheduler=Numpy, max_turns=3))
+    infos = experience.info["rollout_infos"]
+    assert infos["score"] == 0.5 and infos["tool_calls"] == 2 and infos["num_turns"] == 2
+    assert json.dumps(infos) and experience.metrics["tool_calls"] == 2.0
+
+
+def test_a_verdict_that_is_none_names_its_method() -> None:
+    class Finished(Again):
+        def check_finished(self, *_: Any) -> Any:
+            return "yes"
+
+    class Done(Again):
+        def on_turn_end(self, *_: Any) -> Any:
+            return {"done": "yes"}
+
+    with pytest.raises(TypeError, match=r"Finished.check_finished returned str: expected True"):
+        run(make(["5"]), task_of(scheduler=Finished, max_turns=3))
+    with pytest.raises(TypeError, match=r"Done.on_turn_end returned str as 'done': expected"):
+        run(make(["5"]), task_of(scheduler=Done, max_turns=3))
 
 
 @pytest.mark.parametrize("name", ["math_tip_trick", "math_tip_trick_multi_turn"])

@@ -14,13 +14,14 @@ import pytest
 
 from tests.ext.multi_turn.test_scheduler import run, trained
 from tests.limits import HANG_S
-from tests.model.fake import TOKENIZER, Say, engine_of, make
+from tests.model.fake import TOKENIZER, FakeEngine, Say, engine_of, make
 from tests.model.templates import CHATML
 from tests.model.test_turn import spans
 from trireme import RolloutInferRequest, RolloutResponseChoice, Task
 from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
 from trireme.ext.multi_turn.scheduler import ChatMessage
 from trireme.ext.multi_turn.tool_calls import ToolCallScheduler, calculator, python_tool, read_calls
+from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "solution": "4"}
@@ -188,6 +189,48 @@ def test_calls_that_the_engine_has_read() -> None:
         "tool_call_id": "c1",
         "content": "6",
     }
+
+
+MENTIONED = call("calculator", expression="1+1")
+
+
+@pytest.mark.parametrize("begin", ["", "<think>"])
+@pytest.mark.parametrize("react", [False, True])
+def test_calls_that_the_thinking_mentions_are_not_run(begin: str, react: bool) -> None:
+    mentioned, asks = MENTIONED, ASK
+    if react:
+        mentioned = "\nAction: calculator\nAction Input: 1+1\n"
+        asks = "Action: calculator\nAction Input: 2+2\n"
+    thinking = f"{begin}I could {mentioned} with <tool_call> or not.</think>"
+    experience = play(make([thinking + asks, f"{thinking}It is 4."]))
+    assert experience.info["rollout_infos"]["tool_calls"] == 1
+    assert trained(experience)[0].startswith(thinking + asks)
+    if not react:
+        assert results(experience) == ["4"]
+        open_ended = play(make([f"<think>I could {mentioned}"]))
+        assert open_ended.info["rollout_infos"]["tool_calls"] == 0
+
+
+def test_a_call_whose_arguments_contain_an_end_of_thinking_is_run() -> None:
+    experience = play(make([call("slow", text="</think>", seconds=0), "ok"]))
+    assert results(experience) == ["</think>"]
+
+
+def test_a_result_inside_the_reply_may_be_part_of_its_thinking() -> None:
+    experience = play(make([f"<think>I ask. {ASK}", "It is 4.</think>4"]), style="same_turn")
+    assert spans(experience)[1:] == [
+        (True, f"<think>I ask. {ASK}"),
+        (False, "\n<tool_response>\n4\n</tool_response>\n"),
+        (True, "It is 4.</think>4<|im_end|>"),
+    ]
+
+
+def test_calls_in_another_form_are_not_read_in_the_thinking_either() -> None:
+    chat = ChatTokens(TOKENIZER, tool_call_parser="qwen3_coder")
+    form = "<tool_call><function=calculator><parameter=expression>{}</parameter></function>"
+    reply = f"<think>I could {form.format('1+1')} but</think>{form.format('2+2')}</tool_call>"
+    engine: Any = FakeEngine([reply, "4"])
+    assert results(play(Model(engine, chat, max_model_len=4000))) == ["4"]
 
 
 def test_the_schemas_reach_the_chat_template() -> None:

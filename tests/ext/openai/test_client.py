@@ -7,7 +7,11 @@ import openai
 import pytest
 
 from tests.model.fake import TOKENIZER, FakeEngine, Say, make, user
-from trireme.model.model import Revoked
+from tests.model.templates import CHATML
+from trireme.engines.engine import Completion
+from trireme.model.blocking import WAIT_S
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model, Revoked
 
 
 def test_a_conversation_through_the_client_is_recorded_token_for_token() -> None:
@@ -48,6 +52,33 @@ def test_n_stop_logprobs_usage_and_length_are_served() -> None:
     assert isinstance(model.engine, FakeEngine)
     (sampling,) = model.engine.samplings
     assert (sampling.n, sampling.stop, sampling.top_k) == (2, ("X",), 5)
+
+
+SYSTEM_ALONE = CHATML.replace("messages %}", "messages if m.role != 'developer' %}")
+REFUSES = CHATML.replace("messages %}", "messages %}{{- OTHER[m.role] + '' }}")
+REFUSES = REFUSES.replace("OTHER", str(dict.fromkeys(("system", "user", "assistant"), "")))
+
+
+@pytest.mark.parametrize(
+    ("template", "role"), [(CHATML, "developer"), (SYSTEM_ALONE, "system"), (REFUSES, "system")]
+)
+def test_a_developer_s_message_is_the_system_s_if_the_template_does_not_write_it(
+    template: str, role: str
+) -> None:
+    model = make(["a", "b"], template=template)
+    chat: Any = [{"role": "developer", "content": "Be brief."}, user("1")]
+
+    async def run() -> None:
+        for _ in range(2):
+            done = await model.openai.chat.completions.create(model="m", messages=chat)
+            chat.append({"role": "assistant", "content": done.choices[0].message.content})
+            chat.append(user("2"))
+
+    asyncio.run(run())
+    assert isinstance(model.engine, FakeEngine)
+    first = TOKENIZER.decode(model.engine.prompts[0])
+    assert first.startswith(f"<|im_start|>{role}\nBe brief.<|im_end|>\n<|im_start|>user\n1")
+    assert len(model.experiences(1.0)) == 1  # the second turn goes on from the recorded one
 
 
 def test_streams_are_served() -> None:
@@ -137,6 +168,46 @@ def test_the_blocking_client_times_out() -> None:
 
         with pytest.raises(openai.APITimeoutError):
             await asyncio.to_thread(call)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_async_client_times_out_and_ends_the_generation(elsewhere: bool, streams: bool) -> None:
+    ended: list[str] = []
+
+    class Waits(FakeEngine):
+        async def generate(self, *args: Any, **named: Any) -> list[Completion]:
+            try:
+                return await super().generate(*args, **named)
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+
+    async def run() -> None:
+        engine = Waits(["a"], wait=5)
+        client = Model(engine, ChatTokens(TOKENIZER), max_model_len=4000).get_openai_async_client()
+        messages: Any = [user("1")]
+
+        async def call() -> None:
+            with pytest.raises(openai.APITimeoutError):
+                await client.chat.completions.create(
+                    model="m", messages=messages, timeout=0.02, stream=streams
+                )
+
+        await (asyncio.to_thread(asyncio.run, call()) if elsewhere else call())
+        await asyncio.sleep(0.05)
+        assert ended == ["cancelled"]
+
+    asyncio.run(run())
+
+
+def test_clients_without_a_time_out_wait_longer_than_the_library_s_ten_minutes() -> None:
+    async def run() -> None:
+        model = make(["a"])
+        for client in (model.get_openai_client(), model.get_openai_async_client()):
+            assert client.timeout == WAIT_S
 
     asyncio.run(run())
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.model.fake import FakeEngine, Say
+from tests.model.templates import THINKING
 from trireme.engines.engine import Completion
 from trireme.ext.openai.answer import respond, stream
 from trireme.model.chat_tokens import ChatTokens
@@ -52,9 +53,9 @@ class Telling(FakeEngine):
         return completions
 
 
-def model_of(replies: list[Any], parser: str | None = None) -> Model:
+def model_of(replies: list[Any], parser: str | None = None, **more: Any) -> Model:
     engine: Any = Telling(replies)
-    chat = ChatTokens(engine.tokenizer, tool_call_parser=parser)
+    chat = ChatTokens(engine.tokenizer, tool_call_parser=parser, **more)
     return Model(engine, chat, max_model_len=4000)
 
 
@@ -130,3 +131,45 @@ def test_a_cut_call_stays_text_and_a_choice_that_cannot_be_is_refused() -> None:
     for choice in ("sometimes", {"type": "function", "function": {"name": "run"}}):
         with pytest.raises(ValueError, match="the tools are look, wait"):
             ask(model_of([]), tool_choice=choice)
+
+
+MENTIONED = '<tool_call>{"name": "look", "arguments": {"times": 9}}</tool_call>'
+REAL = '<tool_call>{"name": "look", "arguments": {"at": "</think>"}}</tool_call>'
+OPENS = THINKING.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>\n' }}")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("template", "begin"), [(THINKING, "<think>"), (OPENS, "")])
+@pytest.mark.parametrize("reasoning", [None, "qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("reply", "called"),
+    [
+        (f"I could {MENTIONED} but no.</think>It is 4.", {}),
+        (f"I answer inside <tool_call> tags.</think>{REAL}", {"at": "</think>"}),
+        (f"I could {MENTIONED}, but where", {}),
+    ],
+)
+def test_calls_that_the_thinking_mentions_are_none(
+    reply: str, called: Any, reasoning: Any, template: str, begin: str, streams: bool
+) -> None:
+    reply = begin + reply
+    chat: Any = {"reasoning_parser": reasoning, "chat_template": template}
+    model = model_of([reply], **chat)
+    found = ask(model, stream=streams)
+    parts = [choice["delta"] for choice in found] if streams else [found["message"]]
+    calls = [c for part in parts for c in part.get("tool_calls") or []]
+    thought, said = (
+        "".join(part.get(field) or "" for part in parts)
+        for field in ("reasoning_content", "content")
+    )
+    assert [json.loads(c["function"]["arguments"]) for c in calls] == ([called] if called else [])
+    thinking, end, answer = reply.partition("</think>")
+    answer = "" if called else answer
+    if reasoning is None:
+        assert (thought, said) == ("", thinking + end + answer)
+    else:
+        assert (thought, said) == (thinking.removeprefix("<think>"), answer)
+    if streams:  # the thinking is sent before the reply's end
+        assert sum(bool(part.get("reasoning_content") or part.get("content")) for part in parts) > 9
+    sampled = model.experiences(reward=1.0)[0]
+    assert model.chat_tokens.decode(sampled.tokens[sampled.mask].tolist()) == f"{reply}<|im_end|>"

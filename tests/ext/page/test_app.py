@@ -109,6 +109,31 @@ def test_what_cannot_be_read_is_said_and_hides_nothing_else(tmp_path: Path) -> N
     assert answer.status_code == 500 and "cannot be read" in answer.json()["error"]
 
 
+def test_settings_that_json_has_no_numbers_for_are_shown_as_texts(tmp_path: Path) -> None:
+    options = "{most: .inf, least: -.inf, of: [.nan, 1.5], .inf: x}"
+    for name, given in (("plain", "{most: 1.0}"), ("odd", options)):
+        path = make_run(tmp_path / name, steps=1) / "run/start_2.yaml"
+        path.write_text(f"reward_fn_args: {given}\n")
+    client = TestClient(create_app(Page(tmp_path), "k"), headers={"authorization": "Bearer k"})
+    runs = {run["name"]: run for run in client.get("/api/runs").json()}
+    assert [runs[name]["settings"]["most"] for name in ("odd", "plain")] == ["inf", 1.0]
+    start = client.get("/api/about", params={"run": "odd"}).json()["starts"][1]
+    expected = {"most": "inf", "least": "-inf", "of": ["nan", 1.5], "inf": "x"}
+    assert start["config"] == {"reward_fn_args": expected}
+    differences = client.get("/api/compare", params={"run": "odd", "other": "plain"}).json()
+    assert {"key": "reward_fn_args.most", "old": "inf", "new": 1.0} in differences
+
+
+def test_an_answer_that_cannot_be_encoded_is_an_error_with_a_sentence(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    monkeypatch.setattr("trireme.ext.page.app.about", lambda run: endless)
+    answer = client.get("/api/about", params=RUN)
+    assert answer.status_code == 400 and answer.json()["error"]
+
+
 def test_the_page_may_load_nothing_from_elsewhere(client: TestClient) -> None:
     page = client.get("/")
     policy = page.headers["content-security-policy"]

@@ -48,6 +48,19 @@ def test_view_takes_a_folder_and_which_experiences(called: dict[str, Any], tmp_p
     assert invoke("view", str(tmp_path / "none")) == 2
 
 
+def test_a_folder_whose_name_looks_like_a_key_is_a_folder(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1e-3").mkdir()
+    assert invoke("view", "lr=1e-3") == 3
+    assert called["page"][0] == Path("lr=1e-3")
+    keys = ["lr=1e-4", f"a.b={'x' * 300}"]
+    assert invoke("view", "lr=1e-3", *keys) == 3
+    assert called["view"][-1]["folder"] == Path("lr=1e-3")
+    assert called["view"][-1]["overrides"] == keys
+
+
 def test_view_opens_a_page_over_a_folder_unless_samples_are_asked_for(
     called: dict[str, Any], tmp_path: Path
 ) -> None:

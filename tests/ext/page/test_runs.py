@@ -13,6 +13,7 @@ from tests.ext.page.made import make_run
 from trireme.ext.page import runs
 from trireme.ext.page.runs import MOST_POINTS, Curves, _Part, about, find_runs
 from trireme.ext.page.table import Entries
+from trireme.monitor.monitor import JsonLinesMonitor
 
 
 def test_every_run_below_a_folder_is_found_and_nothing_else(tmp_path: Path) -> None:
@@ -43,6 +44,17 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
 
     monkeypatch.setattr(os, "scandir", refuses)
     assert [run.name for run in find_runs(tmp_path)] == ["one"]
+
+
+@pytest.mark.parametrize("line", [b"{damaged\n", b"[1]\n", b'{"step": 1}\n', b"\xff\xfe\n"])
+def test_a_damaged_first_line_hides_no_run(tmp_path: Path, line: bytes) -> None:
+    for name in ("whole", "damaged"):
+        make_run(tmp_path / name, steps=1)
+    metrics = tmp_path / "damaged/monitor/metrics.jsonl"
+    metrics.write_bytes(line + metrics.read_bytes())
+    found = find_runs(tmp_path)
+    assert {run.name for run in found} == {"whole", "damaged"}
+    assert [entry["step"] for entry in Entries().of(found)] == [1, 1]
 
 
 def test_curves_are_columns_with_null_for_what_is_no_number(tmp_path: Path) -> None:
@@ -91,6 +103,29 @@ def test_curves_are_read_on_and_read_anew_where_a_file_was_replaced(
     other.write_text(lines(*range(1, 20), value=0.9, time=2.0) + lines(20))  # the same beginning
     other.replace(path)
     assert curves.of(run)["trainer"]["metrics"]["x"] == [0.9] * 19 + [0.5]
+
+
+def test_a_step_of_several_explorers_is_that_of_all(tmp_path: Path) -> None:
+    def log(explorer: str, step: int, reward: float, runs: float = 4.0) -> None:
+        metrics = {"rollout/reward/mean": reward, "rollout/reward/max": reward}
+        metrics |= {"rollout/runs": runs, "rollout/failed/time": 1.0}
+        JsonLinesMonitor(tmp_path / "monitor" / explorer).log(metrics, step, "explorer")
+
+    log("", 1, 0.5)
+    (run,) = find_runs(tmp_path)
+    curves = Curves()
+    assert curves.of(run)["explorer"]["metrics"]["rollout/reward/mean"] == [0.5]
+    log("b", 1, 1.0, runs=6.0)
+    log("b", 2, 0.25)
+    log("", 1, 0.75)  # after a resume
+    for read in (curves, Curves()):
+        explorer = read.of(run)["explorer"]
+        assert explorer["steps"] == [1, 2]
+        metrics = explorer["metrics"]
+        assert metrics["rollout/reward/mean"] == [0.875, 0.25]
+        assert metrics["rollout/reward/max"] == [1.0, 0.25]
+        assert metrics["rollout/runs"] == [10.0, 4.0]
+        assert metrics["rollout/failed/time"] == [2.0, 1.0]
 
 
 def test_a_step_that_comes_late_stands_in_its_place() -> None:

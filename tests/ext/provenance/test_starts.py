@@ -111,7 +111,23 @@ def test_keys_that_a_newer_release_has_are_no_changes_unless_they_are_set() -> N
     old["model"]["lora_configs"] = None  # null is a value
     found = changes(entry(old), entry(new), train=3, explore=4, row=12)
     assert "trainer.callbacks: [] -> ['mine:Mine']: from train step 3 on" in found
-    assert any(line.startswith("model.lora_configs[0].lora_rank: none -> ") for line in found)
+    [line] = [line for line in found if line.startswith("model.lora_configs")]
+    assert line.startswith("model.lora_configs[0]: none -> {")
+
+
+def test_a_section_that_came_or_went_is_one_line() -> None:
+    given = {"taskset": {"name": "first", "path": "d"}}
+    several = {"tasksets": [given["taskset"], {"name": "second", "path": "e"}]}
+    old, new = (
+        Config.model_validate({"buffer": {"explorer_input": each}}).model_dump()
+        for each in (given, several)
+    )
+    found = changes(entry(old), entry(new), train=3, explore=4, row=12)
+    assert [line.partition(", storage_type")[0] for line in found] == [
+        f"{DATA}: {{name: first",
+        f"{DATA}s[0]: none -> {{name: first",
+        f"{DATA}s[1]: none -> {{name: second",
+    ]
 
 
 def started(

@@ -151,6 +151,38 @@ def test_an_engine_that_dies_again_before_one_side_has_reached_it_is_not_lost_to
     asyncio.run(main())
 
 
+def test_an_engine_that_is_made_anew_while_others_commit_has_no_weights_yet() -> None:
+    async def main() -> None:
+        committed, restarted = asyncio.Event(), asyncio.Event()
+
+        async def reply(request: httpx.Request) -> httpx.Response:
+            host = request.url.host
+            if request.url.path == "/engine/weights/commit":
+                committed.set()
+                if host == "b":
+                    await restarted.wait()
+            facts = {"multi_turn": False, "version": 1}
+            return httpx.Response(200, json=facts, headers={INSTANCE: f"at {host}"})
+
+        engine = RemoteEngine(["http://a", "http://b"])
+        await engine._client.aclose()
+        engine._client = httpx.AsyncClient(transport=httpx.MockTransport(reply))
+        engine.servers = Servers(engine.urls, engine._client, None)
+        engine.servers.restarted = True
+        commit = asyncio.ensure_future(engine.commit_weights(1))
+        await committed.wait()
+        await asyncio.sleep(0.05)  # a has answered, and dies
+        await engine.servers.lose("http://a")
+        await engine.servers.again(0, "http://c")
+        restarted.set()
+        await asyncio.wait_for(commit, HANG_S)
+        assert engine.servers.bare == {"http://c"}
+        assert await engine.servers.ready() == ["http://b"]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("side", [TrainerSide, ExplorerSide, TrainerWorker, ExplorerWorker])
 def test_no_method_of_a_side_has_the_name_of_one_of_its_servers(side: type) -> None:
     """A call to a side's actor names a method alone: see SideWorker.method."""

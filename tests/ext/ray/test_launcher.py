@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 from tests.config.made import config_of, plan_of, values
@@ -9,6 +13,7 @@ from tests.config.test_placement import ENGINES, machine
 from trireme.config import ConfigError
 from trireme.config.gpus import Gpus
 from trireme.launch.check import draft
+from trireme.launch.models import pushed_part
 
 __all__ = ["machine"]  # a fixture
 
@@ -21,6 +26,19 @@ def test_an_address_of_rays_client_is_a_problem(tmp_path):
 def test_a_named_cluster_means_ray(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: None)
     assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").places.launcher == "ray"
+
+
+def test_engines_that_ray_has_started_keep_the_towers_of_their_folder(tmp_path):
+    """A composite's pushes are its language model, but for the servers that a user has started."""
+    spread = ("cluster.launcher=ray", "cluster.gpu_per_node=2")
+    servers = "explorer.rollout_model.base_urls=[http://a:1]"
+    backend = cast(Any, SimpleNamespace(towers={"visual.weight"}))
+    plan = plan_of(tmp_path, *spread)
+    opened = replace(plan, engine=replace(plan.engine, urls=("http://10.0.0.7:1",)))
+    assert pushed_part(plan, backend) == pushed_part(opened, backend) == "text"
+    for more in ((), spread):
+        theirs = plan_of(tmp_path, *more, "explorer.rollout_model.engine_type=remote", servers)
+        assert pushed_part(theirs, backend) == "merged"
 
 
 def test_a_token_that_other_machines_lack_is_noted(tmp_path, monkeypatch):

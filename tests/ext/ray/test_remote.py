@@ -6,13 +6,15 @@ import asyncio
 import copy
 import os
 import pickle
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from tests.e2e.job import small_config
 from tests.limits import HANG_S
 from tests.odd import ALL
 
@@ -20,14 +22,17 @@ pytest.importorskip("ray")
 
 import ray
 import torch
+import yaml
 
 from trireme.buffer.buffer import OtherSideFailed
+from trireme.config import load_config
 from trireme.config.gpus import Gpus
 from trireme.config.schema import ClusterConfig
+from trireme.engines.device import Device
 from trireme.experience import EID, Experience
 from trireme.ext.ray import cluster as ray_cluster
 from trireme.ext.ray import remote as ray_remote
-from trireme.ext.ray.actors import SideWorker
+from trireme.ext.ray.actors import ExplorerWorker, SideWorker, TrainerWorker
 from trireme.ext.ray.cluster import gpus_of
 from trireme.ext.ray.remote import (
     Actor,
@@ -40,6 +45,11 @@ from trireme.ext.ray.remote import (
     remote,
 )
 from trireme.ext.ray.run import Actors, environment_of
+from trireme.files import write_json
+from trireme.launch.check import make_plans
+from trireme.launch.explorer_side import polled_sync
+from trireme.launch.stage import open_stage
+from trireme.monitor.console import Console
 from trireme.monitor.events import (
     Evaluated,
     Noted,
@@ -48,6 +58,7 @@ from trireme.monitor.events import (
     StepDone,
     Trained,
 )
+from trireme.sync.checkpoint import STATE_FILE
 
 
 class Adder(Worker):
@@ -115,6 +126,81 @@ def test_a_side_answers_what_its_part_does_not() -> None:
         part.method("train")
     part.side = SimpleNamespace(train=train, own=train)
     assert asyncio.run(both(part)) == ["part", "side"]
+
+
+def test_a_trainer_that_is_ended_finishes_the_checkpoint_that_is_being_written() -> None:
+    async def main() -> list[str]:
+        part, done = TrainerWorker(), list[str]()
+
+        async def train() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await part._device.run(done.append, "saved")
+
+        part.side = cast(Any, SimpleNamespace(train=train))
+        call = asyncio.ensure_future(part.method("train")())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.wait_for(part.stop(), HANG_S)
+        call.cancel()
+        return done
+
+    assert asyncio.run(main()) == ["saved"]
+
+
+def test_a_push_gives_up_the_device_when_its_trainer_is_ended() -> None:
+    async def main() -> list[str]:
+        part, done, given_up = TrainerWorker(), list[str](), threading.Event()
+
+        def send() -> None:  # as over HTTP: it waits for an answer, on the loop
+            done.append("given up" if given_up.wait(HANG_S) else "the loop waited for the device")
+
+        async def refresh() -> None:
+            try:
+                await part._device.run(send)
+            finally:
+                given_up.set()
+
+        part.side = cast(Any, SimpleNamespace(refresh=refresh))
+        call = asyncio.ensure_future(part.method("refresh")())
+        await asyncio.sleep(0.05)
+        await part.method("stop")()
+        await asyncio.wait({call})
+        return done
+
+    assert asyncio.run(main()) == ["given up"]
+
+
+@pytest.mark.extension("sql")
+def test_a_trainer_that_fails_while_the_engines_load_is_no_earlier_attempts(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    store = {"name": "shared", "storage_type": "sql"}
+    config["buffer"]["trainer_input"] = {"experience_buffer": store}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    [plan] = make_plans(load_config(path, ("mode=explore",)))
+
+    async def main() -> None:
+        device, listener = Device(1), Console(live=False)
+        with open_stage(plan, plan.model_path, device, listener) as stage:
+            specs: list[Any] = []
+
+            async def call(name: str, spec: Any) -> None:
+                specs.append(spec)
+
+            actors = Actors(stage)
+            actors._explorer = in_process(SimpleNamespace(call=call))
+            write_json(stage.folder.root / STATE_FILE, {"trainer": "failed: no data", "step": 0})
+            await actors._open()
+            part = ExplorerWorker()
+            sync = polled_sync(await part._open(specs[0]), cast(Any, SimpleNamespace(servers=None)))
+            with pytest.raises(RuntimeError, match="has failed: no data"):
+                _ = sync.finished
+            await part.stop()
+        device.close()
+
+    asyncio.run(main())
 
 
 def test_events_are_kept_until_they_were_heard_and_cross_whole() -> None:

@@ -128,7 +128,8 @@ def colocated(
                 backend = Watched(folder, settings())
                 pairs = WatchedPairs(backend)
                 backend.card = pairs.card = card
-                lock = device.colocation = engine.colocation = ColocationLock(engine)
+                lock = ColocationLock(engine, timeout=HANG_S)
+                device.colocation = engine.colocation = lock
 
                 async def make_room() -> None:
                     await device.amid_turn(pairs.make_room)

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ext.http.made import on_port, torch_rollouts, until
 from tests.limits import HANG_S
 from trireme.engines.device import ColocationLock, Device
-from trireme.engines.engine import Engine, Sampling
+from trireme.engines.engine import Engine, Health, Sampling
 from trireme.ext.remote.engine import RemoteEngine
 
 PROMPT = [5, 6, 7, 8]
@@ -24,7 +26,7 @@ def colocated(folder: Path, main: Callable[[Device, RemoteEngine, Engine], Await
         made = torch_rollouts(folder, max_model_len=2000)
         async with made as rollouts, on_port(rollouts) as url:
             device, engine = Device(), RemoteEngine([url])
-            device.colocation = engine.colocation = ColocationLock(engine)
+            device.colocation = engine.colocation = ColocationLock(engine, timeout=HANG_S)
             try:
                 await asyncio.wait_for(main(device, engine, rollouts.engine), HANG_S)
             finally:
@@ -71,3 +73,49 @@ def test_requests_under_way_rest_too_and_go_on_afterwards(tiny_dir: Path) -> Non
         assert len((await call)[0].ids) == 300
 
     colocated(tiny_dir, main)
+
+
+class Obeys:
+    """An engine that pauses and resumes, and has nothing to do."""
+
+    def __init__(self) -> None:
+        self.paused = False
+
+    async def pause(self, *, weights_follow: bool = False) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    def health(self) -> Health:
+        return Health(0, 0, 0, 0, 0, 0, paused=self.paused)
+
+
+@pytest.mark.parametrize(
+    ("works", "waits_for"), [(True, "end of the trainer's"), (False, "weights")]
+)
+def test_a_trainer_that_does_not_end_is_named_after_the_time_limit(
+    works: bool, waits_for: str
+) -> None:
+    async def main() -> None:
+        engine: Any = Obeys()
+        lock = ColocationLock(engine, timeout=0.2)
+        begun, over = asyncio.Event(), asyncio.Event()
+
+        async def train() -> None:
+            async with lock.for_trainer(weights_follow=not works):
+                begun.set()
+                if works:
+                    await over.wait()
+
+        trainer = asyncio.ensure_future(train())
+        await begun.wait()
+        with pytest.raises(TimeoutError, match=rf"0\.2 s \(synchronizer\.sync.*{waits_for}"):
+            await lock.for_engine()
+        over.set()
+        lock.arrived()
+        await trainer
+        await lock.for_engine()  # a limit that has passed leaves nothing taken
+        assert not engine.paused
+
+    asyncio.run(main())

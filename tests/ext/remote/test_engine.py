@@ -12,14 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from tests.ext.http.made import on_port, torch_rollouts, until
+from tests.e2e.job import small_config
+from tests.ext.http.made import on_port, rollouts_over, torch_rollouts, until
 from tests.limits import HANG_S
-from trireme.engines.engine import Engine, Sampling
+from tests.model.fake import FakeEngine
+from trireme.config import load_config
+from trireme.engines.device import Device
+from trireme.engines.engine import Completion, Engine, Sampling
+from trireme.ext.http import INSTANCE
 from trireme.ext.http.rollouts import Rollouts
 from trireme.ext.remote import engine as remote
 from trireme.ext.remote import servers
 from trireme.ext.remote.engine import RemoteEngine
+from trireme.ext.remote.engine_host import RemoteServers
+from trireme.launch.check import make_plans
+from trireme.launch.explorer_side import lone_explorer
+from trireme.launch.modes import run_bench
+from trireme.launch.stage import open_stage
+from trireme.monitor.console import Console
 
 PROMPT = [5, 6, 7, 8]
 SHORTER = [5, 9, 7]
@@ -345,3 +357,109 @@ def test_tokens_are_told_while_they_come_and_each_once(
         assert again == [5, 6, 7]
 
     with_servers(tiny_dir, 1, main)
+
+
+class Slow(FakeEngine):
+    """Takes its time for weights, and for the reply to a long prompt."""
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        await asyncio.sleep(1)
+
+    async def generate(self, ids: Any, *args: Any, **named: Any) -> list[Completion]:
+        await asyncio.sleep(5 if len(ids) > 2 else 0)
+        return await super().generate(ids, *args, **named)
+
+
+def test_weights_have_a_limit_of_their_own_and_a_failure_names_its_limit() -> None:
+    """A push that takes longer than a rollout may is no loss of the server."""
+
+    async def main() -> list[str]:
+        served: Any = Slow(lambda _: "yes")
+        async with on_port(rollouts_over(served, served.tokenizer)) as url:
+            engine = RemoteEngine([url], timeout=0.5)
+            await engine.update_weights({"w": torch.zeros(2)}, 1)
+            assert (await engine.generate([5, 6], SHORT))[0].text == "yes"
+            said = []
+            with pytest.raises(RuntimeError) as failed:
+                await engine.generate([5, 6, 7], SHORT)
+            said.append(str(failed.value).removeprefix(f"the rollout server {url} "))
+            await engine.close()
+            engine = RemoteEngine([url], sync_timeout=0.5)
+            with pytest.raises(RuntimeError) as failed:
+                await engine.update_weights({"w": torch.zeros(2)}, 2)
+            said.append(str(failed.value).removeprefix(f"the rollout server {url} "))
+            await engine.close()
+        return said
+
+    assert asyncio.run(main()) == [
+        "did not answer /engine/stream within 0.5 s (explorer.max_timeout)",
+        "did not answer /engine/weights/commit within 0.5 s (synchronizer.sync_timeout)",
+    ]
+
+
+def test_a_server_that_hangs_while_it_is_sent_weights_has_no_longer_than_a_rollout() -> None:
+    async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A server that stops after its first answer, as a stopped process does."""
+        if b"/engine/health" in await reader.readuntil(b"\r\n\r\n"):
+            said = b'{"multi_turn": false, "seed": 0}'
+            head = f"HTTP/1.1 200 OK\r\n{INSTANCE}: a\r\ncontent-length: {len(said)}\r\n\r\n"
+            writer.write(head.encode() + said)
+        await reader.read()
+        writer.close()
+
+    async def main() -> str:
+        async with await asyncio.start_server(hangs, "127.0.0.1", 0) as server:
+            url = "http://{}:{}".format(*server.sockets[0].getsockname())
+            engine = RemoteEngine([url], timeout=0.5, sync_timeout=HANG_S)
+            with pytest.raises(RuntimeError) as failed:
+                await engine.update_weights({"w": torch.zeros(2)}, 1)
+            await engine.close()
+        return str(failed.value).removeprefix(f"the rollout server {url} ")
+
+    assert asyncio.run(main()) == (
+        "answered neither /engine/weights nor /health for 0.5 s (explorer.max_timeout)"
+    )
+
+
+@pytest.mark.parametrize("was_used", [True, False])
+@pytest.mark.parametrize(
+    "mode", ["bench", pytest.param("explore", marks=pytest.mark.extension("sql"))]
+)
+def test_a_users_server_does_not_stay_with_the_weights_of_an_earlier_run(
+    mode: str, was_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that never had others need not see the folder of the model."""
+    config = small_config(tmp_path)
+    if mode == "explore":
+        store = {"name": "shared", "storage_type": "sql"}
+        config["buffer"]["trainer_input"] = {"experience_buffer": store}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+
+    async def main() -> None:
+        served = torch_rollouts(Path(config["model"]["model_path"]), max_model_len=128)
+        async with served as rollouts, on_port(rollouts) as url:
+            servers = f"explorer.rollout_model.base_urls=[{url}]"
+            remote = ("explorer.rollout_model.engine_type=remote", servers)
+            [plan] = make_plans(load_config(path, (f"mode={mode}", *remote)))
+            earlier = RemoteServers().engine(plan, plan.engine.urls, None)
+            own = await earlier.fingerprint()
+            if was_used:
+                await earlier.update_weights(weights_of(rollouts, 0.05), 7)
+                assert await earlier.fingerprint() != own
+            else:
+                monkeypatch.delattr(RemoteEngine, "update_weights")
+            await earlier.close()
+            engine, device = RemoteServers().engine(plan, plan.engine.urls, None), Device(1)
+            console: Any = Console(live=False)
+            with open_stage(plan, plan.model_path, device, console) as stage:
+                side = await lone_explorer(stage, engine)
+                if mode == "bench":
+                    await run_bench(stage, side)
+                assert await engine.fingerprint() == own
+                assert rollouts.engine.health().version == 0
+                await side.close()
+            await engine.close()
+            device.close()
+
+    asyncio.run(main())

@@ -12,8 +12,9 @@ import pytest
 
 from trireme.engines.engine import Sampling
 from trireme.ext.remote.engine import RemoteEngine
-from trireme.ext.remote.shelf import UNKNOWN, PictureBody, Shelf, body_of
+from trireme.ext.remote.shelf import UNKNOWN, PictureBody, Shelf
 from trireme.pictures import Picture
+from trireme.serialize import picture_to_wire
 
 
 def made(number: int) -> Picture:
@@ -22,7 +23,7 @@ def made(number: int) -> Picture:
 
 
 def put(shelf: Shelf, picture: Picture) -> None:
-    shelf.put(PictureBody.model_validate(body_of(picture)))
+    shelf.put(PictureBody.model_validate(picture_to_wire(picture)))
 
 
 def test_pictures_arrive_whole_and_the_least_recently_used_go() -> None:
@@ -37,7 +38,7 @@ def test_pictures_arrive_whole_and_the_least_recently_used_go() -> None:
 
 
 def test_data_that_is_no_base64_is_refused() -> None:
-    body = PictureBody.model_validate({**body_of(made(0)), "data": "@@"})
+    body = PictureBody.model_validate({**picture_to_wire(made(0)), "data": "@@"})
     with pytest.raises(ValueError, match="not in base64"):
         Shelf().put(body)
 
@@ -49,6 +50,7 @@ def test_a_client_sends_each_picture_once_and_again_if_it_has_gone() -> None:
         async def _post(self, url: str, path: str, body: Any) -> Any:
             assert path == "/engine/pictures"
             sent.append(body["digest"])
+            await asyncio.sleep(0.01)
             shelf.put(PictureBody.model_validate(body))
 
         async def _generate(self, url: str, body: dict[str, Any], restarts: Any) -> Any:
@@ -76,5 +78,12 @@ def test_a_client_sends_each_picture_once_and_again_if_it_has_gone() -> None:
         servers.instances["http://server"] = "restarted"
         await ask(engine, [made(1)])
         assert sent[3:] == [made(1).digest]
+        # rollouts of a task ask at once, and one of them is aborted
+        first, *others = (asyncio.ensure_future(ask(engine, [made(2)])) for _ in range(4))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(*others)
+        assert first.cancelled() and sent[4:] == [made(2).digest]
 
     asyncio.run(run())

@@ -109,6 +109,47 @@ def test_what_could_not_be_stored_is_stored_by_the_next_commit(tmp_path: Path) -
     asyncio.run(main())
 
 
+class Once:
+    """An operator that fails in the middle of its first run."""
+
+    name = "once"
+    runs = 0
+
+    async def prepare(self) -> None: ...
+    async def __call__(
+        self, experiences: list[Experience]
+    ) -> tuple[list[Experience], dict[str, float]]:
+        for e in experiences:
+            e.reward = (e.reward or 0.0) + 1.0
+            e.info["seen"] = e.info.get("seen", 0) + 1
+            self.runs += 1
+            if self.runs == 1:
+                raise ConnectionError("the judge does not answer")
+        return experiences, {}
+
+
+def test_what_the_pipeline_failed_on_goes_through_it_again_at_the_next_commit(
+    tmp_path: Path,
+) -> None:
+    async def main() -> list[Experience]:
+        buffer: Any = store(tmp_path)
+        server, once = intake(tmp_path, buffer), Once()
+        server.pipeline.operators = (once,)  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(ConnectionError):
+            await server.ship(group("a", [0, 1]))
+        assert (len(buffer), server.unstored) == (0, 2)
+        await server.ship(group("b", [0, 1]))
+        assert (len(buffer), server.unstored) == (4, 0)
+        return await store(tmp_path, "train").take(4)
+
+    taken = asyncio.run(main())
+    assert [(e.eid.uid, e.reward, e.info["seen"]) for e in taken] == [
+        (f"{commit}/{commit_task}/{run}/0", run + 1.0, 1)
+        for commit, commit_task in ((1, "a"), (2, "b"))
+        for run in range(2)
+    ]
+
+
 def test_a_repeated_commit_waits_for_the_first_and_a_caller_that_goes_loses_nothing(
     tmp_path: Path,
 ) -> None:

@@ -71,6 +71,30 @@ def test_the_end_of_the_trainer_is_seen_by_the_explorer(url: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("failed", ["", "trainer", "another explorer"])
+def test_an_explorer_that_starts_first_waits_for_its_own_trainer(url: str, failed: str) -> None:
+    """The end of the last attempt's is no end of this one."""
+
+    async def main() -> None:
+        other, last = open_as("explore", url, "other"), open_as("train", url)
+        await (last.fail(ValueError("no memory")) if failed == "trainer" else last.close())
+        if failed == "another explorer":
+            await other.fail(ValueError("no tasks"))
+        explorer = open_as("explore", url, capacity=1, max_read_timeout=0.3)
+        await explorer.put(step_of(1))
+        with pytest.raises(TimeoutError, match="no command with mode: train uses this buffer"):
+            await explorer.put(step_of(2))
+        trainer = open_as("train", url)
+        assert uids(await trainer.take(4)) == uids(step_of(1))
+        trainer.commit()
+        await explorer.put(step_of(2))
+        await (trainer.fail(ValueError("why")) if failed else trainer.close())
+        with pytest.raises(RuntimeError if failed else Closed, match="why" if failed else "closed"):
+            await explorer.put(step_of(3))
+
+    run(main())
+
+
 def test_the_last_of_several_explorers_ends_the_stream(url: str) -> None:
     async def main() -> None:
         one, two = open_as("explore", url, "one"), open_as("explore", url, "two")
@@ -97,6 +121,28 @@ def test_a_step_that_an_explorer_repeats_after_a_crash_is_not_doubled(url: str) 
         assert len(set(uids(await trainer.take(6)))) == 6
 
     run(main())
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_run_that_trains_what_another_attempt_put_says_so(
+    resumes: bool, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> list[str]:
+        first = open_as("both", url)
+        state = first.state()
+        await first.put(step_of(1))
+        first.dispose()
+        again = open_as("both", url)
+        if resumes:
+            again.load_state(state)
+        for step in (1, 2, 1):
+            await again.put(step_of(step))
+        return uids(await again.take(8))
+
+    assert sorted(run(main())) == sorted(uids(step_of(1)) + uids(step_of(2)))
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    known = [text for text in said if "of an earlier attempt or another run" in text]
+    assert len(known) == (0 if resumes else 1)
 
 
 def test_a_trainer_killed_between_checkpoint_and_commit_learns_nothing_twice(
@@ -223,18 +269,38 @@ def test_what_a_silent_reader_took_returns_and_is_not_learned_from_twice(url: st
     run(main())
 
 
-def test_a_reader_that_is_alive_keeps_what_it_took_past_its_lease(url: str) -> None:
+def test_a_reader_that_is_alive_keeps_what_it_took_past_its_lease(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trireme.ext.sql.buffer.BEATS", 300)  # one every 0.2 s
+
     async def main() -> None:
         explorer = open_as("explore", url)
         await explorer.put(step_of(1))
-        slow = open_as("train", url, "slow", lease_time=1.5)
+        slow = open_as("train", url, "slow", lease_time=60.0)
         await slow.take(3)
-        other = open_as("train", url, "other", lease_time=1.5)
-        await asyncio.sleep(2.5)
+        other = open_as("train", url, "other", lease_time=60.0)
+        lease_ends(url, "slow")
+        while silent_readers(other):
+            await asyncio.sleep(0.01)
         assert uids(await other.take(1)) == uids(step_of(1))[3:]
         slow.commit()
 
     run(main())
+
+
+def lease_ends(url: str, reader: str) -> None:
+    """Let a reader's last heartbeat be long ago."""
+    engine = open_database(url, MetaData())
+    with engine.begin() as connection:
+        words = "UPDATE experiences_parties SET seen = seen - 1000 WHERE name = :name"
+        assert connection.execute(text(words), {"name": reader}).rowcount == 1
+    engine.dispose()
+
+
+def silent_readers(buffer: SqlBuffer) -> dict[str, float]:
+    with buffer._database.begin() as connection:
+        return buffer._parties.silent(connection, "train")
 
 
 def test_what_a_checkpoint_sealed_waits_for_its_reader(url: str) -> None:
@@ -411,6 +477,23 @@ def test_replay_in_a_database_drops_the_lowest_priority(url: str) -> None:
         await buffer.close()
         with pytest.raises(Closed):
             await buffer.take(1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_groups_that_are_used_up_take_no_room_in_replay(url: str, limit: int) -> None:
+    async def main() -> None:
+        reuse = Reuse(decay=0.0, use_count_limit=limit, cooldown=None if limit == 1 else 0.0)
+        buffer = open_as("both", url, reuse=reuse, capacity=2)
+        await buffer.put([sample(9, 0, run) for run in range(2)])
+        for _ in range(limit):
+            assert [e.eid.batch for e in await buffer.take(2)] == [9, 9]
+            buffer.commit()
+        for version in (2, 3):
+            await buffer.put([sample(version, 0, run) for run in range(2)])
+        assert buffer.metrics() == {"buffer/dropped": 0.0}
+        assert [e.eid.batch for e in await buffer.take(4)] == [3, 3, 2, 2]
 
     run(main())
 

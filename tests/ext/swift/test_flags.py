@@ -322,6 +322,7 @@ def test_reward_models_are_rewards_behind_the_functions(keys: Any) -> None:
         ("--epsilon 0.2", {"policy_loss_fn_args": {"clip_range_low": 0.2, "clip_range_high": 0.2}}),
         ("--loss_type cispo --epsilon_high 5", {"policy_loss_fn": "cispo",
                                                "policy_loss_fn_args": {"clip_range_high": 4.0}}),
+        ("--loss_type cispo --epsilon 0.2", {"policy_loss_fn": "cispo"}),
         ("--epsilon_high 0.28 --delta 1.5", {"policy_loss_fn_args": {"clip_range_high": 0.28,
                                                                      "clip_ratio_c": 1.5}}),
         ("--importance_sampling_level sequence --loss_type grpo", {"policy_loss_fn": "gspo"}),
@@ -490,9 +491,37 @@ def test_rlhf_counts_completions_as_ms_swift_does(
 
 
 @pytest.mark.parametrize(
+    ("words", "interval"),
+    [
+        ("--eval_steps 100", 100),
+        ("--eval_steps 100 --per_device_train_batch_size 8 --steps_per_generation 4", 25),
+        ("--eval_steps 2 --per_device_train_batch_size 8 --steps_per_generation 4", 1),
+        ("--eval_steps 100 --num_iterations 4", 25),
+        ("--save_steps 40", 40),
+        ("", 500),
+    ],
+)
+def test_rlhf_evaluates_after_as_many_optimizer_steps(rlhf: Any, words: str, interval: int) -> None:
+    config = rlhf(f"--model m --dataset d.jsonl --val_dataset v.jsonl {words}")
+    assert config.explorer.eval_interval == interval
+
+
+@pytest.mark.parametrize(("words", "order"), [("", "shuffle"), ("false", "sequential")])
+def test_rlhf_shuffles_unless_asked_not_to(rlhf: Any, words: str, order: str) -> None:
+    flag = f"--dataset_shuffle {words}" if words else ""
+    inputs = rlhf(f"--model m --dataset d.jsonl --val_dataset v.jsonl {flag}").buffer.explorer_input
+    assert inputs.taskset.data_selector.selector_type == order
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ("--model m", "--dataset is not given"),
+        ("--model m --dataset d --dataset_shuffle no", "--dataset_shuffle no: expected true or f"),
+        ("--model m --dataset d --rlhf_type dpo --dataset_shuffle false",
+         "--dataset_shuffle false has no effect on dpo"),
+        ("--model m --dataset d --loss_type cispo --epsilon_high 0.28",
+         "--epsilon_high 0.28 is the bound of CISPO's ratio: expected at least 1"),
         ("--model m --dataset d --generation_batch_size 8 --steps_per_generation 2", "both say"),
         ("--model m --dataset d --gradient_accumulation_steps 2 --steps_per_generation 3",
          "24 completions of a generation and 16 of an"),

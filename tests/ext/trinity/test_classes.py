@@ -140,6 +140,24 @@ def test_an_entropy_class_without_a_coefficient_costs_nothing_and_has_an_average
         recipe.weights(flatten([e]))
 
 
+@pytest.mark.parametrize("of_options", [False, True])
+def test_classes_average_in_the_mode_that_is_chosen(
+    of_options: bool, plugin: Any, tiny_dir: Any
+) -> None:
+    mode = {"loss_agg_mode": "seq-mean-token-mean"}
+    bonus = {"kl_loss_fn": "none", "entropy_loss_fn_args": {"entropy_coef": 0.3}}
+    loss = {"clip_ratio_c": 1e6}
+    ours = _recipe("grpo", entropy_loss_fn="default", policy_loss_fn_args=loss, **mode, **bonus)
+    classes = {"policy_loss_fn": "their_ppo", "entropy_loss_fn": "their_bonus"}
+    given = {"policy_loss_fn_args": mode} if of_options else mode
+    theirs = _recipe("grpo", **classes, **given, **bonus)
+    expected, plain = _step(tiny_dir, ours, share=True, length=10_000)
+    found, metrics = _step(tiny_dir, theirs, share=True, length=10_000)
+    assert metrics["actor/loss"] == pytest.approx(plain["actor/loss"], abs=1e-5)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
+
+
 class Rows:
     """A store that counts on; its rewards are their numbers."""
 

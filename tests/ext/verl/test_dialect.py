@@ -56,6 +56,10 @@ def test_our_own_key_goes_before_an_option_of_verl(base: dict[str, Any], tmp_pat
         ("{reward_model: {enable: true}}", "name a reward in default_reward_fn_type"),
         ("{actor_rollout_ref: {model: {lora_rank: 0, mtp: {enable: true}}}}", "not supported"),
         ("{actor_rollout_ref: {model: {lora_alpha: 16}}}", "set model.lora_configs"),
+        (
+            "{actor_rollout_ref: {actor: {ppo_epochs: 4, optim: {lr_warmup_steps: 20}}}}",
+            "expected algorithm.optimizer.lr_warmup_steps: 80 in its place",
+        ),
         ("{critic: {ppo_epochs: 4}}", "expected 1, as actor_rollout_ref.actor.ppo_epochs says"),
     ],
 )

@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,14 @@ import pytest
 
 from tests.config.made import plan_of, problems_of
 from tests.limits import HANG_S
+from tests.tiny import make_model, make_tokenizer
 from trireme.config.engine_kind import adapter_rank_of
+from trireme.engines.engine import Sampling
+from trireme.engines.request import make_requests
 from trireme.ext.vllm import kind as vllm_kind
-from trireme.ext.vllm.engine import VllmEngine
+from trireme.ext.vllm.engine import WHOLE, VllmEngine, _params
 from trireme.ext.vllm.kind import largest_adapter
+from trireme.ext.vllm.options import arguments
 from trireme.launch.engines import engine_spec
 from trireme.sync.probe import WrongWeights, compare_weights
 
@@ -228,6 +234,16 @@ def test_heads_that_its_cpu_kernels_lack_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("vllm")
+def test_temperatures_that_vllm_changes_or_refuses_are_named(tmp_path: Path) -> None:
+    """At 0.001 it would sample at 0.01, and the trainer would compute with 0.001."""
+    args = "buffer.explorer_input.taskset.rollout_args.temperature"
+    said = problems_of(tmp_path, VLLM, "model.temperature=0.001", f"{args}=3", head_dim=64)
+    within = "expected 0 (greedy), or 0.01 to 2, at which vLLM samples, or engine_type torch"
+    assert said == [f"model.temperature is 0.001: {within}", f"{args} is 3: {within}"]
+    assert not problems_of(tmp_path, VLLM, "model.temperature=0", f"{args}=0.01", head_dim=64)
+
+
+@pytest.mark.usefixtures("vllm")
 def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
     wide = key("data_parallel_size")
     said = f"{wide} is 2: expected 1 in mode colocate"
@@ -312,6 +328,134 @@ def test_a_tensor_that_one_worker_of_an_engine_has_otherwise_is_proved_by_none(
     if served is not None and workers[0] != found:
         with pytest.raises(WrongWeights, match="after the push of version 3 the engine does not"):
             compare_weights(served, workers[0], version=3)
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine reads of vLLM's modules for a request."""
+    kinds = SimpleNamespace(DELTA="delta")
+    vllm = SimpleNamespace(SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    params = SimpleNamespace(RequestOutputKind=kinds)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+
+
+@pytest.mark.usefixtures("modules")
+def test_vllm_is_asked_for_no_more_log_probabilities_than_it_may_return() -> None:
+    asked = Sampling(logprobs=64)
+    room: Any = {"room": 9, "max_model_len": 9, "vocabulary": 9}
+    [request] = make_requests([5], asked, ((1,),), seed=0, ends=(), **room)
+    params = _params(request, at_once=1)
+    made = arguments("m", max_model_len=8, dtype="float32", seed=0, options={}, on_cpu=True)
+    assert params.logprobs <= made["max_logprobs"]
+
+
+class Llm:
+    """vLLM as far as the engine calls it to sample and to sleep: its replies never come."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    async def abort(self, name: str) -> None:
+        pass
+
+    async def sleep(self, level: int, mode: str) -> None:
+        assert not self.asleep
+        self.asleep = {*WHOLE}
+
+    async def wake_up(self, tags: list[str]) -> None:
+        assert {*tags} <= self.asleep, "vLLM maps no memory twice"
+        self.asleep -= {*tags}
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return []
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        pass
+
+
+def engine_over(llm: Llm, tmp_path: Path) -> VllmEngine:
+    folder = make_model(tmp_path / "model")
+    return VllmEngine(
+        llm, model=str(folder), tokenizer=make_tokenizer(), max_model_len=64, seed=0,
+        sockets=tempfile.TemporaryDirectory(), sleeps=True,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_a_request_that_is_aborted_as_soon_as_it_comes_ends_as_aborted(
+    tmp_path: Path, turns: int
+) -> None:
+    async def main() -> None:
+        engine = engine_over(Llm(), tmp_path)
+        call = asyncio.ensure_future(engine.generate([5, 6], Sampling(n=2), key=(1, 2, 3, 0)))
+
+        async def abort() -> int:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return await engine.abort((1,))
+
+        assert await asyncio.ensure_future(abort()) == 2
+        replies = await asyncio.wait_for(call, HANG_S)
+        assert [(r.stop_reason, r.ids) for r in replies] == [("aborted", [])] * 2
+        assert engine.health().running == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_at_a_temperature_that_vllm_would_change_is_refused(tmp_path: Path) -> None:
+    engine = engine_over(Llm(), tmp_path)
+    with pytest.raises(ValueError, match=r"temperature is 0\.001: expected 0 \(greedy\), or 0\.01"):
+        asyncio.run(engine.generate([5, 6], Sampling(temperature=0.001)))
+
+
+def test_an_engine_that_has_its_next_weights_and_is_paused_again_wakes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine, llm = engine_over(made := Llm(), tmp_path), made
+
+        async def take(**_: str) -> None:
+            assert "weights" not in llm.asleep
+
+        monkeypatch.setattr(engine, "_take_in", take)
+        await engine.pause()
+        for version in (1, 2):
+            await engine.receive_weights()
+            await engine.commit_weights(version)
+            await engine.pause()
+        await engine.resume()
+        assert not llm.asleep
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_push_that_fails_ends_the_requests_in_flight_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = engine_over(Llm(), tmp_path)
+
+        async def take(**_: str) -> None:
+            raise OSError("the new weights lack a tensor")
+
+        monkeypatch.setattr(engine, "_take_in", take)
+        call = asyncio.ensure_future(engine.generate([5, 6], Sampling(n=2), key=(1, 2, 3, 0)))
+        await asyncio.sleep(0.01)
+        with pytest.raises(OSError, match="lack a tensor"):
+            await engine.receive_weights()
+        with pytest.raises(RuntimeError, match="the engine has failed: OSError: the new weights"):
+            await asyncio.wait_for(call, HANG_S)
+
+    asyncio.run(main())
 
 
 def test_an_engine_process_needs_only_what_the_environment_of_vllm_has() -> None:

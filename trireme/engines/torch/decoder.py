@@ -133,7 +133,8 @@ class Decoder:
         self.store.clear()
         self.prompts.clear()
         for request in self.active:
-            request.cached = request.shared = 0
+            request.cached = request.shared = request.slot = 0
+            request.of_several = False
         self.store.reserve(-(-len(self.active) // 16) * 16, 1)
         self._changed()
 
@@ -173,8 +174,9 @@ class Decoder:
             self.forward.renew()
         if self.vision is not None:
             self.vision.renew()
-        if not keep:
-            for request in self.active:
+        for request in self.active:
+            request.of_several = keep
+            if not keep:
                 self.prompts.leave(request)
                 request.cached = 0
         self._changed()
@@ -343,7 +345,10 @@ class Decoder:
         parameters, streams = self._drawn_by()
         heat = parameters.temperature[:, 0].float().masked_fill(parameters.greedy, 0.0)
         places = torch.tensor([len(r.out) for r in self.active])
-        rule = passes.DrawRule(streams, places, torch.tensor(left), heat, self.active[0].ends)
+        early = any(len(r.out) < r.sampling.min_tokens for r in self.active)
+        least = torch.tensor([r.sampling.min_tokens for r in self.active]) if early else None
+        ends = self.active[0].ends
+        rule = passes.DrawRule(streams, places, torch.tensor(left), least, heat, ends)
         where = self._places(self.forward)
         self.store.reserve(len(self.active), where.longest + most - 1)
         drawn = self.forward.several(tokens, where, self.store, self.prompts.store, rule, most)
@@ -353,10 +358,11 @@ class Decoder:
         where.next(count)
         self._steps += count
         finished = []
-        rows = zip(self.active, drawn[0].T.tolist(), drawn[1].T.tolist(), strict=True)
-        for request, own, logprobs in rows:
+        for request, own, logprobs, by in zip(
+            self.active, *(numbers.T.tolist() for numbers in drawn), strict=True
+        ):
             request.cached += count
-            sampler = logprobs if request.sampling.temperature else [0.0] * count
+            sampler = by if request.sampling.temperature else [0.0] * count
             if request.extend(own, logprobs, sampler, self.version, self.tokenizer):
                 finished.append(request)
         self.generated += count * len(self.active)
@@ -367,7 +373,6 @@ class Decoder:
         ends = self.active[0].ends
         return self._drawn_by()[0].plain and all(
             r.ends == ends
-            and len(r.out) >= r.sampling.min_tokens
             and not (r.sampling.stop or r.sampling.logprobs or r.on_token or r.pictures)
             for r in self.active
         )
@@ -489,7 +494,7 @@ class Decoder:
     def _park(self, finished: Sequence[Request]) -> None:
         """Store finished rows' keys and values for prompts that continue them."""
         at = {id(request): row for row, request in enumerate(self.active)}
-        todo = [request for request in finished if self.prefixes.wants(request.cached)]
+        todo = [r for r in finished if self.prefixes.wants(r.cached) and not r.of_several]
         own = [request.cached - request.shared for request in todo]
         rows = self.prefixes.copies(self.store, [at[id(r)] for r in todo], own)
         prompts = self.prompts.saved((r.slot for r in todo if r.shared), self.prefixes)

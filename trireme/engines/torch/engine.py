@@ -207,6 +207,7 @@ class TorchEngine:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
         await self._device.run(self._decoder.close)
+        self._adapter.forget()
         del self.module
 
     def _make(
@@ -255,17 +256,20 @@ class TorchEngine:
                     future.set_exception(broken(error))
 
     def _advance(self, admitted: list[Request]) -> list[Request]:
-        return self._decoder.advance(
-            admitted, steps=STEPS_PER_HOP, hurry=lambda: self._updates > 0 or self._newcomers()
-        )
+        return self._decoder.advance(admitted, steps=STEPS_PER_HOP, hurry=self._is_waited_for)
 
-    def _newcomers(self) -> bool:
-        """Return whether a waiting request could be admitted; never with a barrier, which admits
-        none.
+    def _is_waited_for(self) -> bool:
+        """Return whether an advance should end early: for other work on the device, or for a
+        request that could be admitted. Never with a barrier: how soon someone asks, the reward of a
+        rollout that needs no further reply for example, would decide what is computed together.
         """
-        if self._barrier is not None or not self._waiting:
+        if self._barrier is not None:
             return False
-        rows = [*self._decoder.active, self._waiting[0]]
+        if self._updates > 0:
+            return True
+        if not (first := self._waiting[:1]):  # at once: the event loop may remove it meanwhile
+            return False
+        rows = [*self._decoder.active, *first]
         return self._holds(len(rows), max(r.room for r in rows))
 
     def _ready(self) -> bool:
@@ -290,11 +294,16 @@ class TorchEngine:
         """Return whether a rollout has a reply and another request that is still running: the
         barrier does not wait for what it asks for next, so that it must get its reply at once.
         """
-        return any(
-            not other.has_ended
+        going = [
+            (request, other)
             for request in self._ended
             for other in self._rollouts.get(request.key[:3], ())
-        )
+            if not other.has_ended
+        ]
+        for request, other in going:
+            if self._barrier is not None and request.key != other.key:
+                self._barrier.warn_of_calls_at_once(request.key[:3])
+        return bool(going)
 
     def _give_out(self) -> None:
         """Give the callers of the last advance their replies."""
@@ -350,7 +359,7 @@ class TorchEngine:
             logger.warning("%s", failure)
 
     async def _between(self, function: Any, *args: Any) -> Any:
-        """Run on the device between two advances; a running advance ends early for it."""
+        """Run on the device between two advances; without a barrier a running one ends early."""
         self._updates += 1
         try:
             return await self._device.run(function, *args)

@@ -31,8 +31,8 @@ class Places(Protocol):
 
 
 class DrawRule(NamedTuple):
-    """How tokens are drawn where no row truncates or changes its distribution, which is that of
-    logits / temperature.
+    """How tokens are drawn where no row truncates its distribution, which is that of logits /
+    temperature, or changes it but by what ends a reply too early.
     """
 
     streams: Tensor
@@ -41,6 +41,9 @@ class DrawRule(NamedTuple):
     """[B] int64, the tokens that each reply has: the position of the next one in its stream."""
     left: Tensor
     """[B] int64, the tokens that each reply may still get."""
+    least: Tensor | None
+    """[B] int64, the tokens of each reply before which none of `ends` is drawn; None if all have
+    as many."""
     temperature: Tensor
     """[B] float32; 0: the most probable token."""
     ends: frozenset[int]
@@ -84,11 +87,11 @@ class ForwardPass(Protocol):
     def several(
         self, tokens: Tensor, where: Any, store: RowStore, prompts: RowStore, rule: DrawRule,
         most: int,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
         """Decode and draw up to `most` tokens of each row, until one of them ends.
 
-        Returns the tokens and their log-probabilities, both [steps, B], of which a `step` after
-        another would give the same; None where the pass cannot.
+        Returns the tokens, their log-probabilities, and those with which they were drawn, all
+        [steps, B], of which a `step` after another would give the same; None where the pass cannot.
         """
         ...
 

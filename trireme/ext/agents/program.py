@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import tempfile
@@ -50,13 +51,34 @@ which replaces the shell."""
 ENTER = 'echo $$ > "$1" || exit 126; shift; exec "$@"'
 """A shell script: joins the group whose file it is given, then is replaced by the rest of its
 arguments."""
+NAMED = 'echo +$$ >&0; exec "$@" </dev/null'
+"""A shell script: names its process group to `WATCH`, which has the other end of its input, then
+is replaced by its arguments. A group that is named by itself has no moment without a name."""
 WATCH = """
-while read -r line; do group=$line; done
-[ -z "$group" ] || kill -9 -"$group"
-[ -z "$1" ] || rm -rf -- "$1"
+groups=
+while read -r line; do
+    case $line in
+    +*) groups="$groups ${line#+}" ;;
+    -*)
+        left=
+        for group in $groups; do
+            [ "$group" = "${line#-}" ] || left="$left $group"
+        done
+        groups=$left
+        ;;
+    esac
+done
+for group in $groups; do kill -9 -"$group"; done
+[ -n "$1" ] || exit 0
+for try in 1 2 3 4 5 6 7 8 9 10; do
+    rm -rf -- "$1" && exit 0
+    chmod -R u+rwX -- "$1"
+    sleep 0.3
+done
 """
-"""A shell script: when its input ends, it kills the process group last named in it, and deletes a
-folder."""
+"""A shell script: when its input ends, it kills the process groups that a line `+GROUP` named and
+no later `-GROUP` took back, and deletes a folder; more than once, since a process that is being
+killed may still write."""
 
 
 class ProgramFailed(Refused):
@@ -222,10 +244,10 @@ async def run_program(
     files = [path.open("wb") for path in paths]
     try:
         process = await asyncio.create_subprocess_exec(
-            *words,
+            *("/bin/sh", "-c", NAMED, "sh", *words),
             cwd=cwd,
             env=dict(environment),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=watch,
             stdout=files[0],
             stderr=files[1],
             start_new_session=True,
@@ -235,12 +257,14 @@ async def run_program(
             file.close()
     code: int | None = None
     try:
-        with _ended_with_us(process.pid, watch):
-            code = await asyncio.wait_for(process.wait(), timeout)
+        code = await asyncio.wait_for(process.wait(), timeout)
     except TimeoutError:
         pass
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+        watch.write(b"-%d\n" % process.pid)  # the number may be another group's from now on
     ended = Ended(code, *map(_text, paths))
     logger.info(
         "%s %s after %.1f s\n%s%s",
@@ -254,7 +278,7 @@ async def run_program(
 @contextmanager
 def watching(folder: Path | None) -> Iterator[IO[bytes]]:
     """Start a process that outlives this one, however it ends, and then cleans up: it has the end
-    of a pipe and sees it close. Yields the pipe, which takes the number of a process group.
+    of a pipe and sees it close. Yields the pipe, which takes the lines of `WATCH`.
     """
     with subprocess.Popen(
         ["/bin/sh", "-c", WATCH, "sh", str(folder or "")],
@@ -281,8 +305,9 @@ async def rollout_folder(name: str, keep: str | None) -> AsyncIterator[tuple[Pat
     parent = None if keep is None else Path(keep).expanduser()
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent)).absolute()
+    folder = Path(parent or tempfile.gettempdir(), f"{name}-{secrets.token_hex(4)}").absolute()
     with watching(folder if parent is None else None) as watch:
+        folder.mkdir(mode=0o700)  # after the one that deletes it: this process may be killed here
         try:
             yield folder, watch
         finally:
@@ -300,18 +325,6 @@ def refuse_unasked(model: Model, program: str, ended: Ended) -> None:
             f"{program} never called the model: expected requests to its OPENAI_BASE_URL (or "
             f"ANTHROPIC_BASE_URL); {shown(ended.output)}"
         )
-
-
-@contextmanager
-def _ended_with_us(group: int, watch: IO[bytes]) -> Iterator[None]:
-    """Make a process group end with the block, and with this process."""
-    try:
-        watch.write(f"{group}\n".encode())
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        watch.write(b"\n")  # the group's number may be another's from now on
 
 
 def how(code: int | None, timeout: float | None, limit: str) -> str | None:

@@ -104,7 +104,8 @@ class Watchdog:
 
 class Alarm(RunListener):
     """The watchdog of a run: its warnings go to the part's log, and into `watchdog.json`. A command
-    that runs only one part writes its own file, so that two commands do not overwrite each other.
+    that runs only one part, or does not train, writes its own file, so that two commands do not
+    overwrite each other.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,8 @@ class Alarm(RunListener):
         """Check each event of the run; for a resumed one, read its `metrics.jsonl` first."""
         folder, alone = stage.folder.monitor, stage.part
         self.watchdog = Watchdog(Facts.of(stage.plan, stage.recipe))
-        self._file = folder / (f"watchdog_{alone}.json" if alone else "watchdog.json")
+        own = alone or (None if stage.trains else stage.plan.mode)
+        self._file = folder / (f"watchdog_{own}.json" if own else "watchdog.json")
         if stage.resumes:
             self._read(folder / FILE_NAME, alone)
         else:

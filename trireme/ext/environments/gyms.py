@@ -39,9 +39,12 @@ class TextGym:
             )
         if size and actions and len(actions) != size:
             raise ValueError(f"{env_id} has {size} actions, and {len(actions)} names were given")
-        self._names = (
-            None if text else [a.lower() for a in actions] or [str(i) for i in range(size)]
-        )
+        self._first = int(getattr(self._env.action_space, "start", 0))
+        numbers = range(self._first, self._first + size)
+        self._names = None if text else [a.lower() for a in actions] or list(map(str, numbers))
+        longest_first = sorted(map(re.escape, self._names or ()), key=len, reverse=True)
+        # ASCII: languages without spaces between words have names inside longer runs of letters
+        self._named = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.ASCII)
 
     def reset(self) -> tuple[str, dict[str, Any]]:
         """Begin the episode of this seed."""
@@ -49,10 +52,10 @@ class TextGym:
         return self._shown(observation), dict(info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act by name or number: the last one in the text."""
+        """Act by name or number: the last one in the text, as a whole word."""
         chosen: Any = action
         if self._names is not None:
-            named = re.findall("|".join(map(re.escape, self._names)), action.lower())
+            named = self._named.findall(action.lower())
             if not named:
                 return (
                     f"Choose one of: {', '.join(self._names)}",
@@ -61,7 +64,7 @@ class TextGym:
                     False,
                     {"valid": False},
                 )
-            chosen = self._names.index(named[-1])
+            chosen = self._first + self._names.index(named[-1])
         observation, reward, terminated, truncated, info = self._env.step(chosen)
         return self._shown(observation), float(reward), terminated, truncated, dict(info)
 

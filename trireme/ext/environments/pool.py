@@ -275,8 +275,10 @@ class _Worker:
     def _start(self) -> None:
         self._end()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # as an argument: an environment that starts another Python must not pass ours on to it
+        path = json.dumps([str(folder) for folder in sys.path])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trireme.ext.environments.worker", self._factory],
+            [sys.executable, "-m", "trireme.ext.environments.worker", self._factory, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

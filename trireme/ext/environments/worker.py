@@ -1,6 +1,7 @@
 """Worker: the process of a pool's environments. One request per line, one reply per line.
 
-Run as `python -m trireme.ext.environments.worker package.module:factory`. An environment's output
+Run as `python -m trireme.ext.environments.worker package.module:factory SYS_PATH`, the pool's own
+module path as JSON: it finds what the pool's process finds, plug-ins too. An environment's output
 goes to the standard error; only we write to the pipe that the pool reads. It ends when its input
 does.
 """
@@ -23,16 +24,17 @@ def main() -> None:
     sys.stdout = sys.stderr
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     module, _, name = sys.argv[1].partition(":")
+    sys.path[:] = dict.fromkeys([*json.loads(sys.argv[2]), *sys.path])
     envs: dict[int, Any] = {}
     for line in requests:
         request = json.loads(line)
         try:
             factory = getattr(importlib.import_module(module), name)
-            answer = {"value": _do(factory, envs, request)}
-        except Exception as error:  # foreign code: reported to the caller
+            answer = json.dumps({"value": _do(factory, envs, request)}, default=_plain)
+        except Exception as error:  # foreign code, and its values: reported to the caller
             shown = f"{type(error).__name__}: {error}"
-            answer = {"error": shown, "trace": traceback.format_exc()}
-        replies.write(json.dumps(answer, default=_plain) + "\n")
+            answer = json.dumps({"error": shown, "trace": traceback.format_exc()})
+        replies.write(answer + "\n")
         replies.flush()
 
 
@@ -48,11 +50,10 @@ def _do(factory: Callable[..., Any], envs: dict[int, Any], request: dict[str, An
 
 
 def _plain(value: Any) -> Any:
-    """Convert to a form that JSON has: numpy's numbers to numbers, all else to text."""
-    for convert in ("item", "tolist"):
-        if hasattr(value, convert):
-            return getattr(value, convert)()
-    return str(value)
+    """Convert to a form that JSON has: numpy's numbers and arrays to numbers and lists, all else to
+    text.
+    """
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 if __name__ == "__main__":

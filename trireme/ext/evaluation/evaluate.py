@@ -184,7 +184,7 @@ def _tree(options: EvalOptions) -> dict[str, Any]:
     inputs: dict[str, Any] = {
         "default_workflow_type": options.workflow or "math_workflow",
         "eval_tasksets": [
-            {"name": name or Path(path).stem, "path": path, "format": _columns(options, path)}
+            {"name": name or _name(path), "path": path, "format": _columns(options, path)}
             for name, path in names
         ],
     }
@@ -192,6 +192,11 @@ def _tree(options: EvalOptions) -> dict[str, Any]:
         inputs["default_reward_fn_type"] = options.reward
     model = {"max_prompt_tokens": LONGEST // 2, "max_response_tokens": LONGEST // 2}
     return {"name": "eval", "model": model, "buffer": {"explorer_input": inputs}}
+
+
+def _name(path: str) -> str:
+    stem = Path(path).stem
+    return f"tasks_{stem}" if stem.isdigit() else stem  # only digits are no taskset's name
 
 
 def _columns(options: EvalOptions, path: str) -> dict[str, str]:

@@ -93,13 +93,25 @@ class Asker:
         key = hashlib.sha256(text.encode()).hexdigest()
         if (known := self._recall(key)) is not None:
             return known
+        joined = key in self._asked
+        try:
+            answer = await self._together(key, client, messages)
+        except RuntimeError:
+            if not joined or self._url is not None:
+                raise
+            # whoever asked first may have failed for a reason of its own: its rollout was given
+            # up, and with it its client of an auxiliary model
+            answer = await self._together(key, client, messages)
+        self._remember(key, answer)
+        return answer
+
+    async def _together(self, key: str, client: Any, messages: Messages) -> str:
+        """Return the answer to a question that others may ask at the same time."""
         if key not in self._asked:
             self._asked[key] = asyncio.ensure_future(self._answer(client, messages))
             self._asked[key].add_done_callback(lambda _: self._asked.pop(key, None))
         # another caller that waits for the same answer must not lose it when this one is cancelled
-        answer = await asyncio.shield(self._asked[key])
-        self._remember(key, answer)
-        return answer
+        return await asyncio.shield(self._asked[key])
 
     async def _answer(self, client: Any, messages: Messages) -> str:
         where = f"the judge {client.model_path}" + (f" at {self._url}" if self._url else "")

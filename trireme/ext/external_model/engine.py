@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -18,6 +18,9 @@ from trireme.engines.engine import Completion, EngineTraits, OnToken, Sampling
 from trireme.engines.scripted import ScriptedEngine
 from trireme.log import get_logger
 from trireme.text import as_json, joined
+
+if TYPE_CHECKING:
+    import openai
 
 logger = get_logger("api")
 
@@ -159,12 +162,13 @@ class ApiEngine(ScriptedEngine):
                 return await create(model=self._model, **options)
             except openai.BadRequestError as error:
                 most = options.get("max_tokens")
-                if "max_tokens" not in str(error) or most is None:
+                if most is None or not _refuses_max_tokens(error):
                     raise
-                self._limit = "max_completion_tokens"
                 dropped = ("max_tokens", *(k for k in ("temperature", "top_p") if options[k] == 1))
                 other = {k: v for k, v in options.items() if k not in dropped}
-                return await create(model=self._model, max_completion_tokens=most, **other)
+                answer = await create(model=self._model, max_completion_tokens=most, **other)
+                self._limit = "max_completion_tokens"
+                return answer
         except openai.APIConnectionError as error:
             self._failed = f"{self._base_url}: {self._what_failed(error)}"
             raise
@@ -203,6 +207,15 @@ class ApiEngine(ScriptedEngine):
         """Fail all later calls, and close the HTTP client."""
         await super().close()
         await self._client.close()
+
+
+def _refuses_max_tokens(error: openai.BadRequestError) -> bool:
+    """Return True if an API does not know the parameter: a prompt that is too long is refused by
+    its name as well.
+    """
+    said = str(error).lower()
+    unsupported = "not supported" in said or "unsupported" in f"{said} {error.code}".lower()
+    return unsupported and ("max_tokens" in said or error.param == "max_tokens")
 
 
 def _call_as_text(function: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from trireme.ext.external_model.engine import ASKED, Asked
+from trireme.ext.openai.thinking import thinking_length
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model, Reply
 from trireme.model.tool_calls import Read, format_of, hermes, message_of
@@ -74,11 +75,13 @@ def _with_calls_apart(messages: Sequence[Any]) -> list[dict[str, Any]]:
     for message in messages:
         sent = dict(message)
         if sent.get("role") == "assistant":
-            text = sent.get("content")
-            said, calls = hermes(text if isinstance(text, str) else "", ())
+            content = sent.get("content")
+            text = content if isinstance(content, str) else ""
+            size = thinking_length(text)
+            said, calls = hermes(text[size:], ())
             made = [message_of(call) for call in calls if not call.error]
             if calls and len(made) == len(calls):
-                sent |= {"content": said or None, "tool_calls": made}
+                sent |= {"content": text[:size] + said or None, "tool_calls": made}
             ids = [call["id"] for call in made]
         elif sent.get("role") == "tool" and ids:
             sent["tool_call_id"] = ids.pop(0)

@@ -260,7 +260,7 @@ class Lean:
     def several(
         self, tokens: Tensor, where: Where, store: RowStore, prompts: RowStore, rule: DrawRule,
         most: int,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
         """Decode and draw several tokens of each row in one call; None if steps are not compiled,
         or if a token that can be drawn has no embedding.
         """

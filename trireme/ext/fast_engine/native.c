@@ -480,11 +480,13 @@ typedef struct {
     const int64_t *streams;   /* [B] of random numbers: see `uniforms` of sampling.py */
     const int64_t *places;    /* [B] tokens of each reply before the first drawn one */
     const int64_t *left;      /* [B] tokens that each reply may still get */
+    const int64_t *least;     /* [B] tokens of each reply before it may end; NULL: none lacks any */
     const float *temperature; /* [B], 0: the most probable token */
     const uint8_t *ends;      /* [V] not 0: a token that ends a reply */
     const float *embeddings;  /* [V, width] */
     int64_t *tokens;          /* [steps, B] */
     float *logprobs;          /* [steps, B] */
+    float *sampler;           /* [steps, B] with which each was drawn; not written without least */
     int64_t steps;
 } Draws;
 
@@ -497,18 +499,28 @@ static double uniform(int64_t stream, int64_t place) {
     return (double)(bits >> 11) * 0x1p-53;
 }
 
+/* Numbers of float64 that `draw` needs for n tokens: the sums of their blocks, and n of float32. */
+static size_t draw_size(int64_t n) { return (size_t)(n / BLOCK + 1 + (n + 1) / 2); }
+
 /* Draws the token of a row from its logits; returns whether it ends the row. */
 static int draw(const Step *s, const Draws *d, int64_t step, int64_t row, double *sums) {
-    const int64_t n = s->head.out;
-    float *x = s->logits + row * n, heat = d->temperature[row];
-    normalise(x, n, heat > 0 ? heat : 1.0f);
+    const int64_t n = s->head.out, at = step * s->work.B + row, place = d->places[row] + step;
+    const float heat = d->temperature[row], scale = heat > 0 ? heat : 1.0f;
+    float *x = s->logits + row * n, *from = x;
+    if (d->least && place < d->least[row]) { /* too early to end */
+        from = (float *)(sums + n / BLOCK + 1);
+        for (int64_t i = 0; i < n; i++) from[i] = d->ends[i] ? -INFINITY : x[i];
+        normalise(from, n, scale);
+    }
+    normalise(x, n, scale);
     int64_t token = 0;
     if (heat > 0)
-        token = passed(x, uniform(d->streams[row], d->places[row] + step), n, sums);
+        token = passed(from, uniform(d->streams[row], place), n, sums);
     else
-        for (int64_t i = 1; i < n; i++) token = x[i] > x[token] ? i : token;
-    d->tokens[step * s->work.B + row] = token;
-    d->logprobs[step * s->work.B + row] = x[token];
+        for (int64_t i = 1; i < n; i++) token = from[i] > from[token] ? i : token;
+    d->tokens[at] = token;
+    d->logprobs[at] = x[token];
+    if (d->least) d->sampler[at] = from[token];
     memcpy(s->x + row * s->width, d->embeddings + token * s->width,
            (size_t)s->width * sizeof(float));
     return d->ends[token] || step + 1 >= d->left[row];
@@ -528,7 +540,7 @@ static int one_step(const Step *s, const Draws *d, int64_t step) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *room = malloc((size_t)(CHUNK * row + size) * sizeof(float));
-        double *sums = malloc((size_t)(s->head.out / BLOCK + 1) * sizeof(double));
+        double *sums = malloc(draw_size(s->head.out) * sizeof(double));
         int any = 0;
         if (!room || !sums) {
 #pragma omp atomic write

@@ -62,8 +62,8 @@ class _Draws(ctypes.Structure):
     """`Draws` of native.c."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("streams", "places", "left", "temperature", "ends")),
-        *((name, _POINTER) for name in ("embeddings", "tokens", "logprobs")),
+        *((name, _POINTER) for name in ("streams", "places", "left", "least", "temperature")),
+        *((name, _POINTER) for name in ("ends", "embeddings", "tokens", "logprobs", "sampler")),
         ("steps", _INT),
     )
 
@@ -123,25 +123,27 @@ class CompiledStep:
     def several(
         self, x: Tensor, where: Where, store: RowStore, prompts: RowStore, tables: list[Tensor],
         rule: DrawRule, embeddings: Tensor, most: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Decode and draw up to `most` tokens of each row, until one of them ends; x as above.
 
-        Returns the tokens and their log-probabilities, both [steps, B].
+        Returns what `ForwardPass.several` does.
         """
         logits = self._prepare(x, where, store, prompts, tables)
         rows, vocabulary = logits.shape
         tokens = torch.empty(most, rows, dtype=torch.long)
         logprobs = torch.empty(most, rows)
+        sampler = logprobs if rule.least is None else torch.empty(most, rows)
         ends = torch.zeros(vocabulary, dtype=torch.uint8)
         ends[[token for token in rule.ends if token < vocabulary]] = 1
         draws = _Draws(
             rule.streams.data_ptr(), rule.places.data_ptr(), rule.left.data_ptr(),
-            rule.temperature.data_ptr(), ends.data_ptr(), embeddings.data_ptr(),
-            tokens.data_ptr(), logprobs.data_ptr(), most,
+            None if rule.least is None else rule.least.data_ptr(), rule.temperature.data_ptr(),
+            ends.data_ptr(), embeddings.data_ptr(), tokens.data_ptr(), logprobs.data_ptr(),
+            sampler.data_ptr(), most,
         )  # fmt: skip
         step, drawn = ctypes.addressof(self._step), ctypes.addressof(draws)
         count = self._ops.count("decode_steps", step, drawn)
-        return tokens[:count], logprobs[:count]
+        return tokens[:count], logprobs[:count], sampler[:count]
 
     def _prepare(
         self, x: Tensor, where: Where, store: RowStore, prompts: RowStore, tables: list[Tensor]

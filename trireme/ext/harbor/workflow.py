@@ -252,7 +252,7 @@ class HarborWorkflow(Workflow):
         scheduler = ToolCallScheduler(tools=[shell], timeout=settings.call_seconds + 60)
         prompt = conversation_of(self.task, self.task.prompt, self.system_prompt or SYSTEM_PROMPT)
         model = self.model.model
-        uuid = "/".join(str(part) for part in model.key)
+        uuid = model.rollout_name
         playing = play(scheduler, request_of({}, prompt, uuid), model, max_turns=settings.max_turns)
         seconds = trial.task.agent_seconds
         try:

@@ -104,7 +104,7 @@ def _add_apis(
 
     async def serve(request: Request, name: str | None) -> Response:
         path = request.url.path
-        kind = APIS[path.partition("/v1/")[2]]
+        kind = APIS[path.rpartition("/v1/")[2]]
         body = await _body(request, kind)
         _note(_WITHOUT_EFFECT[kind](body) if kind in _WITHOUT_EFFECT else (), ignored)
         if not strict and kind in (ChatBody, TextBody):

@@ -219,8 +219,13 @@ def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     if len(first) < 2:
         return messages
-    text = "\n\n".join(message["content"] for message in first)
-    return [{"role": "system", "content": text}, *messages[len(first) :]]
+    parts: list[dict[str, Any]] = []
+    for message in first:
+        content = message["content"]
+        gap = [{"type": "text", "text": "\n\n"}] if parts else []
+        own = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts += [*gap, *own]
+    return [{"role": "system", "content": joined_parts(parts)}, *messages[len(first) :]]
 
 
 def _message(text: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from trireme.config.lookup import weight_files
 from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+from trireme.pictures import IMAGE_PARTS
 
 WEIGHTS_SLACK, WEIGHTS_UNKNOWN = 64 * 2**20, 2**36
 """Bytes of weights that a client may send beyond four times a model's files, or of another model
@@ -23,7 +24,7 @@ LEAST_TEXT = 2**20
 
 
 def characters(value: Any) -> int:
-    """Count the characters of all texts in a request's value."""
+    """Count the characters of all texts in a request's value, without those of pictures."""
     size, rest = 0, [value]
     while rest:
         match rest.pop():
@@ -31,7 +32,7 @@ def characters(value: Any) -> int:
                 size += len(text)
             case list() as items if not isinstance(next(iter(items), None), int):  # no ids
                 rest += items
-            case dict() as items:
+            case dict() as items if items.get("type") not in IMAGE_PARTS:
                 rest += items.values()
     return size
 

@@ -14,8 +14,11 @@ from functools import reduce
 PIECE = 2**18
 """Bytes that are scanned before other threads may run."""
 MAX_BODY = 16 * 2**20
-"""Bytes of any request, weights aside: one character beyond Latin-1 makes four of each while they
-are read."""
+"""Bytes of any request, weights and pictures aside: one character beyond Latin-1 makes four of each
+while they are read."""
+PICTURES = "/engine/pictures"
+PICTURE_BODY = 44 * 2**20
+"""Bytes of a request with one picture: 32 MiB, the most of a file, in base64."""
 BESIDE = 2**20
 """Bytes of a conversation's tools and options, in addition to those of its tokens."""
 DEEPEST = 100
@@ -47,9 +50,11 @@ def room_of(path: str, max_text: int) -> Room:
     """Return the limits of a route. `max_text`: characters of a conversation, see
     `Rollouts.max_text`.
     """
-    if path.partition("/v1/")[2] in CONVERSATIONS:
+    if path.rpartition("/v1/")[2] in CONVERSATIONS:
         size = min(MAX_BODY, 4 * max_text + BESIDE)  # a character has up to four bytes
         return Room(size, values=2**16, keys=2**16, lists=2**15)
+    if path == PICTURES:
+        return Room(PICTURE_BODY, values=2**6, keys=2**6, lists=2**6)
     # of many prompts: `ext/remote/servers.py` sends 2**20 ids and 16,384 generations at most
     return Room(MAX_BODY, values=2**21, keys=2**19, lists=2**17)
 

@@ -6,18 +6,20 @@ training by POST /commit. The trainer is another process on the same folder.
 
 - A commit is an explore step with its own number, also after a restart. `ship` returns when the
   buffer has its experiences.
-- Experiences that could not be put stay in the Intake under the same ids, and are put first at the
-  next commit.
+- Experiences that the pipeline failed on, or that could not be put, stay in the Intake under the
+  same ids, and are the first at the next commit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from trireme.buffer.buffer import Buffer, Closed
 from trireme.checkpoint.layout import JobFolder
@@ -31,7 +33,7 @@ from trireme.ext.http.limits import short_key
 from trireme.ext.http.rollouts import Rollouts
 from trireme.ext.http.sessions import Sessions
 from trireme.files import alone, write_json, write_text
-from trireme.launch.explorer_side import polled_sync, sampling_of
+from trireme.launch.explorer_side import load_newest, polled_sync, sampling_of
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
@@ -53,9 +55,8 @@ async def run_serve(stage: Stage, remote: Engine | None, stop: Stop) -> StageRes
 
 async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
     plan, sync = stage.plan, polled_sync(stage, engine)
-    sync.forget()
     try:
-        await sync.load_latest()
+        await load_newest(stage, engine, sync)
         rollouts = _rollouts(stage, engine)
         sessions = Sessions(rollouts.session_model, keep=plan.config.explorer.max_timeout)
         intake = Intake(
@@ -144,6 +145,17 @@ def _listening(stage: Stage) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
+@dataclass
+class _Commit:
+    """A commit that has not been answered."""
+
+    step: int
+    experiences: list[Experience]
+    """As they were sent."""
+    sealed: tuple[list[Experience], dict[str, float]] | None = None
+    """The pipeline's experiences and metrics; None: it has not run yet, or has failed."""
+
+
 class Intake:
     """Commit ▸ Pipeline.run ▸ Buffer.put."""
 
@@ -167,14 +179,15 @@ class Intake:
         self.step = 0
         if os.path.lexists(folder.explorer_meta):
             self.step = explorer_state(folder.explorer_meta)["step"]
-        self._sealed: deque[tuple[int, list[Experience], dict[str, float]]] = deque()
+        self._commits: deque[_Commit] = deque()
         self._one = asyncio.Lock()
 
     async def ship(self, experiences: Sequence[Experience]) -> None:
         """Put whole groups into the buffer. Without any, wait until the buffer has the earlier
         ones.
 
-        Raises RuntimeError where the trainer has ended, and what `Buffer.put` raises.
+        Raises RuntimeError where the trainer has ended, and what the pipeline and `Buffer.put`
+        raise.
         """
         if experiences:
             self.step += 1
@@ -183,24 +196,22 @@ class Intake:
             write_json(self.folder.explorer_meta, {"latest_iteration": step, "taskset_states": []})
             for experience in experiences:
                 experience.eid.batch = step
-            kept, metrics = await self.pipeline.run(experiences)
-            metrics |= run_metrics(experiences) | {
-                "rollout/tasks": len(group_by(experiences, "task")),
-                "rollout/experiences": len(experiences),
-            }
-            self._sealed.append((step, kept, metrics))
+            self._commits.append(_Commit(step, list(experiences)))
         # if a caller disconnects we must still know whether the buffer has them
         await asyncio.shield(self._store())
 
     @property
     def unstored(self) -> int:
         """The number of experiences in commits that have not been answered."""
-        return sum(len(kept) for _, kept, _ in self._sealed)
+        return sum(len(c.sealed[0] if c.sealed else c.experiences) for c in self._commits)
 
     async def _store(self) -> None:
         async with self._one:
-            while self._sealed:
-                step, kept, metrics = self._sealed[0]
+            while self._commits:
+                commit = self._commits[0]
+                if commit.sealed is None:
+                    commit.sealed = await self._sealed(commit.experiences)
+                step, (kept, metrics) = commit.step, commit.sealed
                 try:
                     if kept:
                         await self.buffer.put(kept)
@@ -209,6 +220,17 @@ class Intake:
                         f"the trainer has ended: the {len(kept)} experiences of commit {step} are "
                         "not stored"
                     ) from error
-                self._sealed.popleft()
+                self._commits.popleft()
                 metrics |= self.sync.metrics() | {"rollout/dropped_sessions": self.dropped()}
                 self.emit(StepDone("explorer", step, metrics))
+
+    async def _sealed(self, sent: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        # an operator that fails may have changed some of them, and they are sent through again
+        experiences = [copy.copy(e) for e in sent]
+        for e in experiences:
+            e.info, e.metrics = copy.deepcopy(e.info), dict(e.metrics)
+        kept, metrics = await self.pipeline.run(experiences)
+        return kept, metrics | run_metrics(experiences) | {
+            "rollout/tasks": len(group_by(experiences, "task")),
+            "rollout/experiences": len(experiences),
+        }

@@ -64,7 +64,8 @@ class Session:
 
     def experiences(self) -> list[Experience]:
         """Return one experience per conversation with the session's reward, or one per call if
-        calls have their own.
+        calls have their own. An abandoned reply, repeated and not continued, is none unless it has
+        its own.
 
         Empty if there is no reward yet.
         """
@@ -72,7 +73,9 @@ class Session:
             calls = self.model.recorder.fresh()
             whole = self.reward or 0.0
             rewards = [self.rewards.get(call, whole) for call in calls]
-            return self.model.experiences(reward=rewards) if calls else []
+            gone = self.model.recorder.orphans() - self.rewards.keys()
+            experiences = self.model.experiences(reward=rewards) if calls else []
+            return [e for call, e in zip(calls, experiences, strict=True) if call not in gone]
         return [] if self.reward is None else self.model.experiences(reward=self.reward)
 
 

@@ -155,14 +155,7 @@ def bytes_of(source: Any) -> bytes:
             )
         return bytes_of(given)
     if isinstance(source, Image.Image):
-        file = io.BytesIO()
-        if source.mode == "F":
-            raise ValueError("a picture of Pillow has the mode F: expected numbers from 0 to 255")
-        clear = source.mode in ("LA", "PA") or "transparency" in source.info
-        plain = source.mode in ("L", "RGB", "RGBA") or source.mode.startswith("I")
-        kept = source if plain else source.convert("RGBA" if clear else "RGB")
-        kept.save(file, "PNG")
-        return _limited(file.getvalue())
+        return _limited(_png_of(source))
     if isinstance(source, bytes | bytearray | memoryview):
         return _limited(bytes(source))
     if isinstance(source, str | os.PathLike):
@@ -170,6 +163,29 @@ def bytes_of(source: Any) -> bytes:
     raise ValueError(
         f"a picture is {_brief(source)}: expected bytes, a path, a data URL or an image of Pillow"
     )
+
+
+def _png_of(image: Any) -> bytes:
+    """Return an image of Pillow as PNG, turned as its EXIF orientation says, which PNG loses."""
+    from PIL import ImageOps
+
+    if image.mode == "F":
+        raise ValueError("a picture of Pillow has the mode F: expected numbers from 0 to 255")
+    file = io.BytesIO()
+    try:
+        image = ImageOps.exif_transpose(image)
+        clear = image.mode in ("LA", "PA") or "transparency" in image.info
+        if image.mode.startswith("I"):
+            image = image.convert("I;16")  # all that PNG has
+        elif image.mode not in ("L", "RGB", "RGBA"):
+            image = image.convert("RGBA" if clear else "RGB")
+        image.save(file, "PNG")
+    except Exception as error:  # an opened file is decoded only here
+        kind = type(error).__name__
+        raise ValueError(
+            f"a picture of Pillow ({image.mode}) cannot be written as PNG: {kind}: {error}"
+        ) from error
+    return file.getvalue()
 
 
 def _of_text(text: str) -> bytes:

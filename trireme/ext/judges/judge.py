@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from trireme.config.options import fitting_options
 from trireme.ext.external_model.asker import Asker
-from trireme.rewards.orm import ORM, Value
+from trireme.pictures import content_text
+from trireme.rewards.orm import ORM, Unscored, Value
 
 PROMPT = """Judge the last reply of this conversation. {reference}
 Answer with one number from 0 (useless) to 1 (perfect), and nothing else.
@@ -46,7 +47,10 @@ counts as much as its weight; a reply that misses several must be rated low.
 </criteria>
 
 Answer with JSON: {{"rating": <a whole number from 1 to 10>}}"""
-_NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_NUMBER = re.compile(
+    r"([-\u2212])?(\d+(?:\.\d+)?|\.\d+)(,\d|\s*(?:/|%|(?:out\s+)?of\b|stars?\b))?", re.IGNORECASE
+)
+"""A number, with what makes it one of another scale: a minus before it, `/10` or `stars` after."""
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _OBJECT = re.compile(r"\{[^{}]*\}")
 
@@ -76,19 +80,21 @@ class ModelJudge(Asking):
 
     prompt = PROMPT
 
-    async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | Unscored]:
         """Score each completion by the judge's model."""
         truths = kwargs.get("solution") or [None] * len(completions)
         models = kwargs.get("auxiliary_models", ())
         asked = zip(kwargs["messages"], truths, strict=True)
         return list(await asyncio.gather(*(self._ask(m, truth, models) for m, truth in asked)))
 
-    async def _ask(self, messages: Any, truth: Any, models: Sequence[Any]) -> Value | None:
+    async def _ask(self, messages: Any, truth: Any, models: Sequence[Any]) -> Value | Unscored:
         text = self._prompt.format(dialogue=_dialogue(messages), reference=_reference(truth))
-        match = _NUMBER.search(await self._asker.ask([{"role": "user", "content": text}], models))
-        if match is None or float(match[0]) > 1:  # "8/10" is not the requested form
-            return None
-        return Value(float(match[0]), {"judge_success": 1.0})
+        answer = await self._asker.ask([{"role": "user", "content": text}], models)
+        match = _NUMBER.search(answer)
+        # "1/10" is not the requested form, and no 1
+        if match is None or match[1] or match[3] or float(match[2]) > 1:
+            return Unscored(f"it answered {answer[:80]!r}: expected one number from 0 to 1")
+        return Value(float(match[2]), {"judge_success": 1.0})
 
 
 class RelativeJudge(Asking):
@@ -152,7 +158,7 @@ class RubricJudge(Asking):
 
 
 def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n\n".join(f"{m['role']}: {m.get('content') or ''}" for m in messages)
+    return "\n\n".join(f"{m['role']}: {content_text(m)}" for m in messages)
 
 
 def _reference(truth: Any) -> str:

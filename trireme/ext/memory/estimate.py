@@ -60,6 +60,8 @@ class Use:
     device: str
     checkpointing: bool = False
     reference: bool = False
+    moves_reference: bool = False
+    """Whether the reference follows the policy: it is float32 then."""
     moments: int = 2
     """Numbers that the optimizer stores per weight."""
     critic: ModelShape | None = None
@@ -105,7 +107,7 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     if use.adapter:  # with gradients and moments
         states["adapter"] = FLOAT * (2 + use.moments) * use.adapter * lies_here // use.ranks
     if use.reference and use.trains_all:
-        held = width if apart else FLOAT
+        held = width if apart and not use.moves_reference else FLOAT
         states["reference"] = held * shape.weights * lies_here // use.ranks
     if apart:  # whole while they compute: the root and two blocks, and what they arrive in and
         # leave by: a buffer of each, and a block's gradient
@@ -237,7 +239,7 @@ def _adapter_of(stage: StageFacts, shape: ModelShape) -> int:
     """
     for lora in stage.config.model.lora_configs or []:
         try:
-            return shape.adapter(adapter_facts(lora.path)[0] if lora.path else lora.lora_rank)
+            return shape.adapter(adapter_facts(lora.path).rank if lora.path else lora.lora_rank)
         except ValueError:  # `check_model` reports the error
             return 0
     return 0
@@ -290,6 +292,7 @@ def plan_memory(
         device=device,
         checkpointing=bool(asked),
         reference=stage.has_reference,
+        moves_reference=config.algorithm.sync_ref_model,
         moments=_moments(config.algorithm.optimizer),
         critic=critic,
         critic_moments=_moments(config.algorithm.critic.optimizer),

@@ -151,10 +151,7 @@ class GymScheduler(MultiTurnScheduler):
 
     async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
         """Close the environment. An error in that is logged: the trajectory is complete."""
-        try:
-            await self._opened.close()
-        except Exception:
-            logger.warning("%s.close failed", type(self._opened.env).__name__, exc_info=True)
+        await self._opened.close()
 
     async def _shorten(self, request: RolloutInferRequest) -> None:
         if self._context is not None:

@@ -19,8 +19,8 @@ from trireme.experience import Experience
 from trireme.ext.multi_turn import loss_scale
 from trireme.ext.multi_turn.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
 from trireme.ext.multi_turn.turns import Ended, play
-from trireme.model.chat_tokens import conversation_of
-from trireme.model.conversation import experience_of, untrained
+from trireme.model.chat_tokens import conversation_of, plain_messages
+from trireme.model.conversation import by_temperature, experience_of, untrained
 from trireme.model.model import Model
 from trireme.model.recorder import Call
 from trireme.pictures import as_json_messages, pictures_in
@@ -44,14 +44,14 @@ class ScheduledWorkflow:
         """Run one trajectory; returns one experience per dialogue, without its reward."""
         args = task.workflow_args
         scale = args.get("loss_scale", "default")
-        uuid = "/".join(str(part) for part in model.key)
+        uuid = model.rollout_name
         messages = conversation(task, with_tags=True)
         request = request_of(_row(task), messages, uuid, task.image_key)
         scheduler = make_scheduler(args)
         if scheduler is None and isinstance(model.engine, LeadsTurns):
             await model.engine.connect()
             if model.engine.multi_turn:
-                if request.images:
+                if request.images or pictures_in(request.messages):
                     raise ValueError(
                         "the row shows pictures, which a rollout server's own scheduler does not "
                         "get: expected workflow_args.scheduler, by which this run leads its turns"
@@ -72,8 +72,8 @@ class ScheduledWorkflow:
     def first_prompt(
         self, task: Task, read: Callable[[Any], Any]
     ) -> tuple[list[dict[str, Any]], Any]:
-        """Return the task's conversation and its tools; pictures stay as the row has them."""
-        return conversation(task), task.raw_task.get("tools")
+        """Return the task's conversation and its tools; `read` reads its pictures."""
+        return plain_messages(conversation(task), read), task.raw_task.get("tools")
 
     def has_no_reward(self, task: Task) -> bool:
         """Return whether the task names no source of rewards; a scheduler's environment may provide
@@ -168,7 +168,8 @@ def _gives(scheduler: type, method: str) -> bool:
 
 def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -> list[Experience]:
     """Make an experience for each dialogue, and for each earlier part of it if the chat template
-    rewrote its history. The tokens of a call are trained in only one of them.
+    rewrote its history or if its turns have several temperatures. The tokens of a call are trained
+    in only one of them.
     """
     decode = model.chat_tokens.decode
     last = {dialogue.call for dialogue in ended}
@@ -186,23 +187,31 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
             continue
         # a reply's text has no special tokens, which a model may well sample
         loss_scale.weigh(path, scale, partial(decode, skip_special=True))
-        experience = experience_of(path, untrained(path, done), decode)
-        if leaf is dialogue.call:
-            said = dialogue.messages
-            if pictures_in(said):  # in a message's parts, in whatever form
-                said = as_json_messages(model.chat_tokens.plain(said))
-            experience.messages = said
-        experience.info |= {
-            "completion": dialogue.choice.message.content,
-            "rollout_infos": dialogue.infos,
-            "request_id": dialogue.infos.get("request_id", request_id),
-        }
-        experience.metrics["num_turns"] = float(dialogue.infos.get("num_turns", 1))
-        for counted in ("tool_calls", "tool_errors"):  # which a user's scheduler may count, too
-            if isinstance(number := dialogue.infos.get(counted), int | float):
-                experience.metrics[counted] = float(number)
-        out.append(experience)
+        for upto, calls in by_temperature(path, path):
+            starts = untrained(calls, done)
+            if calls[-1] is not leaf and not any(_is_trained(c, starts[c]) for c in calls):
+                continue
+            experience = experience_of(upto, starts, decode)
+            if calls[-1] is dialogue.call:
+                said = dialogue.messages
+                if pictures_in(said):  # in a message's parts, in whatever form
+                    said = as_json_messages(model.chat_tokens.plain(said))
+                experience.messages = said
+            experience.info |= {
+                "completion": dialogue.choice.message.content,
+                "rollout_infos": dialogue.infos,
+                "request_id": dialogue.infos.get("request_id", request_id),
+            }
+            experience.metrics["num_turns"] = float(dialogue.infos.get("num_turns", 1))
+            for counted in ("tool_calls", "tool_errors"):  # which a user's scheduler may count, too
+                if isinstance(number := dialogue.infos.get(counted), int | float):
+                    experience.metrics[counted] = float(number)
+            out.append(experience)
     return out
+
+
+def _is_trained(call: Call, start: int) -> bool:
+    return any(call.weights[start:]) if call.weights else start < len(call.completion.ids)
 
 
 async def _at_server(

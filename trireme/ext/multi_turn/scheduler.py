@@ -97,6 +97,8 @@ class MultiTurnScheduler:
     drops_retries: bool = True
     """Whether a reply that `step` removed, to ask for another, is dropped; otherwise it is trained
     as its own sample."""
+    calls_in_thinking: bool = False
+    """Whether a tool call inside a reply's thinking is one; otherwise only behind it."""
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
         """`max_turns`: None or 0 means that the scheduler sets no limit."""

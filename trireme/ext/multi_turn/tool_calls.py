@@ -30,7 +30,9 @@ from trireme.ext.multi_turn.scheduler import (
     RolloutInferRequest,
     RolloutResponseChoice,
 )
+from trireme.ext.openai.thinking import END, thinking_length
 from trireme.model.tool_calls import (
+    CALL,
     CLOSING,
     ToolCall,
     call_of_json,
@@ -244,18 +246,31 @@ class Asked:
     """Where in the reply's own text the last call ends."""
 
 
-def read_calls(choice: RolloutResponseChoice) -> Asked:
-    """Return the calls in a reply, in the order of the text."""
+def read_calls(choice: RolloutResponseChoice, *, in_thinking: bool = False) -> Asked:
+    """Return the calls in a reply, in the order of the text; of those in its thinking only with
+    `in_thinking`.
+    """
     text = str(choice.message.content or "")
     if choice.message.tool_calls:
         return Asked([_of_message(call) for call in choice.message.tool_calls], upto=len(text))
-    calls, end = read_tool_calls(text)
+    size = 0 if in_thinking else _thinking_length(text)
+    calls, end = read_tool_calls(text[size:])
     if calls:
-        return Asked(calls, upto=end)
-    if match := _REACT.search(text):
+        return Asked(calls, upto=size + end)
+    # an action is written into the reply, so that it may be part of thinking that is still open
+    if match := _REACT.search(text, size if END in text else 0):
         call = ToolCall(match["name"], object_or_text(match["input"]))
         return Asked([call], react=True, upto=match.end())
     return Asked()
+
+
+def _thinking_length(text: str) -> int:
+    """Return how much of a reply is thinking, which the prompt may have begun: an end mark tells,
+    unless a call's arguments contain it.
+    """
+    end = text.find(END)
+    calls = (match for match in CALL.finditer(text) if match.start() < end < match.end())
+    return thinking_length(text, thinks=end >= 0 and all(call_of_json(m[1]).error for m in calls))
 
 
 class ToolCallScheduler(MultiTurnScheduler):
@@ -280,6 +295,8 @@ class ToolCallScheduler(MultiTurnScheduler):
         if not tools and not mcp_servers:
             raise ValueError("tool_call_scheduler has no tools: give `tools` or `mcp_servers`")
         self.timeout, self.style = timeout, style
+        # a result may be put into the thinking that asks for it
+        self.calls_in_thinking = style == "same_turn"
         self.infos = {"tool_calls": 0, "tool_errors": 0}
         named = [tools] if isinstance(tools, str) else tools
         self._tools = {tool.name: tool for tool in map(python_tool, named)}
@@ -306,7 +323,7 @@ class ToolCallScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> bool:
         """End the conversation if the reply calls no tool, or no turns are left."""
-        if not read_calls(result).calls:
+        if not self._read(result).calls:
             return True
         return super().check_finished(infer_request, result, current_turn)
 
@@ -314,7 +331,7 @@ class ToolCallScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> RolloutInferRequest:
         """Run the calls concurrently; the style decides where their results go."""
-        asked, messages = read_calls(result), infer_request.messages
+        asked, messages = self._read(result), infer_request.messages
         answers = await asyncio.gather(*(self._answer(call) for call in asked.calls))
         if not asked.react and self.style == "new_turn":
             messages += [_message(c, a) for c, a in zip(asked.calls, answers, strict=True)]
@@ -329,6 +346,9 @@ class ToolCallScheduler(MultiTurnScheduler):
             shown = close + "".join(parts) + "\n"
         messages[-1] = {**messages[-1], "content": kept + shown}
         return infer_request
+
+    def _read(self, result: RolloutResponseChoice) -> Asked:
+        return read_calls(result, in_thinking=self.calls_in_thinking)
 
     async def _answer(self, call: ToolCall) -> str:
         self.infos["tool_calls"] += 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trireme.aio import OwnThread, call_user
+from trireme.experience import python_number
 from trireme.ext.multi_turn.scheduler import (
     ChatMessage,
     InferEngine,
@@ -24,9 +25,8 @@ from trireme.ext.multi_turn.scheduler import (
     RolloutOutput,
     RolloutResponseChoice,
 )
-from trireme.ext.openai.tool_calls import sampled_text
+from trireme.ext.openai.tool_calls import read_reply, sampled_text
 from trireme.ext.openai.wire import token_logprobs
-from trireme.model.chat_tokens import plain_message
 from trireme.model.model import Model, Reply
 from trireme.model.recorder import Call, Recorder
 from trireme.model.tool_calls import hermes, message_of
@@ -52,6 +52,10 @@ class Ended:
     """Calls that belong to it, and that the last one does not continue token for token."""
     infos: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Make numbers of numpy and torch Python's: the infos are sent and stored as JSON."""
+        self.infos = {name: python_number(value) for name, value in self.infos.items()}
+
 
 def dialogues(name: str, returned: Any, calls: Given, recorder: Recorder) -> list[Ended]:
     """Convert the return value of an overridden `run` of the scheduler `name` to dialogues.
@@ -76,7 +80,7 @@ def dialogues(name: str, returned: Any, calls: Given, recorder: Recorder) -> lis
         choice = output.response.choices[0]
         call = _call_of(name, choice, calls)
         infos = {"num_turns": len(outputs), **output.rollout_infos}
-        earlier = _earlier(output.messages, call, recorder)
+        earlier = _earlier(call, recorder)
         ended.append(Ended(output.messages, choice, call, earlier, infos))
     return ended
 
@@ -94,16 +98,16 @@ def _call_of(name: str, choice: RolloutResponseChoice, calls: Given) -> Call:
     )
 
 
-def _earlier(messages: Sequence[Mapping[str, Any]], last: Call, recorder: Recorder) -> list[Call]:
-    """Return the calls whose replies a dialogue contains, if the template rewrote the text
-    before.
+def _earlier(last: Call, recorder: Recorder) -> list[Call]:
+    """Return the calls whose replies a dialogue that ends in `last` contains, if the template
+    rewrote the text before.
     """
-    plain = [plain_message(message) for message in messages]
+    asked = last.messages or []
     known = {len(call.messages or ()) for call in last.path}
     earlier = []
-    for index, message in enumerate(plain[:-1]):
+    for index, message in enumerate(asked):
         if message["role"] == "assistant" and index not in known:
-            call = recorder.by_messages(plain[: index + 1], last.tools)
+            call = recorder.by_messages(asked[: index + 1], last.tools)
             if call is not None and len(call.messages or ()) == index:
                 earlier.append(call)
     return earlier
@@ -222,12 +226,13 @@ class _Trajectory:
             messages.pop()  # only marks that the reply continues, and there is none yet
         if self._barrier is not None:
             await self._barrier.wait()
-        reply = await self._model.chat(_shown(request), request.tools, **options)
+        shown = self._with_images(messages, request.images)
+        reply = await self._model.chat(shown, request.tools, **options)
         if messages[-1]["role"] == "assistant":
             messages[-1] = {**messages[-1], **reply.message}
         else:
             messages.append(dict(reply.message))
-        choice = _choice(reply, self._model)
+        choice = _choice(reply, self._model, self._scheduler.calls_in_thinking)
         self._given.append((choice, reply.call))
         return choice
 
@@ -246,13 +251,15 @@ class _Trajectory:
         verdict = await self._call(scheduler.on_turn_end, request, choice, turn)
         verdict = self._mapping("on_turn_end", verdict or {})
         self._add_infos(verdict.get("rollout_infos"))
-        done = verdict.get("done")
+        done, method, which = verdict.get("done"), "on_turn_end", " as 'done'"
         if done is None:
             done = await self._call(scheduler.check_finished, request, choice, turn)
+            method, which = "check_finished", ""
+        done = python_number(done)
         if not isinstance(done, bool | int):
             raise TypeError(
-                f"{type(scheduler).__name__}.check_finished returned {type(done).__name__}: "
-                "expected True or False"
+                f"{self._name}.{method} returned {type(done).__name__}{which}: expected True or "
+                "False"
             )
         # a reply that had no room cannot be followed by another
         no_room = choice.finish_reason == "length" and not choice.token_ids
@@ -315,7 +322,24 @@ class _Trajectory:
         if ids is not None or (content != old and len(after) > last + 1):
             tools = self._request.tools if self._request else None
             images = self._request.images if self._request else []
-            self._model.edit_reply(with_images(after[:last], images), content, ids, weights, tools)
+            shown = self._with_images(after[:last], images)
+            self._model.edit_reply(shown, content, ids, weights, tools)
+
+    def _with_images(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return messages with pictures in their places; a tag that the model wrote is text."""
+        if not images:
+            return messages
+        texts = [text for choice, call in self._given for text in _texts(choice, call)]
+        own = [
+            message.get("role") == "assistant" and str(message.get("content")).strip() in texts
+            for message in messages
+        ]
+        others = [message for message, is_own in zip(messages, own, strict=True) if not is_own]
+        following = iter(with_images(others, images))
+        pairs = zip(messages, own, strict=True)
+        return [message if is_own else next(following) for message, is_own in pairs]
 
     def _add_infos(self, infos: Any) -> None:
         if infos:
@@ -339,31 +363,35 @@ class _Trajectory:
         return await call_user(method, *args, away=None if ours else self._thread.run)
 
 
-def _shown(request: RolloutInferRequest) -> list[dict[str, Any]]:
-    """Return the request's messages with its pictures in their places."""
-    return with_images(request.messages, request.images) if request.images else request.messages
+def _texts(choice: RolloutResponseChoice, call: Call) -> tuple[str, str]:
+    """Return what a turn sampled, and the whole reply, which may have been begun before it."""
+    whole = (call.reply or {}).get("content")
+    return str(choice.message.content).strip(), str(whole).strip()
 
 
-def _tool_calls(reply: Reply, model: Model) -> list[dict[str, Any]] | None:
+def _tool_calls(reply: Reply, model: Model, in_thinking: bool) -> list[dict[str, Any]] | None:
     """Return the calls of a reply, in forms that a scheduler does not parse itself."""
-    form = model.chat_tokens.tool_format
+    form, decode = model.chat_tokens.tool_format, model.chat_tokens.decode
     if form.read is hermes or not reply.call.tools:
         return None
-    text = sampled_text(reply.call, form, model.chat_tokens.decode)
-    _, calls = form.read(text, reply.call.tools)
+    text = sampled_text(reply.call, form, decode)
+    if in_thinking:
+        _, calls = form.read(text, reply.call.tools)
+    else:
+        _, calls = read_reply(reply.call, text, form, decode)
     wire_calls = [message_of(call) for call in calls]
     for wire, call in zip(wire_calls, calls, strict=True):
         wire["error"] = call.error
     return wire_calls or None
 
 
-def _choice(reply: Reply, model: Model) -> RolloutResponseChoice:
+def _choice(reply: Reply, model: Model, in_thinking: bool) -> RolloutResponseChoice:
     logprobs = None
     if reply.call.completion.alternatives:
         logprobs = {"content": token_logprobs(reply, model.chat_tokens.decode)}
     return RolloutResponseChoice(
         index=0,
-        message=ChatMessage("assistant", reply.text, tool_calls=_tool_calls(reply, model)),
+        message=ChatMessage("assistant", reply.text, _tool_calls(reply, model, in_thinking)),
         finish_reason="length" if reply.truncated else "stop",
         logprobs=logprobs,
         token_ids=list(reply.tokens),

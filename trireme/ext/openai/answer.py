@@ -1,8 +1,8 @@
 """OpenAI answers: answers a request's body with the Model, as one response or chunk by chunk.
 
 A chunk is text that may be sent at once and is never taken back. A character of several tokens is
-sent whole. Text that could begin a barrier (a stop string, or the opening of a tool call) is
-withheld, and nothing after a barrier is sent.
+sent whole. Text that could begin a barrier (a stop string, or the opening of a tool call behind the
+thinking) is withheld, and nothing after a barrier is sent.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from trireme.aio import one_by_one, running
 from trireme.engines.engine import Sampling, with_options
 from trireme.ext.openai.thinking import (
+    BEGIN,
+    END,
     StreamedThinking,
     begins_thinking,
     begun_marks,
@@ -47,11 +49,22 @@ class StreamedText:
     """The streamed text of one reply. `decode` leaves out special tokens."""
 
     def __init__(
-        self, decode: Decode, barriers: Sequence[str] = (), *, waits: bool = False
+        self,
+        decode: Decode,
+        stops: Sequence[str] = (),
+        openings: Sequence[str] = (),
+        *,
+        thinks: bool = False,
+        waits: bool = False,
     ) -> None:
-        """`waits`: nothing is sent before the reply's end."""
+        """`openings` are barriers behind the reply's thinking, which the prompt has begun if it
+        `thinks`. `waits`: nothing is sent before the reply's end.
+        """
         self._decode = decode
-        self._barriers = [barrier for barrier in barriers if barrier]
+        self._stops = [stop for stop in stops if stop]
+        self._openings = [opening for opening in openings if opening]
+        self._thinks: bool | None = thinks or (None if self._openings else False)
+        """Whether the held text begins with thinking; None if that is not known yet."""
         self._ids: list[int] = []
         self._first = self._known = 0
         self._held = ""
@@ -71,12 +84,27 @@ class StreamedText:
             return ""
         self._first, self._known = self._known, len(self._ids)
         self._held += text[len(before) :]
-        places = [at for b in self._barriers if (at := self._held.find(b)) >= 0]
+        behind = self._behind_thinking()
+        places = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        places += [at for o in self._openings if (at := self._held.find(o, behind)) >= 0]
         self._closed = bool(places)
-        count = min(places) if places else len(self._held) - begun_marks(self._held, self._barriers)
+        marks = [*self._stops, *([END] if self._thinks else self._openings)]
+        count = min(places) if places else len(self._held) - begun_marks(self._held, marks)
         piece, self._held = self._held[:count], self._held[count:]
         self.shown += piece
         return piece
+
+    def _behind_thinking(self) -> int:
+        """Return where the held text is no thinking any more."""
+        if self._thinks is None:
+            text = (self.shown + self._held).lstrip()
+            begun = text.startswith(BEGIN)
+            self._thinks = begun if begun or not BEGIN.startswith(text) else None
+        if not self._thinks:
+            return 0
+        end = self._held.find(END)
+        self._thinks = end < 0
+        return len(self._held) if end < 0 else end + len(END)
 
     def rest(self, whole: str) -> str:
         """Return the part of the whole text that was not sent yet."""
@@ -93,7 +121,7 @@ async def respond(
     """Return the whole response. Raises ValueError for a request that cannot be served."""
     replies = await _ask(model, body, chat, sampling_of(model, body, chat=chat))
     make = chat_response if chat else text_response
-    response = make(replies, body, model.model_path, model.chat_tokens.decode)
+    response = make(replies, body, model.model_path, model.chat_tokens)
     if note is not None:
         note(response["id"], replies)
     return response
@@ -118,7 +146,7 @@ async def stream(
                 yield chunk
         replies = await work
     make = chat_response if chat else text_response
-    response = {**make(replies, body, model.model_path, model.chat_tokens.decode), "id": chunks.id}
+    response = {**make(replies, body, model.model_path, model.chat_tokens), "id": chunks.id}
     if note is not None:
         note(chunks.id, replies)
     for choice, reply in zip(response["choices"], replies, strict=True):
@@ -168,13 +196,13 @@ async def _ask(
         if form.begin is None:
             raise ValueError("tool_choice: this run's tool_call_parser supports auto and none")
         begin = form.begin(forced)
-    messages, tools = body["messages"], body.get("tools")
+    messages, tools = model.chat_tokens.in_known_roles(body["messages"]), body.get("tools")
     replies = await model.chat_samples(messages, tools, begin=begin, **telling, **options)
-    wanted = wants_tool_calls(body)
+    wanted, parser = wants_tool_calls(body), _parser_of(model, body)
     if form.always or wanted:
         for reply in replies:
-            record_tool_calls(reply.call, form, model.chat_tokens.decode, begin, wanted=wanted)
-    parser = _parser_of(model, body)
+            decode = model.chat_tokens.decode
+            record_tool_calls(reply.call, form, decode, begin, wanted=wanted, parser=parser)
     if parser is not None:
         for reply in replies:
             record_thinking(reply.call, parser, model.chat_tokens.decode)
@@ -196,11 +224,12 @@ class _Chunks:
         self._split: Callable[[], StreamedThinking] | None = None
         self._thoughts: dict[int, StreamedThinking] = {}
         self._decode = model.chat_tokens.decode
-        self._barriers = [*stop]
-        self._waits = False
+        self._stops = [*stop]
+        self._openings: Sequence[str] = ()
+        self._thinks = self._waits = False
         form = model.chat_tokens.tool_format
         if chat and (form.always or wants_tool_calls(body)):
-            self._barriers += form.openings
+            self._openings = form.openings
             self._waits = not form.openings or forced_tool(body) is not None
         logprobs = body.get("logprobs")
         self._logprobs = bool(logprobs) if chat else logprobs is not None
@@ -214,9 +243,9 @@ class _Chunks:
     def begin(self, prompt: Sequence[int]) -> None:
         """Receive a prompt's ids before the first token: they may have begun to think."""
         parser = self._parser()
+        self._thinks = begins_thinking(prompt, parser, self._decode)
         if parser is not None:
-            thinks = begins_thinking(prompt, parser, self._decode)
-            self._split = partial(StreamedThinking, thinks=thinks)
+            self._split = partial(StreamedThinking, thinks=self._thinks)
 
     def add(
         self, sample: int, token: int, logprob: float, others: dict[int, float]
@@ -266,8 +295,10 @@ class _Chunks:
 
     def _of(self, sample: int) -> StreamedText:
         shown = partial(self._decode, skip_special=True)
-        waits = self._waits
-        return self._pieces.setdefault(sample, StreamedText(shown, self._barriers, waits=waits))
+        if sample not in self._pieces:
+            how = {"thinks": self._thinks and bool(self._openings), "waits": self._waits}
+            self._pieces[sample] = StreamedText(shown, self._stops, self._openings, **how)
+        return self._pieces[sample]
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish: str | None = None

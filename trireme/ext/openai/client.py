@@ -4,11 +4,13 @@ From other processes they reach it by its Address, which a gateway provides. Her
 is our own: an httpx transport (newer clients use httpx2, and still accept httpx) that answers
 `chat/completions` and `completions`. Every request is recorded like `model.chat`. A ValueError of
 the model becomes a 400 with its sentence; any other failure is raised by the client as it is, or as
-the cause of its connection error. Nothing is retried.
+the cause of its connection error. Nothing is retried. A `timeout` ends the call, and its generation
+with it; without one a call has an hour, and its rollout `explorer.max_timeout`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from trireme.ext.openai.answer import respond, stream
-from trireme.model.blocking import on_loop, wait_for
+from trireme.model.blocking import WAIT_S, on_loop, wait_for
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -42,7 +44,9 @@ def sync_client(model: Model) -> OpenAI:
 
 
 def _client(make: Callable[..., Any], http: Any, model: Model) -> Any:
-    client = make(api_key="EMPTY", base_url=BASE_URL, max_retries=0, http_client=http)
+    # the library's own time-out, ten minutes, is for servers that answer at once
+    options: dict[str, Any] = {"max_retries": 0, "timeout": WAIT_S}
+    client = make(api_key="EMPTY", base_url=BASE_URL, http_client=http, **options)
     client.model_path = model.model_path
     return client
 
@@ -54,7 +58,15 @@ class _AsyncTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(await request.aread() or b"{}")
-        return await on_loop(self._loop, answer(self._model, request.url.path, body))
+        timeout = request.extensions.get("timeout", {}).get("read")
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return await on_loop(self._loop, answer(self._model, request.url.path, body))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # raised by the call itself
+            text = f"the OpenAI client got no answer from the engine in {timeout:g} s"
+            raise httpx.ReadTimeout(text, request=request) from error
 
 
 class _SyncTransport(httpx.BaseTransport):

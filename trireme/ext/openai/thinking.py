@@ -34,8 +34,21 @@ def record_thinking(
     call.reply = {**call.reply, "content": call.shown, "reasoning_content": thought}
 
 
+def thinking_length(text: str, *, thinks: bool = False) -> int:
+    """Return how much of a reply is thinking, in which no tool calls are read: up to its end mark,
+    or all of it without that mark. `thinks`: the prompt has begun it; otherwise the reply must.
+
+    The first end mark counts: a later one may be part of a call's arguments.
+    """
+    if not thinks and not text.lstrip().startswith(BEGIN):
+        return 0
+    return _length(text, thinks=True)
+
+
 def begins_thinking(
-    prompt: Sequence[int], parser: ReasoningParser, decode: Callable[[Sequence[int]], str]
+    prompt: Sequence[int],
+    parser: ReasoningParser | None,
+    decode: Callable[[Sequence[int]], str],
 ) -> bool:
     """Return True if a reply to these ids is thinking from its first token on."""
     text = decode(prompt[-_TAIL:]).rstrip()

@@ -14,6 +14,7 @@ from trireme.pictures import IMAGE_PARTS, Picture, source_in
 from trireme.registry import did_you_mean
 
 if TYPE_CHECKING:
+    from trireme.model.chat_tokens import ChatTokens
     from trireme.model.model import Reply
 
 
@@ -65,9 +66,9 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 """The first invalid id is the error: a list of a million errors would take seconds."""
 
 
-def _sent(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Raise ValueError for a picture that is not in the request itself: a path would be read on
-    this machine.
+def refuse_paths(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages. Raises ValueError for a picture that is not in the request itself: a path
+    would be read on this machine.
     """
     for message in messages:
         content = message.get("content")
@@ -100,7 +101,7 @@ class Wire(BaseModel):
 class ChatBody(Wire):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[Messages, AfterValidator(_sent)]
+    messages: Annotated[Messages, AfterValidator(refuse_paths)]
     tools: Tools | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
@@ -200,9 +201,10 @@ def options_of(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
 
 
 def chat_response(
-    replies: Sequence[Reply], body: Mapping[str, Any], model: str, decode: Decode
+    replies: Sequence[Reply], body: Mapping[str, Any], model: str, chat: ChatTokens
 ) -> dict[str, Any]:
     """Make a `chat.completion`; each choice has its `token_ids` too."""
+    decode = chat.decode
     choices = []
     for index, reply in enumerate(replies):
         calls = (reply.call.reply or {}).get("tool_calls")
@@ -231,14 +233,15 @@ def chat_response(
         choices.append(choice)
     response = _response("chat.completion", "chatcmpl", choices, replies, model)
     if body.get("return_token_ids"):
-        response["prompt_token_ids"] = _prompt_ids(replies[0])
+        response["prompt_token_ids"] = prompt_ids(replies[0], chat)
     return response
 
 
 def text_response(
-    replies: Sequence[Reply], body: Mapping[str, Any], model: str, decode: Decode
+    replies: Sequence[Reply], body: Mapping[str, Any], model: str, chat: ChatTokens
 ) -> dict[str, Any]:
     """Make a `text_completion`."""
+    decode = chat.decode
     choices = []
     for index, reply in enumerate(replies):
         choice: dict[str, Any] = {
@@ -251,13 +254,14 @@ def text_response(
         if body.get("logprobs") is not None:
             choice["logprobs"] = text_logprobs(token_logprobs(reply, _shown(body, decode)))
         if body.get("return_token_ids"):
-            choice["prompt_token_ids"] = _prompt_ids(reply)
+            choice["prompt_token_ids"] = prompt_ids(reply, chat)
         choices.append(choice)
     return _response("text_completion", "cmpl", choices, replies, model)
 
 
-def _prompt_ids(reply: Reply) -> list[int]:
-    return reply.call.ids[: reply.prompt_tokens]
+def prompt_ids(reply: Reply, chat: ChatTokens) -> list[int]:
+    """Return the ids that a reply was sampled from, as the client knows them."""
+    return chat.outside(reply.call.ids[: reply.prompt_tokens])
 
 
 def _shown(body: Mapping[str, Any], decode: Decode) -> Decode:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import hmac
 import json
+import math
 import re
 import sqlite3
 import threading
@@ -239,12 +240,12 @@ def create_app(page: Page, token: str) -> ASGIApp:
         def endpoint(request: Request) -> Response:
             try:
                 value = look_up(request.query_params)
-            except ValueError as error:
+                return value if isinstance(value, Response) else _response(value, request)
+            except (ValueError, RecursionError) as error:
                 return _response({"error": str(error)}, request, 400)
             except (OSError, sqlite3.Error) as error:
                 text = f"a file of the run cannot be read: {error}"
                 return _response({"error": text}, request, 500)
-            return value if isinstance(value, Response) else _response(value, request)
 
         return endpoint
 
@@ -288,11 +289,23 @@ def _take_note(page: Page) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _response(value: Any, request: Request, status: int = 200) -> Response:
-    body = as_json(value, allow_nan=False, default=str).encode()  # dates
+    try:
+        body = as_json(value, allow_nan=False, default=str).encode()  # dates
+    except ValueError:  # rarely: it takes longer
+        body = as_json(_finite(value), allow_nan=False, default=str).encode()
     headers = {"Cache-Control": "no-store"}
     if len(body) > LEAST_GZIP and "gzip" in request.headers.get("accept-encoding", ""):
         body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
     return Response(body, status, headers, "application/json")
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have, such as `.inf` among options, by their texts."""
+    if isinstance(value, Mapping):
+        return {_finite(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _export(page: Page, query: Mapping[str, str]) -> Response:

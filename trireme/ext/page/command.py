@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +83,8 @@ def view(
     from trireme.ext.page.samples import view as command
 
     words = rest or []
-    places = [word for word in words if not word.isdigit() and "=" not in word]
+    keys = [word for word in words if "=" in word and not os.path.exists(word)]
+    places = [word for word in words if not word.isdigit() and word not in keys]
     asks = (config, url, table, tokenizer, step)
     said = plain or best or worst or raw or no_color
     printed = said or any(ask is not None for ask in asks) or len(words) > len(places)
@@ -111,7 +113,7 @@ def view(
             config,
             url,
             folder=Path(places[0]) if places else None,
-            overrides=[word for word in words if "=" in word],
+            overrides=keys,
             table=table,
             tokenizer=tokenizer,
             wanted=Wanted(numbers[0] if numbers else 3, step, order, raw),

@@ -6,7 +6,8 @@ Invariants:
   here, for each stage.
 - Reading never writes, takes no lock, and imports no torch: it may happen during a run. A reader's
   note is the only file that is written, and no run reads it.
-- Curves are columns. A part with more than `MOST_POINTS` steps is thinned evenly; its last step
+- Curves are columns. A step of several explorers, each with its file, is merged: sums of counts,
+  means of the rest. A part with more than `MOST_POINTS` steps is thinned evenly; its last step
   always remains.
 """
 
@@ -19,10 +20,11 @@ import os
 import re
 import threading
 from bisect import bisect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -41,6 +43,11 @@ MOST_NOTE = 2000
 DEPTH = 5
 """Most levels below the given folder at which runs are found."""
 MOST_POINTS = 2000
+SUMS = re.compile(
+    r"rollout/(tasks|runs|experiences|failed(/.*)?|retries|dropped_\w+)|perf/tokens_per_s"
+    r"|experience_pipeline/(made|kept|not_finite|emptied_groups|\w+_count)"
+)
+"""Metrics of a step that are sums over several explorers; others are means."""
 _SKIPPED = {"node_modules"}
 _PARTS = {"buffer", "log", "monitor", "run"}
 """Folders in a run's own, which contain no other run; elsewhere a run may have such a name."""
@@ -138,17 +145,17 @@ def _below(folder: Path, skipped: Collection[str]) -> list[str]:
 
 def _began(run: RunFolder) -> tuple[float, str]:
     """Return the time of the run's first step, from the first line of its metrics; else of its
-    record of starts.
+    record of starts. A damaged line has none.
     """
     times = []
     for path in run.metric_files:
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open("rb") as file:
                 line = file.readline()
         except OSError:  # a request for this run's curves reports it
             continue
-        if line.endswith("\n"):
-            times.append(float(json.loads(line)["time"]))
+        if line.endswith(b"\n") and (row := _row(line)) is not None:
+            times.append(float(row["time"]))
     return min(times, default=run.updated or math.inf), run.name
 
 
@@ -210,14 +217,23 @@ class _Part:
         self.metrics: dict[str, list[float | None]] = {}
         """A column ends with its last value."""
         self._places: dict[int, int] = {}
+        self._rows: dict[int, dict[Path, Mapping[str, float | None]]] = {}
+        """The metrics of each step by file, if there are several."""
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row; one of a step that is there replaces its values."""
+    def add(self, row: Mapping[str, Any], path: Path | None = None) -> None:
+        """Add a row; one of a step that is there replaces its values, and one from the `path` of
+        another explorer is merged with them.
+        """
+        metrics = row["metrics"]
+        if path is not None:
+            of_step = self._rows.setdefault(row["step"], {})
+            of_step[path] = metrics
+            metrics = _merged([*of_step.values()])
         place = self._places.get(row["step"])
         if place is None:
             place = self._insert(row["step"])
         self.times[place] = max(self.times[place], row["time"])
-        for name, value in row["metrics"].items():
+        for name, value in metrics.items():
             column = self.metrics.setdefault(name, [])
             column.extend([None] * (place + 1 - len(column)))
             column[place] = _short(value)
@@ -245,24 +261,44 @@ class _Part:
         return {"steps": steps, "times": self.times[some], "metrics": metrics}
 
 
+def _merged(rows: Sequence[Mapping[str, float | None]]) -> Mapping[str, float | None]:
+    """Return the metrics of a step that several explorers have made, each its own share."""
+    if len(rows) == 1:
+        return rows[0]
+    merged: dict[str, float | None] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        numbers = [value for row in rows if (value := row.get(name)) is not None]
+        combine = {"min": min, "max": max}.get(re.split("[/_]", name)[-1])
+        combine = sum if SUMS.fullmatch(name) else combine or fmean
+        merged[name] = combine(numbers) if numbers else None
+    return merged
+
+
 class _Read:
     """What was read of a run's metrics, and the columns made of it."""
 
     def __init__(self) -> None:
         self._tail = Tail()
         self._parts: dict[str, _Part] = {}
+        self._several = False
+        """Whether several processes log, each to its file."""
         self.generation = ""
         self.columns: dict[str, Any] = {}
 
     def read_on(self, run: RunFolder, generation: str) -> None:
         """Add what the run has logged since; all of it, if a file was replaced."""
-        for path in run.metric_files:
+        paths = run.metric_files
+        if self._several != (len(paths) > 1):
+            self.__init__()
+            self._several = len(paths) > 1
+        for path in paths:
             rows = self._tail.rows(path)
             if rows is None:
                 self.__init__()
                 return self.read_on(run, generation)
             for row in rows:
-                self._parts.setdefault(row["part"], _Part()).add(row)
+                part = self._parts.setdefault(row["part"], _Part())
+                part.add(row, path if self._several else None)
         self.generation = generation
         self.columns = {name: part.thinned() for name, part in self._parts.items()}
 

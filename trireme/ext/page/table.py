@@ -30,6 +30,7 @@ from trireme.ext.page.runs import (
     warnings_of,
 )
 from trireme.monitor.figures import STEPS_TIMED, clock_time, pace
+from trireme.monitor.monitor import EVALUATIONS
 
 SILENT_S = 120.0
 """Seconds without a step after which a run of another machine counts as ended."""
@@ -78,7 +79,7 @@ class Course:
             self.reward = metrics["rollout/reward/mean"]
         for name in LOSSES:
             self.loss = self.loss if metrics.get(name) is None else metrics[name]
-        if part in ("eval", "bench"):
+        if part in EVALUATIONS:
             self._add_evaluation(step, metrics)
 
     def _add_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:

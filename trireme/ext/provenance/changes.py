@@ -7,6 +7,7 @@ YAML says now. Each sentence here says which of the two holds for a key, or why 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -118,7 +119,10 @@ _EFFECTS = {
     "their size",
     "algorithm.optimizer.": "from train step {train} on; the optimizer's moments stay",
     "algorithm.critic.optimizer.": "from train step {train} on; the optimizer's moments stay",
-    "buffer.batch_size": "explore steps from {explore} on; the tasks continue at row {row}",
+    "buffer.batch_size": "explore steps from {explore} on; the tasks continue at row {row}, and a "
+    "schedule that spans the run counts as if all its steps had the new size",
+    "buffer.train_batch_size": "from train step {train} on; a schedule that spans the run, and the "
+    "end of epochs over a data set, count as if all its steps had the new size",
     "buffer.total_epochs": "moves the end of the run, and a schedule that spans it",
     "buffer.total_steps": "moves the end of the run, and a schedule that spans it",
     "buffer.explorer_input.taskset": "tasks from explore step {explore} on: the run continues at "
@@ -173,8 +177,7 @@ def changes(
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Name, old and new value of all that a run's course may depend on."""
-    before, now = (_flat(_with_defaults(each["config"], Config)) for each in (old, new))
-    yield from _unequal(before, now)
+    yield from _unequal(*(_with_defaults(each["config"], Config) for each in (old, new)))
     for key, facts in new["data"].items():
         was = old["data"].get(key)
         if was and was["path"] == facts["path"] and was["sha256"] != facts["sha256"]:
@@ -191,8 +194,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
         was, is_ = old["plugins"].get(path), new["plugins"].get(path)
         if was != is_ and was and is_:
             yield f"plugins {Path(path).name}", was, is_
-    yield from _unequal(_flat(old["versions"], "versions."), _flat(new["versions"], "versions."))
-    yield from _unequal(_flat(old["code"], "code."), _flat(new["code"], "code."))
+    for part in ("versions", "code"):
+        yield from _unequal(old[part], new[part], part)
 
 
 def _with_defaults(value: Any, kind: Any) -> Any:
@@ -215,24 +218,23 @@ def _with_defaults(value: Any, kind: Any) -> Any:
     return value
 
 
-def _unequal(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for key in dict.fromkeys((*before, *now)):
-        if before.get(key) != now.get(key):
-            yield key, before.get(key), now.get(key)
-
-
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Return the leaves of nested sections by their full names; lists of plain values are
-    leaves.
+def _unequal(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Compare nested sections by their full names. One that only one of the two has is a single
+    difference; so is a list of plain values.
     """
-    if isinstance(value, Mapping) and value:
-        dot = key if not key or key.endswith(".") else f"{key}."
-        parts = (_flat(inner, f"{dot}{name}") for name, inner in value.items())
-        return {k: v for part in parts for k, v in part.items()}
-    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        flat = (_flat(item, f"{key}[{index}]") for index, item in enumerate(value))
-        return {k: v for part in flat for k, v in part.items()}
-    return {key: value}
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys((*before, *now)):
+            whole = f"{key}.{name}" if key else str(name)
+            yield from _unequal(before.get(name), now.get(name), whole)
+    elif _has_sections(before) or _has_sections(now):
+        for index, (was, is_) in enumerate(zip_longest(before or (), now or ())):
+            yield from _unequal(was, is_, f"{key}[{index}]")
+    elif before != now:
+        yield key, before, now
+
+
+def _has_sections(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
 
 
 def _is_hash(value: Any) -> bool:
@@ -241,4 +243,7 @@ def _is_hash(value: Any) -> bool:
 
 def _short(value: Any) -> str:
     text = "none" if value is None else str(value)
+    if isinstance(value, Mapping):  # what a section says of itself
+        given = {name: part for name, part in value.items() if part not in (None, "", [], {})}
+        text = f"{{{', '.join(f'{name}: {part}' for name, part in given.items())}}}"
     return text if len(text) <= 80 else f"{text[:77]}..."

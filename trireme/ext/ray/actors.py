@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
@@ -31,6 +32,7 @@ from trireme.ext.remote.engine_host import RemoteServers
 from trireme.ext.remote.servers import Servers
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import follow_plan, load_models, make_rank_spec
+from trireme.launch.resume import refuse_other_run
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.trainer_side import TrainerSide
 from trireme.log import setup_logging
@@ -58,6 +60,8 @@ class RunSpec:
     """HOST:PORT where the trainer's ranks meet; None for a single rank."""
     restarted: bool = False
     """Whether engines that die are started again."""
+    old_report: int | None = None
+    """The command's `Stage.old_report`: when the workers open, engines have been loaded."""
 
 
 class Status(NamedTuple):
@@ -78,25 +82,40 @@ class SideWorker(Worker, Generic[Side]):
         self._device = Device()
         self._held = ExitStack()
         self._engine: RemoteEngine | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
 
     async def _open(self, spec: RunSpec) -> Stage:
         load_plugins(spec.plugins)
         plan = spec.plan
         opening = open_stage(plan, spec.model_path, self._device, self._outbox)
         stage = await asyncio.to_thread(self._held.enter_context, opening)
+        stage.old_report = spec.old_report
         if plan.engine.urls:
             self._engine = RemoteServers().engine(plan, plan.engine.urls, plan.engine.key)
             self._engine.servers.restarted = spec.restarted
         return stage
 
     def method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """Return the worker's own method, or else the servers', or else the side's."""
+        """Return the worker's own method, or else the servers', or else the side's. `stop` cancels
+        calls of all others.
+        """
+        if name == "stop":
+            return self.stop
         if hasattr(type(self), name):
-            return getattr(self, name)
+            return partial(self._run, getattr(self, name))
         if hasattr(Servers, name):
             assert self._engine is not None, "the side has no engine"
-            return getattr(self._engine.servers, name)
-        return getattr(self.opened, name)
+            return partial(self._run, getattr(self._engine.servers, name))
+        return partial(self._run, getattr(self.opened, name))
+
+    async def _run(self, method: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+        call = asyncio.current_task()
+        assert call is not None, "a method runs as a task"
+        self._calls.add(call)
+        try:
+            return await method(*args)
+        finally:
+            self._calls.discard(call)
 
     async def events(self, heard: int, wait: float) -> list[bytes]:
         """Return the encoded events after the first `heard`; wait up to `wait` seconds for one."""
@@ -109,7 +128,13 @@ class SideWorker(Worker, Generic[Side]):
         return self.side
 
     async def stop(self) -> None:
-        """Leave the engines and close the files."""
+        """Cancel all calls, as in one process: a training finishes the checkpoint that is being
+        written, and a push gives up the device. Then leave the engines and close the files.
+        """
+        for call in (calls := set(self._calls)):
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls)
         if self._engine is not None:
             await self._engine.close()
         self._held.close()
@@ -130,8 +155,11 @@ class TrainerWorker(SideWorker[TrainerSide]):
     async def open(self, spec: RunSpec) -> None:
         """Load the model, in the state of the checkpoint."""
         stage, plan = await self._open(spec), spec.plan
+        if stage.resumed is not None:  # the command's machine may lack the model's files
+            refuse_other_run(stage, stage.resumed)
         if plan.sync.takes_turns and self._engine is not None:
-            self._device.colocation = self._engine.colocation = ColocationLock(self._engine)
+            lock = ColocationLock(self._engine, timeout=plan.config.synchronizer.sync_timeout)
+            self._device.colocation = self._engine.colocation = lock
         ranks, rank0 = plan.places.trainer_ranks, None
         if spec.rank0:
             rank0 = make_rank_spec(plan, 0, ranks, spec.rank0)
@@ -206,11 +234,15 @@ class Link:
         """Report to the trainer that no more experiences follow."""
         await self._trainer.end_of_puts(None)
 
+    @property
+    def pushes_by_itself(self) -> bool:
+        """Return whether the trainer pushes without waiting for the explorer."""
+        return self._plan.sync.style not in ("fixed", "explorer_driven")
+
     def due(self, step: int) -> bool:
         """Return whether the explorer synchronizes with the trainer after explore step `step`."""
-        plan = self._plan
-        meets = plan.sync.style in ("fixed", "explorer_driven")
-        return meets and is_due(step, plan.sync.interval, plan.sync.offset)
+        sync = self._plan.sync
+        return not self.pushes_by_itself and is_due(step, sync.interval, sync.offset)
 
     async def pull(self, step: int) -> None:
         """Wait until the engines have the weights of explore step `step + 1`."""

@@ -58,6 +58,7 @@ from trireme.monitor.terminal import Terminal
 from trireme.registry import MODES
 
 STOP_S = 15.0
+"""Seconds that the processes get to end, beside those of a checkpoint that is being written."""
 T = TypeVar("T")
 
 
@@ -174,7 +175,8 @@ class Actors:
         """End every process, by force if necessary, and release the places."""
         asked = [asyncio.ensure_future(remote(Worker, w.handle).stop()) for w in self._watched]
         if asked:
-            await asyncio.wait(asked, timeout=STOP_S)
+            saves = self._plan.config.cluster.stop_timeout if self._work is not None else 0.0
+            await asyncio.wait(asked, timeout=STOP_S + saves)
         for call in (*asked, *self._following):
             call.cancel()
         # rank 0 raises a rank's errors too
@@ -215,7 +217,8 @@ class Actors:
         if plan.mode in MODES:
             self._serving = RemoteServers().engine(plan, plan.engine.urls, plan.engine.key)
             self._serving.servers.restarted = restarted
-        spec = RunSpec(plan, model_path, plugins, self._trainer, rank0, restarted)
+        report = self._stage.old_report
+        spec = RunSpec(plan, model_path, plugins, self._trainer, rank0, restarted, report)
         for rank, handle in enumerate(self._followers, 1):
             follows = remote(FollowerWorker, handle).follow(spec, rank)
             self._following.append(asyncio.ensure_future(follows))

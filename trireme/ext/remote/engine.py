@@ -3,7 +3,8 @@
 - `Servers` chooses the server of a request, and handles the loss of one. A generation that was
   running there is requested again if its launcher restarts the server.
 - New weights go to all servers in buckets, and take effect once all servers have them.
-- Every request has a time-out; a failure names the server and the request.
+- Every request has a time-out, which for weights and control is not that of a rollout; a failure
+  names the server, the request and the limit.
 - An aborted request is dropped at once; its server notices and stops. So nothing here waits for a
   lost server.
 """
@@ -14,6 +15,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,17 @@ from safetensors.torch import save
 from torch import Tensor
 
 from trireme.engines.engine import Completion, EngineTraits, Health, OnToken, Sampling, Wakes
-from trireme.ext.remote.servers import RequestBatcher, Servers
-from trireme.ext.remote.shelf import UNKNOWN, body_of
+from trireme.ext.remote.servers import RequestBatcher, Servers, Silent
+from trireme.ext.remote.shelf import UNKNOWN
 from trireme.ext.remote.weight_group import buckets
 from trireme.pictures import KnownPictures, Picture
+from trireme.serialize import picture_to_wire
 
 BUCKET_BYTES = 256 * 2**20
+CONNECT_S = 30.0
+"""Seconds that a server may take to accept a connection."""
+_OF_ROLLOUTS = ("/engine/stream", "/infer/", "/engine/logprobs", "/engine/pictures")
+"""Requests whose time is part of a rollout's."""
 
 
 class RemoteEngine:
@@ -39,18 +46,20 @@ class RemoteEngine:
         *,
         api_key: str | None = None,
         timeout: float = 1800.0,
+        sync_timeout: float = 3600.0,
         seed: int | None = None,
     ) -> None:
-        """`timeout`: seconds of one generation. `seed` is the run's: with a server of the same seed
-        the samples equal those of a run in one process.
+        """`timeout`: seconds of one generation; `sync_timeout`: of any other request. `seed` is the
+        run's: with a server of the same seed the samples equal those of a run in one process.
         """
+        self._timeout, self._sync_timeout = timeout, sync_timeout
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         # idle connections are closed long before the server does it
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=256, keepalive_expiry=15.0
         )
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, limits=limits
+            timeout=httpx.Timeout(sync_timeout, connect=CONNECT_S), headers=headers, limits=limits
         )
         self.servers = Servers(urls, self._client, seed)
         # a server whose engine sees nothing refuses pictures itself
@@ -61,6 +70,8 @@ class RemoteEngine:
         self.bucket_bytes = BUCKET_BYTES
         self._sent: dict[str, tuple[str, KnownPictures]] = {}
         """For each server its instance, and the pictures that this instance has received."""
+        self._sending: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
+        """Pictures on their way, by server, instance and digest."""
         self._version = 0
         self._begun = False
         self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
@@ -131,7 +142,7 @@ class RemoteEngine:
         body["loss_scale"] = loss_scale
         response = await self._ask_while(key, lambda url: self._post(url, "/infer/", body))
         if response is None:
-            raise RuntimeError(f"rollout {key} was aborted")
+            raise RuntimeError(f"rollout {'/'.join(map(str, key))} was aborted")
         return response
 
     async def logprobs(
@@ -184,9 +195,20 @@ class RemoteEngine:
         return await ask()
 
     async def _send(self, url: str, pictures: Sequence[Picture], known: KnownPictures) -> None:
+        """Send pictures, each once for all requests that show it at the same time."""
         for picture in pictures:
-            await self._post(url, "/engine/pictures", body_of(picture))
+            name = url, self.servers.instances[url], picture.digest
+            if (sending := self._sending.get(name)) is None:
+                post = self._post(url, "/engine/pictures", picture_to_wire(picture))
+                sending = self._sending[name] = asyncio.ensure_future(post)
+                sending.add_done_callback(partial(self._has_sent, name))
+            await asyncio.shield(sending)  # for the others if this request is aborted
             known.add([picture])
+
+    def _has_sent(self, name: tuple[str, str, str], sending: asyncio.Task[Any]) -> None:
+        del self._sending[name]
+        if not sending.cancelled():
+            sending.exception()  # raised to those that wait, of whom none may be left
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Send weights to all servers. A folder must be readable by the servers."""
@@ -212,9 +234,9 @@ class RemoteEngine:
     async def commit_weights(self, version: int, **source: str) -> None:
         """Load the weights that were sent, or those in `path`."""
         await self.connect()
-        body = source | self.as_version(version)
+        body, instances = source | self.as_version(version), dict(self.servers.instances)
         await self._all(self._post(url, "/engine/weights/commit", body) for url in self.urls)
-        self.now_at(version)
+        self.now_at(version, instances)
 
     async def fingerprint(self) -> dict[str, float] | None:
         """Return the servers' fingerprint. Raises RuntimeError if their weights differ."""
@@ -236,6 +258,10 @@ class RemoteEngine:
         calls = (self._ask(url, path, self._client.get(url + path)) for url in self.urls)
         return await self._all(calls)
 
+    async def versions(self) -> list[int]:
+        """Return the version of each server's weights; 0: those that it was started with."""
+        return [facts["version"] for facts in await self.get_all("/engine/health")]
+
     async def call_all(self, path: str, *bodies: dict[str, Any], asleep: bool = False) -> list[Any]:
         """POST to every server: a list with each server's own body, or one body (or none) for all.
 
@@ -253,11 +279,11 @@ class RemoteEngine:
         """
         return {"version": version, "begin": not self._begun}
 
-    def now_at(self, version: int) -> None:
-        """Note that all servers have loaded new weights."""
+    def now_at(self, version: int, instances: Mapping[str, str]) -> None:
+        """Note that all servers, those `instances`, have loaded new weights."""
         self._begun = True
         self._version = version
-        self.servers.complete()
+        self.servers.complete(instances)
 
     async def pause(self, *, weights_follow: bool = False) -> None:
         """Pause all servers; new requests wait."""
@@ -296,6 +322,8 @@ class RemoteEngine:
         while self._calls:  # each ends by itself once it is cancelled
             await asyncio.wait(set(self._calls))
             await asyncio.sleep(0)
+        for sending in self._sending.values():
+            sending.cancel()
         for batcher in self._batchers.values():
             await batcher.close()
         await self._client.aclose()
@@ -340,7 +368,7 @@ class RemoteEngine:
     async def _generate(self, url: str, body: dict[str, Any], restarts: Restarts | None) -> Any:
         if url not in self._batchers:
             self._batchers[url] = RequestBatcher(
-                self._client, url, lambda found: self._judge(url, found)
+                self._client, url, lambda found: self._judge(url, found), timeout=self._timeout
             )
         batcher = self._batchers[url]
         return await self._heard(url, "/engine/stream", batcher.ask(body, restarts and restarts()))
@@ -349,6 +377,7 @@ class RemoteEngine:
         sent: dict[str, Any] = {"json": body}
         if isinstance(body, bytes):
             sent = {"content": body, "headers": {"content-type": "application/octet-stream"}}
+        sent["timeout"] = httpx.Timeout(self._limit(path)[0], connect=CONNECT_S)
         return await self._ask(url, path, self._client.post(f"{url}{path}", **sent))
 
     async def _ask(self, url: str, path: str, call: Awaitable[httpx.Response]) -> Any:
@@ -359,15 +388,32 @@ class RemoteEngine:
         self._judge(url, response)
         return response.json()
 
+    def _limit(self, path: str) -> tuple[float, str]:
+        """Return the seconds that a request may take, and their key in the YAML."""
+        if path in _OF_ROLLOUTS:
+            return self._timeout, "explorer.max_timeout"
+        return self._sync_timeout, "synchronizer.sync_timeout"
+
     async def _heard(self, url: str, path: str, call: Awaitable[Any]) -> Any:
-        """Return the result of a call. A server that does not answer counts as lost."""
+        """Return the result of a call. A server that does not answer counts as lost: one that is
+        silent for longer than a rollout may take, also while it is sent weights.
+        """
         instance = self.servers.instances[url]
+        seconds, key = self._limit(path)
+        silence = self._timeout if seconds > self._timeout else None
         try:
-            return await self.servers.answer(url, call)
+            return await self.servers.answer(url, call, silence=silence)
         except httpx.TransportError as error:
-            late = isinstance(error, httpx.TimeoutException)
-            what = "did not answer in time" if late else "is gone"
-            why = f"{what} ({path}): {error or type(error).__name__}"
+            why = f"is gone ({path}): {error or type(error).__name__}"
+            if isinstance(error, Silent):
+                why = (
+                    f"answered neither {path} nor /health for {silence:g} s (explorer.max_timeout)"
+                )
+            elif isinstance(error, httpx.TimeoutException):
+                if isinstance(error, httpx.ConnectTimeout):
+                    why = f"did not accept a connection within {CONNECT_S:g} s ({path})"
+                else:
+                    why = f"did not answer {path} within {seconds:g} s ({key})"
             raise self.servers.lost(url, instance, why) from error
 
     def _judge(self, url: str, response: httpx.Response) -> None:

@@ -397,8 +397,13 @@ class RemoteServers:
 
     def engine(self, plan: Plan, urls: Sequence[str], key: str | None) -> RemoteEngine:
         """Make the engine that calls the rollout servers at these addresses."""
-        timeout = plan.config.explorer.max_timeout
-        return RemoteEngine(urls, api_key=key, timeout=timeout, seed=plan.seed)
+        return RemoteEngine(
+            urls,
+            api_key=key,
+            timeout=plan.config.explorer.max_timeout,
+            sync_timeout=plan.config.synchronizer.sync_timeout,
+            seed=plan.seed,
+        )
 
     async def run(
         self, plan: Plan, model_path: str, use: Callable[[RemoteEngine], Awaitable[T]]

@@ -168,7 +168,7 @@ class GroupSync:
             self._group = None  # its members may be at different buckets: make a new one
             raise
         await self.engine.call_all("/engine/group/commit", self.engine.as_version(version))
-        self.engine.now_at(version)
+        self.engine.now_at(version, self._met)
         metrics = await self.probe.prove(self.engine, marks, expected, version=version)
         return metrics | {"sync/pushed_bytes": float(size)}
 
@@ -277,7 +277,7 @@ class ColocatedSync:
             await engine.call_all("/engine/group/commit", version_of, asleep=True)
             if self.device.colocation is not None:
                 self.device.colocation.arrived()
-        engine.now_at(version)
+        engine.now_at(version, self._met)
         metrics = await self.probe.prove(engine, sent.marks, expected, version=version)
         return metrics | {"sync/pushed_bytes": float(sent.size)}
 

@@ -21,7 +21,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -30,12 +30,15 @@ from trireme.aio import running
 from trireme.engines.engine import MOST_SAMPLES, OnToken
 from trireme.ext.http import INSTANCE
 from trireme.log import get_logger
+from trireme.pictures import BEGIN
 
 GATHER_S = 0.002
 """Seconds that a request waits for others to join it."""
 MOST_TOKENS = 2**20
 """Limit of the prompt tokens in one request: about 7 MiB of JSON; a server accepts twice as many
 values."""
+PICTURE_WEIGHT = 3
+"""A picture's token counts as this many: its id has 19 digits, and takes 20 bytes of JSON."""
 
 Asked = list[tuple[dict[str, Any], asyncio.Future[Any], OnToken | None]]
 
@@ -44,10 +47,18 @@ class RequestBatcher:
     """Sends the generations for one server together."""
 
     def __init__(
-        self, client: httpx.AsyncClient, url: str, check: Callable[[httpx.Response], None]
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        check: Callable[[httpx.Response], None],
+        *,
+        timeout: float,
     ) -> None:
-        """`check` raises if a response's head reports an error."""
+        """`check` raises if a response's head reports an error. `timeout`: seconds that a server
+        may take for the next part of its answer.
+        """
         self._client = client
+        self._timeout = httpx.Timeout(timeout, connect=client.timeout.connect)
         self._url = url
         self._check = check
         self._waiting: Asked = []
@@ -76,6 +87,8 @@ class RequestBatcher:
     async def _send(self) -> None:
         await asyncio.sleep(GATHER_S)
         waiting, self._waiting = self._waiting, []
+        # the server would not know yet what to cancel of one whose caller has gone meanwhile
+        waiting = [asked for asked in waiting if not asked[1].done()]
         for batch in _batches(waiting):
             self._background(self._post(batch))
 
@@ -86,7 +99,9 @@ class RequestBatcher:
         body = {"id": name, "requests": [request for request, _, _ in batch]}
         failure: BaseException = httpx.ReadError("the server ended its answer early")
         try:
-            async with self._client.stream("POST", f"{self._url}/engine/stream", json=body) as got:
+            async with self._client.stream(
+                "POST", f"{self._url}/engine/stream", json=body, timeout=self._timeout
+            ) as got:
                 if got.status_code != 200:
                     await got.aread()
                 self._check(got)
@@ -135,7 +150,7 @@ def _batches(waiting: Asked) -> Iterator[Asked]:
     samples = tokens = 0
     for asked in waiting:
         request = asked[0]
-        n, length = request["sampling"]["n"], len(request["ids"])
+        n, length = request["sampling"]["n"], _weight(request)
         if batch and (samples + n > MOST_SAMPLES or tokens + length > MOST_TOKENS):
             yield batch
             batch, samples, tokens = [], 0, 0
@@ -143,6 +158,14 @@ def _batches(waiting: Asked) -> Iterator[Asked]:
         samples, tokens = samples + n, tokens + length
     if batch:
         yield batch
+
+
+def _weight(request: Mapping[str, Any]) -> int:
+    """Return how many tokens of text take as many bytes as the prompt of a request."""
+    ids = request["ids"]
+    if not request.get("pictures"):
+        return len(ids)
+    return len(ids) + (PICTURE_WEIGHT - 1) * sum(token >= BEGIN for token in ids)
 
 
 def _settle(answer: asyncio.Future[Any], reply: dict[str, Any]) -> None:
@@ -244,6 +267,10 @@ class ServerLost(RuntimeError):
     """A server is gone."""
 
 
+class Silent(httpx.TimeoutException):
+    """A server answers neither a long call nor anything else."""
+
+
 class Servers:
     """The servers of one engine, in their order."""
 
@@ -327,19 +354,23 @@ class Servers:
                     raise
                 logger.warning("%s: the call is repeated with the restarted server", error)
 
-    async def answer(self, url: str, call: Awaitable[T]) -> T:
+    async def answer(self, url: str, call: Awaitable[T], *, silence: float | None = None) -> T:
         """Return the result of a call of a server. Raises ServerLost if its end is reported first:
-        a lost machine closes no connection.
+        a lost machine closes no connection. Raises Silent if meanwhile it does not even answer
+        /health for `silence` seconds, as one that only works on a long call does.
         """
         end: asyncio.Future[RuntimeError] = asyncio.get_running_loop().create_future()
         ends = self._ends.setdefault(url, set())
         ends.add(end)
         try:
-            async with running(call) as (asking,):
-                await asyncio.wait({asking, end}, return_when=asyncio.FIRST_COMPLETED)
-                if not asking.done():
+            watch = [] if silence is None else [self._watch(url, silence)]
+            async with running(call, *watch) as (asking, *watching):
+                await asyncio.wait({asking, end, *watching}, return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    return asking.result()
+                if end.done():
                     raise end.result()
-                return asking.result()
+                raise Silent("the server answers nothing")
         finally:
             ends.discard(end)
 
@@ -374,13 +405,16 @@ class Servers:
         while True:
             while not self.bare:
                 await self._changed.wait()
+            lacking = {url: self.instances[url] for url in self.bare}
             if self.renew is not None:
                 await self.renew(lambda: bool(self.bare))
-            self.complete()
+            self.complete(lacking)
 
-    def complete(self) -> None:
-        """Note that all servers that are up have the run's weights."""
-        self.bare.clear()
+    def complete(self, holding: Mapping[str, str]) -> None:
+        """Note that these instances have the run's weights. A server that was restarted while they
+        got them is another one.
+        """
+        self.bare -= {url for url in self.bare if self.instances[url] == holding.get(url)}
         self._wake()
 
     async def holding(self, known: Mapping[str, str]) -> dict[str, str]:
@@ -394,8 +428,17 @@ class Servers:
 
     async def trust(self, holding: Mapping[str, str]) -> None:
         """Record that these instances have the run's weights, pushed by another process."""
-        self.bare -= {url for url in self.bare if self.instances[url] == holding.get(url)}
-        self._wake()
+        self.complete(holding)
+
+    async def _watch(self, url: str, limit: float) -> None:
+        """Return once a server has answered nothing for `limit` seconds."""
+        patience = min(LOOK_S, limit)
+        answered = time.monotonic()
+        while time.monotonic() - answered < limit:
+            await asyncio.sleep(patience / 4)
+            with suppress(httpx.TransportError):
+                await self._client.get(f"{url}/health", timeout=patience)
+                answered = time.monotonic()
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

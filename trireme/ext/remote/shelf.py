@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -21,7 +21,7 @@ UNKNOWN = "picture is not on this server"
 
 
 class PictureBody(BaseModel):
-    """A picture."""
+    """A picture, as `picture_to_wire` makes it."""
 
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     tokens: Annotated[int, Field(ge=1)]
@@ -54,14 +54,3 @@ class Shelf:
         if (picture := self._pictures.get(digest)) is None:
             raise ValueError(f"{UNKNOWN}: {digest:.64}")
         return picture
-
-
-def body_of(picture: Picture) -> Mapping[str, Any]:
-    """Return a picture as JSON, for a PictureBody."""
-    data = base64.b64encode(picture.data).decode()
-    return {
-        "digest": picture.digest,
-        "tokens": picture.tokens,
-        "grid": picture.grid,
-        "data": data,
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from trireme.aio import one_by_one
 from trireme.engines.engine import MOST_SAMPLES
@@ -18,7 +18,9 @@ from trireme.ext.openai.wire import (
     Ids,
     Messages,
     Tools,
+    prompt_ids,
     refuse_many,
+    refuse_paths,
 )
 from trireme.ext.remote.weight_group import BucketEntry
 from trireme.ext.rollout_server.announced import AnnouncedWeights
@@ -45,7 +47,9 @@ class PromptsBody(BaseModel):
     prompts: (
         Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
     ) = Field(default_factory=list)
-    messages: Annotated[list[Messages], Field(fail_fast=True)] = Field(default_factory=list)
+    messages: Annotated[
+        list[Annotated[Messages, AfterValidator(refuse_paths)]], Field(fail_fast=True)
+    ] = Field(default_factory=list)
     n: int = 1
     repetition_penalty: float = 1.0
     temperature: float = 1.0
@@ -126,6 +130,10 @@ def _examine(rollouts: Rollouts, index: int, request: RolloutInferRequest) -> No
             f"infer_requests.{index} has {len(request.messages)} messages and "
             f"{len(request.tools or ())} tools: expected at most {MOST_MESSAGES} and {MOST_TOOLS}"
         )
+    try:
+        refuse_paths(request.messages)
+    except ValueError as error:
+        raise ValueError(f"infer_requests.{index}.messages: {error}") from error
     rollouts.refuse_long(request.messages, request.tools)
 
 
@@ -238,7 +246,7 @@ async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dic
     refuse_many(len(asked), body.n)
     answers = await one_by_one(one(prompt) for prompt in asked)
     return {
-        "prompt_ids": [replies[0].call.ids[: replies[0].prompt_tokens] for replies in answers],
+        "prompt_ids": [prompt_ids(replies[0], rollouts.chat) for replies in answers],
         "completion_ids": [reply.tokens for replies in answers for reply in replies],
         "logprobs": [reply.logprobs for replies in answers for reply in replies],
     }

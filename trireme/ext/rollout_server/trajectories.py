@@ -67,7 +67,7 @@ async def _one(
             )
     finally:
         model.revoke()
-    name = request.uuid or "/".join(map(str, model.key))
+    name = request.uuid or model.rollout_name
     experiences = samples(model, ended, loss_scale, name)
     by_messages = {id(e.messages): e for e in ended}
     return [

@@ -91,7 +91,7 @@ class EmailSearchWorkflow(Workflow):
             today=row.get("query_date") or "unknown",
             turns=settings.max_turns,
         )
-        uuid = "/".join(str(part) for part in model.key)
+        uuid = model.rollout_name
         request = request_of({}, conversation_of(self.task, self.task.prompt, system), uuid)
         ended = await play(tools, request, model, max_turns=settings.max_turns)
         turns = int(ended[0].infos["num_turns"])

@@ -88,6 +88,8 @@ class SqlBuffer:
         self._clock = clock or WallClock()
         self._changed = Condition(self._clock)
         self._noted = False
+        self._began = False
+        """Whether anything has been put."""
         self.demand = Demand()
         metadata = MetaData()
         party = party or "default"
@@ -401,10 +403,23 @@ class SqlBuffer:
         self._pictures.put(connection, pictures)
         there = self._claims.add(connection, rows)
         if there:
-            logger.info("%d groups were in buffer '%s' already", there, self.name)
+            self._report_known(there)
+        self._began = True
         if self._reuse is not None:
             self._dropped += self._claims.drop_lowest(connection, self._capacity)
         return True
+
+    def _report_known(self, groups: int) -> None:
+        """Report groups that were there already, whose experiences are not put again."""
+        if self._role == "both" and not self._began:  # later ones may be its own, put again
+            logger.warning(
+                "%d groups were in buffer '%s' already, of an earlier attempt or another run: they "
+                "are trained, and this run's own experiences of the same steps and tasks are not. "
+                "For an empty buffer, give trainer_input.experience_buffer another name or path",
+                groups, self.name,
+            )  # fmt: skip
+        else:
+            logger.info("%d groups were in buffer '%s' already", groups, self.name)
 
     def _is_full(self, connection: Connection) -> bool:
         """Return whether the buffer holds as many steps as allowed, and no reader waits

@@ -22,6 +22,7 @@ from sqlalchemy import (
     insert,
     or_,
     select,
+    true,
     update,
 )
 
@@ -78,11 +79,13 @@ class Claims:
         return len(there)
 
     def drop_lowest(self, connection: Connection, capacity: int) -> int:
-        """Drop the open groups of the lowest priority beyond `capacity`; how many."""
+        """Drop the open groups of the lowest priority beyond `capacity`; how many. Those that are
+        used up take no room.
+        """
         table = self.table
         group = (
             select(table.c.task_id)
-            .where(table.c.consumed >= 0, table.c.claimed_by.is_(None))
+            .where(table.c.consumed >= 0, table.c.claimed_by.is_(None), self._not_used_up())
             .group_by(table.c.task_id)
             .order_by(func.max(self._priority()).desc(), func.min(table.c.id).desc())
         )
@@ -237,9 +240,12 @@ class Claims:
             table.c.sealed.is_(None),
             table.c.ready_at <= database_time(connection),
         )
-        if self._reuse.limit:
-            again = and_(again, table.c.consumed + table.c.used < self._reuse.limit)
-        return or_(fresh, again)
+        return or_(fresh, and_(again, self._not_used_up()))
+
+    def _not_used_up(self) -> ColumnElement[bool]:
+        if self._reuse is None or not self._reuse.limit:
+            return true()
+        return self.table.c.consumed + self.table.c.used < self._reuse.limit
 
     def _priority(self) -> ColumnElement[float]:
         decay = self._reuse.decay if self._reuse else 0.0

@@ -5,6 +5,8 @@ A party is a name in a role, `explore` or `train`. All methods run inside the ca
 - A name belongs to the process that entered with it last; the one before notices (`mine`).
 - A thread sends regular heartbeats (`beat`); a party without one for `lease` seconds is `silent`,
   and others may take its rows.
+- A writer ignores the end of readers, and failures, from before it entered: those of an earlier
+  attempt, whose parties may enter again after it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from sqlalchemy import (
     Float,
     Integer,
     MetaData,
+    Select,
     String,
     Table,
     Text,
@@ -77,6 +80,8 @@ class Parties:
         self.roles = tuple(roles)
         self.lease = lease
         self._process = secrets.token_hex(8)
+        self._ended_before: list[str] = []
+        """The processes whose end or failure does not concern this one."""
         self._table = Table(
             table_name,
             metadata,
@@ -92,7 +97,8 @@ class Parties:
     def enter(self, connection: Connection) -> None:
         """Enter as a party again: not closed, not failed.
 
-        Failures before a reader entered do not concern it; the end of a writer still does.
+        Earlier failures do not concern it, nor does the end of a reader; to a reader the end of a
+        writer still does.
         """
         one_at_a_time(connection, self._table.name)
         now = database_time(connection)
@@ -103,6 +109,10 @@ class Parties:
         if "train" in self.roles:
             failed = self._table.c.failure.is_not(None)
             connection.execute(update(self._table).where(failed).values(failure=None))
+            return
+        table = self._table
+        ended = table.c.failure.is_not(None) | ((table.c.role == "train") & table.c.closed)
+        self._ended_before = list(connection.scalars(select(table.c.process).where(ended)))
 
     def beat(self, connection: Connection) -> None:
         """Send a heartbeat."""
@@ -132,7 +142,7 @@ class Parties:
         """
         silent = self.silent(connection, role)
         table = self._table
-        if connection.scalar(select(table.c.name).where(table.c.role == role)) is None:
+        if connection.scalar(self._of_now(table.c.name).where(table.c.role == role)) is None:
             return f"; no command with mode: {role} uses this buffer"
         here = select(table.c.name).where(table.c.role == role, table.c.closed.is_(False))
         gone = [f"{n} for {silent[n]:.0f} s" for n in connection.scalars(here) if n in silent]
@@ -148,12 +158,12 @@ class Parties:
 
     def failure(self, connection: Connection) -> str | None:
         """Return the error text of any member that failed; None if none did."""
-        failures = select(self._table.c.failure).where(self._table.c.failure.is_not(None))
-        return connection.scalar(failures.limit(1))
+        failure = self._table.c.failure
+        return connection.scalar(self._of_now(failure).where(failure.is_not(None)).limit(1))
 
     def ended(self, connection: Connection, role: str) -> bool:
         """Return whether the role had members and all of them have closed."""
-        flags = select(self._table.c.closed).where(self._table.c.role == role)
+        flags = self._of_now(self._table.c.closed).where(self._table.c.role == role)
         closed = list(connection.scalars(flags))
         return bool(closed) and all(closed)
 
@@ -169,6 +179,10 @@ class Parties:
     def wanted(self, connection: Connection) -> int:
         """Return the largest number that a reader waits for."""
         return connection.scalar(select(func.max(self._table.c.wanted))) or 0
+
+    def _of_now(self, column: Column[Any]) -> Select[Any]:
+        """Select a column of all parties but those that had ended before this one entered."""
+        return select(column).where(self._table.c.process.not_in(self._ended_before))
 
     def _row(self, role: str) -> tuple[Any, ...]:
         return self._table.c.name == self.name, self._table.c.role == role

@@ -253,7 +253,8 @@ ELSEWHERE = {
     "chord_*": "algorithm.algorithm_type=mix_chord, with the options in policy_loss_fn_args; or "
     "take trireme rlhf",
     "context_manager": "workflow_args.context_manager of the taskset, with gym_scheduler",
-    "dataset_shuffle": "data_selector.selector_type of the taskset: shuffle or sequential",
+    "dataset_shuffle": "data_selector.selector_type of the taskset: shuffle or sequential; or take "
+    "trireme rlhf",
     "num_generations_eval": "repeat_times of each of buffer.explorer_input.eval_tasksets",
     "steps_per_generation": "buffer.batch_size (tasks) and buffer.train_batch_size",
     "val_dataset": "buffer.explorer_input.eval_tasksets",

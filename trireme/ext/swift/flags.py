@@ -148,7 +148,13 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
     low, high = number.get("epsilon"), number.get("epsilon_high", number.get("epsilon"))
     if keys.get("algorithm.policy_loss_fn") == "cispo":
         # CISPO's epsilon_high is the bound of the ratio itself, not its distance from 1
-        low, high = None, None if high is None else high - 1
+        low, high = None, number.get("epsilon_high")
+        if high is not None and high < 1:
+            raise typer.BadParameter(
+                f"--epsilon_high {flags['epsilon_high'][0]} is the bound of CISPO's ratio: "
+                "expected at least 1"
+            )
+        high = None if high is None else high - 1
     if low is not None:
         keys[f"{loss}clip_range_low"] = low
     if high is not None:

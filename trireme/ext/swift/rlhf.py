@@ -73,7 +73,7 @@ _BESIDE_REWARDS += ("max_resample_times", "reward_weights", "reward_model_plugin
 """Flags about rewards: a teacher alone has none."""
 _EVALUATION = ("eval_steps", "val_dataset")
 _ROLLOUTS = ("num_generations", "generation_batch_size", "steps_per_generation", "val_dataset")
-OWN_FLAGS = ("dataset", "val_dataset", *_COUNTS, *_LOSS[1:], *_OTHERS)
+OWN_FLAGS = ("dataset", "val_dataset", "dataset_shuffle", *_COUNTS, *_LOSS[1:], *_OTHERS)
 OWN_FLAGS += (*_GKD, *_CHORD, *_EXPERTS)
 """Flags of this command alone."""
 
@@ -101,6 +101,11 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     others += () if kind == "grpo" else (*_CHORD, *_EXPERTS)
     if other := next((name for name in others if name in flags), None):
         raise typer.BadParameter(f"--{other} has no effect on {kind}: expected it to be left out")
+    if replies and not _shuffles(flags):
+        raise typer.BadParameter(
+            f"--dataset_shuffle false has no effect on {kind}, whose rows are shuffled: expected "
+            "it to be left out"
+        )
     flags = _of_teacher(flags) if kind == "gkd" else flags
     flags = _of_replies(flags, kind) if replies else _of_penalty(_of_lengths(in_effect(flags)))
     for name in ("model", "dataset"):
@@ -128,6 +133,8 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
             f"--{only} has no effect by itself: expected --{_EXPERTS[0]} with it"
         )
     rest = {name: values for name, values in flags.items() if name not in read}
+    if not replies and "val_dataset" in flags:
+        rest["eval_steps"] = _eval_interval(flags)
     if not {"train_type", "tuner_type"} & rest.keys():
         rest["tuner_type"] = ["lora"]
     loss = _LOSSES.get(kind, ())
@@ -163,7 +170,8 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
                 f"of a generation's {completions} completions: expected all of them, or false"
             )
         size = {}  # it is the size of an explore step
-    tasksets = [_taskset(name) for name in flags["dataset"]]
+    order = {"data_selector": {"selector_type": "shuffle"}} if _shuffles(flags) else {}
+    tasksets = [_taskset(name) | order for name in flags["dataset"]]
     return {
         "project": "rlhf",
         "name": "grpo",
@@ -455,6 +463,28 @@ def _batches(flags: Given, rollouts: int) -> tuple[int, int]:
             "(--per_device_train_batch_size x --gradient_accumulation_steps): expected a multiple"
         )
     return completions, of_a_step
+
+
+def _shuffles(flags: Given) -> bool:
+    """Return whether rows are shuffled in each epoch, ms-swift's default."""
+    text = flags.get("dataset_shuffle", ["true"])[0]
+    if text.lower() not in ("true", "false"):
+        raise typer.BadParameter(f"--dataset_shuffle {text}: expected true or false")
+    return text.lower() == "true"
+
+
+def _eval_interval(flags: Given) -> list[str]:
+    """Convert `--eval_steps`, which counts optimizer steps and is `--save_steps` by default, to
+    generations, of which each is an explore step. Shares stay as they are.
+    """
+    from trireme.config.check import UNASKED_SAVE_INTERVAL
+
+    given = flags.get("eval_steps") or flags.get("save_steps") or [str(UNASKED_SAVE_INTERVAL)]
+    steps = number_of("eval_steps", given[0])
+    if steps < 1:
+        return list(given)
+    completions, of_a_step = _batches(flags, _count(flags, "num_generations", 8))
+    return [str(max(1, round(steps * of_a_step / completions)))]
 
 
 def _taskset(name: str) -> dict[str, Any]:

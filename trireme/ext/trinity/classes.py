@@ -47,6 +47,8 @@ _OURS = {
 }
 """An argument's name there and here."""
 _TAKEN = "taken"  # among the counts of what a strategy reads: its experiences, which no metric is
+_MODE = "loss_agg_mode"
+"""How a loss averages: an option of the class, of each call, or of neither."""
 _NO_OPTION = ("self", "backend", "buffer_config", "kl_coef", "adaptive", "target_kl", "horizon")
 
 
@@ -373,6 +375,8 @@ def as_function(kind: str, name: str, part: Any) -> Any:
 
 def _average(part: type) -> Callable[..., Any]:
     wanted, made = _arguments(part.__call__), _made_once(part)
+    per_call = wanted.pop(_MODE, None) is not None
+    others = {} if _MODE in inspect.signature(part).parameters or not per_call else {_MODE: None}
 
     def loss(sample_ids: Tensor, **given: Any) -> tuple[Tensor, dict[str, Tensor]]:
         data = {name: given.pop(_OURS.get(name, name), None) for name in wanted}
@@ -384,7 +388,9 @@ def _average(part: type) -> Callable[..., Any]:
         }
         ones = torch.ones_like(sample_ids, dtype=torch.bool).split(counts)
         mask = pad_sequence(list(ones), batch_first=True)
-        average, metrics = made(**given)(**rows, action_mask=mask)
+        mode = given.pop(_MODE, None) if others else given.get(_MODE)
+        named = {_MODE: mode} if per_call and mode else {}  # else it has a default of its own
+        average, metrics = made(**given)(**rows, action_mask=mask, **named)
         reported = {
             name.rpartition("/")[2]: torch.full(sample_ids.shape, float(value))
             for name, value in metrics.items()
@@ -393,7 +399,7 @@ def _average(part: type) -> Callable[..., Any]:
 
     loss.averages = True
     names = {_OURS.get(name, name): required for name, required in wanted.items()}
-    _sign(loss, part, {"sample_ids": True, **names})
+    _sign(loss, part, {"sample_ids": True, **names}, others)
     return loss
 
 
@@ -534,8 +540,10 @@ def _arguments(call: Callable[..., Any]) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in plain if p.name != "action_mask"}
 
 
-def _sign(function: Any, part: type, data: Mapping[str, bool]) -> None:
-    """Declare which data and options the function takes: those of the class."""
+def _sign(
+    function: Any, part: type, data: Mapping[str, bool], others: Mapping[str, Any] | None = None
+) -> None:
+    """Declare which data and options the function takes: those of the class, and `others`."""
     known: Sequence[inspect.Parameter] = list(inspect.signature(part).parameters.values())
     defaults = _defaults(part)
     options = {
@@ -550,6 +558,7 @@ def _sign(function: Any, part: type, data: Mapping[str, bool]) -> None:
             f"default_args of {part.__name__} has '{min(unknown)}', which its constructor does not "
             f"take: it takes {', '.join(options) or 'nothing'}"
         )
+    options |= others or {}
     kind = inspect.Parameter
     function.__signature__ = inspect.Signature(
         [

@@ -193,14 +193,19 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _fate(path: str, value: Any, values: Mapping[str, Any]) -> Fate:
-    ours = READ_AS.get(path)
+    ours, epochs = READ_AS.get(path), values.get(_ACTOR_EPOCHS) or 1
+    if path.endswith(".lr_warmup_steps") and ours is not None and value > 0 and epochs > 1:
+        return Refused(
+            f"counts batches, of {epochs} optimizer steps each ({_ACTOR_EPOCHS}): expected "
+            f"{ours}: {value * epochs} in its place, which counts optimizer steps"
+        )
     if ours is not None and not (ours == "trainer.offload" and value is False):
         text = f"is read as {ours}, where that is not given"
         return Moved(text, to=ours, gives_way=True)
-    if path == _CRITIC_EPOCHS and value != (steps := values.get(_ACTOR_EPOCHS) or 1):
+    if path == _CRITIC_EPOCHS and value != epochs:
         return Refused(
             f"is not supported here: a batch has as many steps for the critic as for the policy; "
-            f"expected {steps}, as {_ACTOR_EPOCHS} says"
+            f"expected {epochs}, as {_ACTOR_EPOCHS} says"
         )
     if ours is not None or _PLAIN.get(path) == value or _is_off(path, values):
         return NoEffect()

@@ -6,7 +6,7 @@ environment.
   same token.
 - New weights: vLLM is frozen, its workers load them, its caches are cleared (running requests are
   prefilled again), and it resumes only when all workers have succeeded. A failure leaves it frozen
-  and failed.
+  and failed, and every caller gets the error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.composite import is_composite, towers_in_files
 from trireme.engines.torch.shell import end_tokens_of
 from trireme.ext.remote.weight_group import Meeting, WeightGroup
-from trireme.ext.vllm.options import ADAPTER, SEES, STREAM, arguments
+from trireme.ext.vllm.options import (
+    ADAPTER,
+    OTHER_TEMPERATURE,
+    SEES,
+    STREAM,
+    arguments,
+    has_temperature,
+)
 from trireme.ext.vllm.pictures import PictureInputs
 from trireme.pictures import BEGIN, Picture
 
@@ -200,6 +207,8 @@ class VllmEngine:
     ) -> list[Completion]:
         """Sample `sampling.n` completions of the prompt `ids`, which may show `pictures`."""
         self._check()
+        if not has_temperature(sampling.temperature):
+            raise ValueError(f"temperature is {sampling.temperature:g}: {OTHER_TEMPERATURE}")
         requests = make_requests(
             ids,
             sampling,
@@ -309,7 +318,7 @@ class VllmEngine:
                     self._lacks_weights = weights_follow and self._gives_up
                     level = 2 if self._lacks_weights else 1
                     await self._llm.sleep(level=level, mode="keep")
-                self._asleep = WHOLE
+                    self._asleep = WHOLE
             else:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
 
@@ -335,7 +344,7 @@ class VllmEngine:
         for row, request in self._rows.items():
             if request.key[: len(key)] == key and request.stop_reason is None and not row.done():
                 request.stop_reason = "aborted"
-                row.cancel()
+                self._end_soon(row, request)
                 count += 1
         return count
 
@@ -365,6 +374,17 @@ class VllmEngine:
         self._llm = None
         self._sockets.cleanup()
 
+    def _end_soon(self, row: asyncio.Future[Completion], request: Request) -> None:
+        """End a row unless a token ends it first. One that came just now begins before that: else
+        it would end without a reply.
+        """
+
+        def end() -> None:
+            if request.stop_reason in (None, "aborted"):
+                row.cancel()
+
+        asyncio.get_running_loop().call_soon(end)
+
     async def _sample(
         self, request: Request, prompt: Mapping[str, Any], on_token: OnToken | None
     ) -> Completion:
@@ -384,6 +404,8 @@ class VllmEngine:
                 if self._take(request, output.outputs[0], on_token):
                     break
         except asyncio.CancelledError:
+            if request.stop_reason is None and self._failure is not None:
+                raise broken(self._failure) from None
             if request.stop_reason is None:
                 raise
         except Exception as error:
@@ -490,6 +512,8 @@ class VllmEngine:
                 )
         except Exception as error:
             self._failure = error
+            for row, request in self._rows.items():  # no token of theirs will come
+                self._end_soon(row, request)
             raise
         self._lacks_weights = False
         if self._adapts and self._adapter is None:

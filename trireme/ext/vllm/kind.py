@@ -32,8 +32,9 @@ from trireme.config.lookup import model_config
 from trireme.config.memory import GIB
 from trireme.config.section import of
 from trireme.config.shape import shape_at
+from trireme.config.stages import used_tasksets
 from trireme.ext.vllm.keys import VllmModel
-from trireme.ext.vllm.options import SEES
+from trireme.ext.vllm.options import OTHER_TEMPERATURE, SEES, has_temperature
 from trireme.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class VllmKind:
             problems=[
                 *_check_arguments(config, vllm),
                 *_check_heads(config, gpus),
+                *_check_temperatures(config),
                 *(_check_libraries(request, vllm) if gpus else ()),
             ],
         )
@@ -382,6 +384,18 @@ def _check_libraries(request: EngineRequest, vllm: Vllm) -> Iterator[Problem]:
             f"the same, since {why}. {INSTALL} there is the version that was tried; or set "
             f"{instead}",
         )
+
+
+def _check_temperatures(config: Config) -> Iterator[Problem]:
+    """Find temperatures at which vLLM does not sample."""
+    tasksets = (
+        (f"{item.key}.rollout_args", item.config.rollout_args) for item in used_tasksets(config)
+    )
+    for key, asked in (("model", config.model), *tasksets):
+        if (heat := asked.temperature) is not None and not has_temperature(heat):
+            yield Problem(
+                f"{key}.temperature", f"is {heat:g}: {OTHER_TEMPERATURE}, or engine_type torch"
+            )
 
 
 def _check_heads(config: Config, gpus: int) -> Iterator[Problem]:

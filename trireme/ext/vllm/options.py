@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trireme.engines.engine import MOST_ALTERNATIVES
+
 WORKER = "trireme.ext.vllm.worker.TriremeWorker"
 TRANSFER = "trireme"
 """The name of our weight transfer in vLLM."""
@@ -14,8 +16,17 @@ ADAPTER = ("trireme", 1)
 """Name and number, for vLLM, of the one LoRA adapter."""
 SEES = "enable_multimodal"
 """The option with which it loads the towers of its model."""
+COLDEST, HOTTEST = 0.01, 2.0
+"""The lowest and highest temperatures of vLLM's sampler; lower ones it raises to this one, with a
+warning in its log."""
+OTHER_TEMPERATURE = f"expected 0 (greedy), or {COLDEST:g} to {HOTTEST:g}, at which vLLM samples"
 CPU_CACHE_BYTES = 2**30
 """Keys and values on a CPU, where `gpu_memory_utilization` would be a share of all memory."""
+
+
+def has_temperature(temperature: float) -> bool:
+    """Return whether vLLM samples at this temperature."""
+    return temperature == 0 or COLDEST <= temperature <= HOTTEST
 
 
 def arguments(
@@ -49,7 +60,7 @@ def arguments(
         "dtype": dtype,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": 64,
+        "max_logprobs": 1 + MOST_ALTERNATIVES,  # the first is the sampler's own, see worker.py
         "skip_tokenizer_init": True,
         "worker_extension_cls": WORKER,
         "weight_transfer_config": {"backend": TRANSFER},

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trireme.pictures import BEGIN, Picture, PictureReader, album, first_of
+from trireme.pictures import BEGIN, Picture, PictureReader, album, first_of, outside
 
 MODALITY = "image"
 
@@ -37,10 +37,9 @@ class PictureInputs:
             if token >= BEGIN and token == first_of(token):
                 shown.append(picture := known[token])
                 places.append(self._inputs.PlaceholderRange(offset=at, length=picture.tokens))
-        placeholder = self.reader.placeholder
         return {
             "type": "multimodal",
-            "prompt_token_ids": [placeholder if token >= BEGIN else token for token in ids],
+            "prompt_token_ids": outside(ids, self.reader.placeholder),
             "mm_kwargs": self._fields(shown),
             "mm_hashes": {MODALITY: [picture.digest for picture in shown]},
             "mm_placeholders": {MODALITY: places},
