@@ -113,7 +113,7 @@ def test_the_row_visits_the_whole_vocabulary_however_small_it_is() -> None:
 
 
 def test_a_row_of_one_token_has_no_gap() -> None:
-    assert Gap.of([0.0], [0.0]) == Gap(0.0, 0.0, 0.0, 0.0)
+    assert Gap.of([0.0], [0.0]) == Gap(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Draws:
@@ -140,7 +140,7 @@ def test_in_bfloat16_the_gap_is_measured_on_what_the_engine_draws_and_held_to() 
     asyncio.run(probe.calibrate(cast(Any, engine), by_trainer))
     assert probe.ids[: len(given)] == given and set(probe.ids[len(given) :]) == {5}
     assert len(probe.ids) > 4 * len(given)
-    near, far = Gap(0.03, 0.03, 0.03, 1.0), Gap(0.3, 0.3, 0.3, 1.0)
+    near, far = Gap(0.03, 0.03, 0.03, 0.03, 1.0), Gap(0.3, 0.3, 0.3, 0.3, 1.0)
     assert probe.judge(near, version=1)["sync/probe_mean"] == 0.03
     with pytest.raises(WrongWeights, match=r"by 0.3 in the mean .* 0.01 was measured where both"):
         probe.judge(far, version=2)
@@ -202,7 +202,7 @@ def test_weights_that_training_made_absurdly_large_are_no_fault_of_a_push(
         assert prove(probe, -17704.6, -17700.0)["sync/probe_diff"] == pytest.approx(4.6, rel=1e-3)
         far = prove(probe, -17000.0, -17700.0)["sync/probe_diff"]
     assert far == 700.0 and caplog.text.count("so large that rounding decides") == 1
-    assert "the log-probability -1.77e+04 (a learning rate" in caplog.text
+    assert "give a token the log-probability -1.77e+04 (a learning rate" in caplog.text
     for engine, trainer, says in (
         (-90.0, -99.0, True),  # as models may be that write text
         (-17000.0, -17700.0, False),  # nobody says which tensors the engine has
@@ -212,3 +212,33 @@ def test_weights_that_training_made_absurdly_large_are_no_fault_of_a_push(
             prove(probe, engine, trainer, says)
     with pytest.raises(WrongWeights, match="log-probabilities differ"):
         prove(Probe(9, dtype), -9000.0, -17700.0)  # it has never been seen to use any correctly
+
+
+def test_a_token_whose_expert_is_another_by_rounding_is_no_fault_of_a_push(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Routes(Serves):
+        async def logprobs(self, ids: Any) -> list[list[float]]:
+            return [[0.0, *self.last]]
+
+    def prove(probe: Probe, *engine: float, says: bool = True) -> dict[str, float]:
+        served = Routes(*engine, says=says)
+        served.traits = EngineTraits()
+        trainer = [0.0, -3.0, -4.0, -5.0, -6.0]
+        return asyncio.run(probe.prove(cast(Any, served), {"head": 1.0}, trainer, version=2))
+
+    probe = Probe(9, "float32")
+    agreeing, flipped = (-3.0, -4.0, -5.0, -6.0), (-3.0, -4.0, -5.15, -6.0)
+    with pytest.raises(WrongWeights, match=r"differ from the trainer's by 0\.15"):
+        prove(probe, *flipped)  # it has never been seen to agree
+    prove(probe, *agreeing)
+    with caplog.at_level("WARNING"):
+        assert prove(probe, *flipped)["sync/probe_diff"] == pytest.approx(0.15)
+    assert "the same weights and differ by 0.15 nats on a row; most tokens agree" in caplog.text
+    for engine, says in (
+        (flipped, False),  # nobody says which tensors the engine has
+        ((-3.0, -4.002, -5.002, -6.002), True),  # most tokens are off: copies of older weights
+        ((-3.0, -4.0, -5.0, -9.0), True),  # further than another expert can move a token
+    ):
+        with pytest.raises(WrongWeights, match="log-probabilities differ"):
+            prove(probe, *engine, says=says)

@@ -161,7 +161,7 @@ def test_rounding_raises_no_alarm_and_wrong_weights_do(tmp_path: Path) -> None:
 
 
 def gap(mean: float, p95: float = 0.0, depth: float = 20.0) -> Gap:
-    return Gap(mean, p95, 2 * p95, depth)
+    return Gap(mean, mean, p95, 2 * p95, depth)
 
 
 def test_a_gap_is_judged_by_what_was_measured_first() -> None:

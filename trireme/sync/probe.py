@@ -4,8 +4,10 @@ The fingerprints of its tensors must equal the trainer's exactly: that decides. 
 of token ids, scored by both, must give the same scores: correct tensors may still be used wrongly.
 In float32 the two agree to a fixed bound. In bfloat16 they never do, and their gap depends on the
 model: so it is measured while both have the same weights, and a later gap may be a few times as
-large. Weights that a training has made absurdly large amplify rounding without a bound: where the
-fingerprints are equal and an earlier push was proved, such a gap is a warning.
+large. Rounding is without a bound in two cases: weights that a training has made absurdly large,
+and a choice between things that are equal to within rounding, such as a mixture's experts, which
+moves single tokens. Where the fingerprints are equal and an earlier push was proved, such a gap is
+a warning.
 """
 
 from __future__ import annotations
@@ -93,6 +95,7 @@ class Gap:
     """The distance between engine's and trainer's log-probabilities of one row, in nats."""
 
     mean: float
+    median: float
     p95: float
     largest: float
     depth: float
@@ -104,10 +107,10 @@ class Gap:
         pairs = list(zip(engine[1:], trainer[1:], strict=True))
         apart = sorted(abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs)
         if not apart:
-            return cls(0.0, 0.0, 0.0, 0.0)
+            return cls(0.0, 0.0, 0.0, 0.0, 0.0)
         depth = max((-b for _, b in pairs if math.isfinite(b)), default=0.0)
-        p95 = apart[math.ceil(0.95 * len(apart)) - 1]
-        return cls(sum(apart) / len(apart), p95, apart[-1], depth)
+        median, p95 = (apart[math.ceil(part * len(apart)) - 1] for part in (0.5, 0.95))
+        return cls(sum(apart) / len(apart), median, p95, apart[-1], depth)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a push."""
@@ -175,10 +178,10 @@ class Probe:
             try:
                 self.judge(gap, version=version, member=f"{number} of {members}" * (members > 1))
             except WrongWeights:
-                grown = self._agreed and gap.depth > LARGE and math.isfinite(gap.largest)
-                if served is None or not grown:
+                why = self._why_only_rounding(gap)
+                if served is None or not why:
                     raise
-                self._warn(gap, version)
+                self._warn(gap, version, why)
         return max(gaps, key=lambda gap: gap.largest).metrics()
 
     def judge(self, gap: Gap, *, version: int, member: str = "") -> dict[str, float]:
@@ -189,8 +192,7 @@ class Probe:
         """
         when = f"after the push of version {version}" + f", engine {member}:" * bool(member)
         if self._dtype == "float32":
-            limit = TOLERANCE * max(1.0, gap.depth / _ORDINARY)
-            if not gap.largest <= limit:
+            if not gap.largest <= (limit := _limit(gap)):
                 raise _wrong(when, f"by {gap.largest:.3g} (at most {limit:.3g} allowed in float32)")
         elif self._measured is None:
             self._measure(gap, when)
@@ -199,15 +201,30 @@ class Probe:
         self._agreed = True
         return gap.metrics()
 
-    def _warn(self, gap: Gap, version: int) -> None:
+    def _why_only_rounding(self, gap: Gap) -> str:
+        """Return why a gap that is too large may be rounding all the same; empty if it cannot."""
+        if not self._agreed or not math.isfinite(gap.largest):
+            return ""
+        if gap.depth > LARGE:
+            return (
+                f"the trained weights are so large that rounding decides: they give a token the "
+                f"log-probability {-gap.depth:.4g} (a learning rate that is too large)"
+            )
+        if self._dtype == "float32" and gap.median <= _limit(gap) and gap.mean <= AT_START:
+            return (
+                "most tokens agree, and single ones do not: a choice such as a router's, between "
+                "experts that are equal to within rounding"
+            )
+        return ""
+
+    def _warn(self, gap: Gap, version: int, why: str) -> None:
         if not self._warned:
             logger.warning(
-                "version %d: the trained weights are so large that rounding decides: engine and "
-                "trainer have the same ones and differ by %.3g nats on a row of which they give a "
-                "token the log-probability %.4g (a learning rate that is too large)",
+                "version %d: engine and trainer have the same weights and differ by %.3g nats on a "
+                "row; %s",
                 version,
                 gap.largest,
-                -gap.depth,
+                why,
             )
         self._warned = True
 
@@ -243,6 +260,11 @@ class Probe:
                     f"by {value:.3g} {what} (at most {limit:.3g} allowed in {self._dtype}; "
                     f"{before:.3g} was measured where both had the same weights)",
                 )
+
+
+def _limit(gap: Gap) -> float:
+    """Return the largest difference in float32 that counts as rounding."""
+    return TOLERANCE * max(1.0, gap.depth / _ORDINARY)
 
 
 def spread_ids(vocabulary: int) -> list[int]:
