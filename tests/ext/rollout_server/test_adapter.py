@@ -73,8 +73,9 @@ class Engine:
         return Health
 
 
+@pytest.mark.parametrize("start", [True, "pissa_niter_4"])
 def test_an_adapter_comes_over_the_group_and_belongs_to_the_last_full_weights(
-    tmp_path: Path,
+    tmp_path: Path, start: Any
 ) -> None:
     folder = make_model(tmp_path / "model")
     _, tensors = adapted(folder)
@@ -101,11 +102,18 @@ def test_an_adapter_comes_over_the_group_and_belongs_to_the_last_full_weights(
         await weights.join("127.0.0.1", port)
         thread = threading.Thread(target=trainer, daemon=True)
         thread.start()
-        await weights.receive_bucket(parts, {"r": 4, "lora_alpha": 8})
-        await weights.ready()
-        thread.join(HANG_S)
+        config = {"r": 4, "lora_alpha": 8, "init_lora_weights": start}
+        await weights.receive_bucket(parts, config)
+        try:
+            await weights.ready()
+        finally:
+            thread.join(HANG_S)
         return engine.weights
 
+    if start is not True:  # it belongs to the residual that only the trainer has
+        with pytest.raises(ValueError, match=r"init_lora_weights='pissa_niter_4'.* full weights"):
+            asyncio.run(serve())
+        return
     got = asyncio.run(serve())
     expected = merge_adapter(
         load_file(folder / "model.safetensors"), tensors, {"r": 4, "lora_alpha": 8}

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trireme.aio import in_thread
-from trireme.config.lookup import weight_files
+from trireme.config.lookup import LEAVES_BASE, weight_files
 from trireme.engines.engine import Engine
 from trireme.engines.weights import dtype_named
 from trireme.ext.remote.group_engine import refuse_no_weights
@@ -231,6 +231,14 @@ class AnnouncedWeights:
                 base, adapter = self._base, tensors
 
                 def merged() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+                    start = config.get("init_lora_weights", True)
+                    if base is None and start not in LEAVES_BASE:
+                        raise ValueError(
+                            f"the adapter was begun with init_lora_weights={start!r}, which may "
+                            "take its start from the trainer's base, and the base here is that of "
+                            f"{self._model_path}: expected the trainer's full weights before its "
+                            "adapter"
+                        )
                     whole = base or base_weights(self._model_path)
                     return whole, merge_adapter(whole, adapter, config)
 
