@@ -263,8 +263,11 @@ def test_while_a_server_is_gone_another_has_its_tasks(tiny_dir: Path) -> None:
     with_servers(tiny_dir, 2, main)
 
 
-def test_a_server_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "WAIT_S", 0.0)
+def test_a_server_that_never_answers_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(servers, "NOTED_S", 0.0)
+    monkeypatch.setattr(servers, "WAIT_S", 1.0)
 
     async def main() -> None:
         for url, kind in (("http://127.0.0.1:9", "did not answer"), ("127.0.0.1:9", "protocol")):
@@ -272,6 +275,8 @@ def test_a_server_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -
                 await RemoteEngine([url]).generate(PROMPT, SHORT)
 
     asyncio.run(main())
+    (waits,) = caplog.records  # long before it gives up; nobody waits for what is no address
+    assert "server http://127.0.0.1:9 (explorer.rollout_model.base_urls) does not" in waits.message
 
 
 def test_a_wrong_key_is_told(tiny_dir: Path) -> None:

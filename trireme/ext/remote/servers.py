@@ -181,8 +181,8 @@ def _settle(answer: asyncio.Future[Any], reply: dict[str, Any]) -> None:
 logger = get_logger("engine")
 
 T = TypeVar("T")
-WAIT_S = 240.0
-"""Seconds that servers may take to come up."""
+WAIT_S, NOTED_S = 240.0, 5.0
+"""Seconds that servers may take to come up, and after which a line names the one waited for."""
 LOOK_S = 25.0
 """Seconds that a busy server may take to answer; the same for engine processes."""
 Renew = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -455,7 +455,7 @@ class Servers:
             self.lost(url, instance, f"has failed: {_message(response)}")
 
     async def _connect(self, url: str) -> None:
-        deadline = time.monotonic() + WAIT_S
+        began, noted = time.monotonic(), False
         while True:
             try:
                 response = await self._client.get(f"{url}/engine/health", timeout=LOOK_S)
@@ -463,7 +463,15 @@ class Servers:
                 break
             except (httpx.TransportError, ValueError) as error:
                 odd = isinstance(error, httpx.UnsupportedProtocol)
-                if odd or time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if not (odd or noted) and waited > NOTED_S:
+                    noted = True
+                    logger.warning(
+                        "the rollout server %s (explorer.rollout_model.base_urls) does not answer "
+                        "(%s); the run waits for it, at most %g s: start it with `trireme rollout`",
+                        *(url, error or type(error).__name__, WAIT_S),
+                    )
+                if odd or waited > WAIT_S:
                     raise TimeoutError(
                         f"the rollout server {url} (explorer.rollout_model.base_urls) did not "
                         f"answer{'' if odd else f' in {WAIT_S:g} s'}: "
