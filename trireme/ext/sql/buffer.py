@@ -7,7 +7,8 @@ Invariants:
   the claimed rows for the checkpoint being made, and `commit` makes their use final; `load_state`
   makes final the rows that its checkpoint sealed and releases this reader's other claims.
 - `load_state` of a whole run (role `both`) also removes the rows that its explorer has put since:
-  it rewinds to that step and makes them again.
+  it rewinds to that step and makes them again. A whole run without a checkpoint removes all unused
+  ones of its earlier attempts at its first put or take.
 - A reader without a heartbeat for `lease_time` seconds loses its unsealed rows to the others; if it
   returns, it gets an error instead of learning twice.
 - The table of parties records which ones have closed or failed, where the other process sees it.
@@ -120,7 +121,9 @@ class SqlBuffer:
         self._dropped = 0
         self._damaged: set[int] = set()
         """Rows that were left out."""
-        self._transact(self._parties.enter)
+        again = self._transact(self._parties.enter)
+        self._begins_anew = again and role == "both"
+        """Whether an earlier attempt's rows may be there, and no checkpoint says which stay."""
         self._heartbeat = PartyHeartbeat(_beat(self._database, self._parties), self._lease / BEATS)
         weakref.finalize(self, self._heartbeat.stop)
 
@@ -135,6 +138,7 @@ class SqlBuffer:
                 f"took nothing for {self._timeout:g} s (max_read_timeout){self._missing('train')}"
             )
 
+        self._remove_earlier()
         rows = await asyncio.to_thread(rows_of, experiences, pictures=False)
         known = self._pictures.known
         pictures = known.lacking(picture for e in experiences for picture in e.pictures)
@@ -150,6 +154,7 @@ class SqlBuffer:
 
     async def take(self, n: int) -> list[Experience]:
         """Wait for `n` experiences and claim them. If cancelled, it has claimed none."""
+        self._remove_earlier()
         self._gives_up.clear()
 
         def transact(attempt: Callable[[Connection], Result], gives_up: threading.Event) -> Result:
@@ -261,6 +266,7 @@ class SqlBuffer:
         self._held.clear()
         self._seal, self._sealed, self._last_seal = None, 0, number
         self._knows_claims = True
+        self._begins_anew = False
 
     def metrics(self) -> dict[str, float]:
         """Groups that had no room, and rows that were damaged, so far."""
@@ -273,6 +279,22 @@ class SqlBuffer:
         """Close the database's connections."""
         self._heartbeat.stop()
         self._database.dispose()
+
+    def _remove_earlier(self) -> None:
+        """Remove the unused rows of a whole run's earlier attempts, if it begins at its first step:
+        it makes them again, perhaps by another configuration.
+        """
+        if not self._begins_anew:
+            return
+
+        def attempt(connection: Connection) -> int:
+            self._stop_if_replaced(connection)  # the rows are that process's
+            self._claims.release(connection)
+            return self._claims.rewind(connection, 0)
+
+        if gone := self._transact(attempt):
+            logger.info("%d experiences of an attempt without a checkpoint are removed", gone)
+        self._begins_anew, self._knows_claims = False, True
 
     def _next_seal(self) -> str:
         """Return a name for the next checkpoint, with a higher number than any of this reader's."""
@@ -413,9 +435,10 @@ class SqlBuffer:
         """Report groups that were there already, whose experiences are not put again."""
         if self._role == "both" and not self._began:  # later ones may be its own, put again
             logger.warning(
-                "%d groups were in buffer '%s' already, of an earlier attempt or another run: they "
-                "are trained, and this run's own experiences of the same steps and tasks are not. "
-                "For an empty buffer, give trainer_input.experience_buffer another name or path",
+                "%d groups were in buffer '%s' already, of another run: this run's own experiences "
+                "of the same steps and tasks are left out, and those are trained, unless they "
+                "have been. For an empty buffer, give trainer_input.experience_buffer another "
+                "name or path",
                 groups, self.name,
             )  # fmt: skip
         else:

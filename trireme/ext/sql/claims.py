@@ -189,15 +189,16 @@ class Claims:
         """Return the id of the row that was put last; 0 if there is none."""
         return connection.scalar(select(func.max(self.table.c.id))) or 0
 
-    def rewind(self, connection: Connection, newest: int) -> None:
+    def rewind(self, connection: Connection, newest: int) -> int:
         """Remove the rows that the explorer of a whole run put after that row: it makes them again.
+        Returns their number.
 
         Rows of other explorers have their names in the source, and stay; so do used rows.
         """
         table = self.table
         unused = and_(table.c.consumed <= 0, table.c.claimed_by.is_(None))
         this_explorer = and_(table.c.id > newest, ~table.c.source.contains("/"))
-        connection.execute(delete(table).where(this_explorer, unused))
+        return connection.execute(delete(table).where(this_explorer, unused)).rowcount
 
     def release_of(self, connection: Connection, readers: Iterable[str]) -> int:
         """Release those readers' rows that no checkpoint of theirs may contain; returns their

@@ -94,14 +94,17 @@ class Parties:
             Column("wanted", Integer, nullable=False),  # it waits for this many experiences
         )
 
-    def enter(self, connection: Connection) -> None:
-        """Enter as a party again: not closed, not failed.
+    def enter(self, connection: Connection) -> bool:
+        """Enter as a party again: not closed, not failed. Returns whether a process of this name
+        has been one before.
 
         Earlier failures do not concern it, nor does the end of a reader; to a reader the end of a
         writer still does.
         """
         one_at_a_time(connection, self._table.name)
         now = database_time(connection)
+        last = select(self._table.c.process).where(*self._row(self.roles[0]))
+        again = connection.scalar(last) not in (None, self._process)
         for role in self.roles:
             connection.execute(delete(self._table).where(*self._row(role)))
             row = {"name": self.name, "role": role, "process": self._process, "seen": now}
@@ -109,10 +112,11 @@ class Parties:
         if "train" in self.roles:
             failed = self._table.c.failure.is_not(None)
             connection.execute(update(self._table).where(failed).values(failure=None))
-            return
+            return again
         table = self._table
         ended = table.c.failure.is_not(None) | ((table.c.role == "train") & table.c.closed)
         self._ended_before = list(connection.scalars(select(table.c.process).where(ended)))
+        return again
 
     def beat(self, connection: Connection) -> None:
         """Send a heartbeat."""
