@@ -56,6 +56,16 @@ class Backwards:
         self.place = state["place"]
 
 
+def test_a_run_whose_selector_learned_is_resumed_with_an_order_at_its_next_row() -> None:
+    data = Rows("dataset 'x'", [{"prompt": f"q{n}"} for n in range(8)], ["prompt"])
+    options = {"name": "x", "batch_size": 3, "total_epochs": 4}
+    learned = taskset_of(data, selector=f"{__name__}:Backwards", **options)
+    learned.next()
+    resumed = taskset_of(data, selector="sequential", **options)
+    resumed.load_state(json.loads(json.dumps(learned.state())))
+    assert [task.index["index"] for task in resumed.next()] == [3, 4, 5]
+
+
 class Nearest(BaseSelector):
     """A user's own, in the class form of Trinity-RFT."""
 

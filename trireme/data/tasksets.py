@@ -168,7 +168,8 @@ class Taskset:
                 f"taskset '{self.name}': the checkpoint has no state of its data_selector, which "
                 "is another one now: a resumed run needs the same"
             )
-        self._selection.load_state(state.get("selector", state))
+        # an order of rows needs only the number that were handed out, by whatever selector
+        self._selection.load_state(state["selector"] if self.learns else state)
 
     def task(self, step: int, task_id: int, row_index: int) -> Task:
         """Make a row into a task of an explore step."""
