@@ -14,6 +14,7 @@ from tests.limits import HANG_S
 from trireme.data.rows import Rows
 from trireme.pipeline.operators import OperatorFailed
 from trireme.pipeline.tasks import prepared
+from trireme.registry import TASK_OPERATORS
 
 CALLS: list[int] = []
 
@@ -54,6 +55,26 @@ def test_rows_go_through_the_operators_in_order_and_once(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("sums-*.jsonl"))) == 1
     prepared(levels(1, 2, 3), STEPS[:1], tmp_path, "sums")  # other operators: made anew
     assert CALLS == [3, 3]
+
+
+def test_rows_are_made_anew_when_the_data_or_an_operator_s_code_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row for row in rows if row["level"] > 2]
+
+    def corrected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row for row in rows if row["level"] < 2]
+
+    def levels_of(*found: int) -> list[int]:
+        rows = prepared(levels(*found), [("chosen", {})], tmp_path, "sums")
+        return [row["level"] for row in rows]
+
+    monkeypatch.setitem(TASK_OPERATORS._registered, "chosen", chosen)
+    assert levels_of(1, 2, 3) == [3]
+    assert levels_of(1, 5, 3) == [5, 3]
+    monkeypatch.setitem(TASK_OPERATORS._registered, "chosen", corrected)
+    assert levels_of(1, 5, 3) == [1]
 
 
 def test_an_operator_that_leaves_nothing_or_no_rows_is_named(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 A task operator is a function `(rows, *, options) -> rows`, or a class with `process(rows)`, on
 dictionaries. The resulting rows are stored in the job's folder: a run that resumes from a
-checkpoint has the same rows, and people can look at them.
+checkpoint has the same rows, and people can look at them. They are made again if the rows of the
+data set have changed, or an operator's options or code.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -53,34 +55,42 @@ def task_operators(config: Config) -> dict[str, OperatorConfig]:
 def prepared(
     rows: Rows, operators: Sequence[tuple[str, Mapping[str, Any]]], folder: Path, name: str
 ) -> Rows:
-    """Return the rows after all operators: made now, or by an earlier attempt of this run with the
-    same ones.
+    """Return the rows after all operators: made now, or by an earlier attempt of this run of the
+    same rows with the same ones.
 
     Raises ValueError if none is left, OperatorFailed if an operator fails.
     """
-    cache_key = json.dumps(
-        [rows.source, len(rows), *map(list, operators)], sort_keys=True, default=str
-    )
-    path = folder / f"{name}-{hashlib.sha256(cache_key.encode()).hexdigest()[:12]}.jsonl"
+    made = [
+        make_operator(TASK_OPERATORS, operator, args, f"{KEY}[{index}]")
+        for index, (operator, args) in enumerate(operators)
+    ]
+    about = [rows.source, len(rows), *map(list, operators), *map(_code, made)]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
+    for row in rows:
+        digest.update(as_json(row, default=str).encode())
+    path = folder / f"{name}-{digest.hexdigest()[:12]}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
     waits = partial(logger.warning, "waiting for another explorer, which makes the tasks %s", path)
     with in_turn(lock, waits):  # several explorers may begin together
         if not path.exists():
-            changed = _changed(rows, operators)
+            changed = _changed(rows, made)
             write_text(path, "".join(as_json(row, default=str) + "\n" for row in changed))
     return load_rows(path)
 
 
-def _changed(
-    rows: Rows, operators: Sequence[tuple[str, Mapping[str, Any]]]
-) -> list[dict[str, Any]]:
+def _code(operator: Operator) -> str:
+    """Return the source of an operator; nothing if it has none."""
+    function = getattr(operator.function, "func", operator.function)  # without its options
+    try:
+        return inspect.getsource(function if operator.made is None else type(operator.made))
+    except (OSError, TypeError):  # of an interactive session, or compiled
+        return ""
+
+
+def _changed(rows: Rows, operators: Sequence[Operator]) -> list[dict[str, Any]]:
     changed = [dict(row) for row in rows]
-    made = [
-        make_operator(TASK_OPERATORS, operator, args, f"{KEY}[{index}]")
-        for index, (operator, args) in enumerate(operators)
-    ]
-    for operator in made:
+    for operator in operators:
         changed = _apply(operator, changed)
         logger.info("task operator '%s' left %d rows", operator.name, len(changed))
     if not changed:
