@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.job import run, small_config, started
+from tests.e2e.job import run, small_config, started, write_jsonl
 from trireme.checkpoint.layout import JobFolder
 
 VARIANTS = {
@@ -121,3 +121,24 @@ def test_a_second_run_does_not_train_in_the_same_folder(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     with folder.one_trainer():  # free again
         pass
+
+
+def test_no_row_of_a_data_set_is_trained_more_often_than_its_epochs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    longer = " and so on" * 60
+    data = [{"prompt": f"What is {n}?" + longer * (n % 2), "response": "seven"} for n in range(16)]
+    path = write_jsonl(tmp_path / "data/sft.jsonl", data)
+    form = {"prompt_type": "plaintext", "prompt_key": "prompt", "response_key": "response"}
+    store = {"name": "pairs", "storage_type": "file", "path": str(path), "format": form}
+    config["buffer"] = {"trainer_input": {"experience_buffer": store}}
+    config |= {"mode": "train", "algorithm": {"algorithm_type": "sft"}}
+    for words in (
+        ["buffer.train_batch_size=4", "trainer.total_steps=1"],
+        ["buffer.train_batch_size=3"],  # which makes 5 steps of 16 rows: half of them are too long
+    ):
+        done = run(tmp_path, config, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "checkpoints/tests/job/buffer/data_rows.jsonl").read_text().splitlines()
+    rows = [(row["step"], row["eid"]) for row in map(json.loads, lines)]
+    assert [step for step, _ in rows] == [1] * 4 + [2] * 3 + [3]
+    assert {eid for _, eid in rows} == {f"0/{n}/0/0" for n in range(0, 16, 2)}

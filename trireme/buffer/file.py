@@ -79,7 +79,7 @@ class FileStore:
             on_error=config.on_error,
             reader=parts.reader,
         )
-        epochs = None if plan.steps.train or parts.endless else plan.config.buffer.total_epochs
+        epochs = None if parts.endless else plan.steps.passes
         return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
 
 
@@ -95,7 +95,7 @@ class FileBuffer:
         shuffle: bool = True,
         seed: int = 42,
     ) -> None:
-        """`total_epochs` None: without end, if the trainer counts its steps."""
+        """`total_epochs` None: without end, if steps that the user gave end the training."""
         self.name = name
         self.demand = Demand()
         self._format = format

@@ -46,6 +46,8 @@ class Steps:
     schedule: int | None = None
     """The train steps that a learning-rate schedule spans, assuming one experience per rollout."""
     per_epoch: int | None = None
+    passes: int | None = None
+    """Epochs over a data set, with which the training ends at the latest; None: steps end it."""
 
 
 def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
@@ -111,10 +113,12 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
         rows = stage.train_rows
         path = buffer.trainer_input.experience_buffer.path or ""
         steps = config.trainer.total_steps or buffer.total_steps
+        passes = None if steps or not stage.reads_file else buffer.total_epochs
         if not steps and rows is not None:
             steps = findings.take(_epochs(stage, wanted, rows, path))
         an_epoch = None if rows is None else rows // wanted
-        return replace(sizes, train=steps, schedule=steps, per_epoch=an_epoch), findings
+        sizes = replace(sizes, train=steps, schedule=steps, per_epoch=an_epoch, passes=passes)
+        return sizes, findings
     if config.mode in ("bench", "serve"):
         return sizes, findings
     explore = buffer.total_steps or stage.task_steps

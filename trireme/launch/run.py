@@ -195,7 +195,7 @@ def more_supervised(
         stage_name=COMPARISON,
         job_dir=plans[0].root_dir / COMPARISON,
         model_from_stage=0,
-        steps=replace(plans[0].steps, train=steps, schedule=steps),
+        steps=replace(plans[0].steps, train=steps, schedule=steps, passes=None),
         notes=(),
     )
     console.stage("more SFT, for comparison", steps)

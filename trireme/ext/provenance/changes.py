@@ -121,8 +121,9 @@ _EFFECTS = {
     "algorithm.critic.optimizer.": "from train step {train} on; the optimizer's moments stay",
     "buffer.batch_size": "explore steps from {explore} on; the tasks continue at row {row}, and a "
     "schedule that spans the run counts as if all its steps had the new size",
-    "buffer.train_batch_size": "from train step {train} on; a schedule that spans the run, and the "
-    "end of epochs over a data set, count as if all its steps had the new size",
+    "buffer.train_batch_size": "from train step {train} on; a schedule that spans the run counts "
+    "as if all its steps had the new size, and so does the end of epochs over a data set if it is "
+    "larger",
     "buffer.total_epochs": "moves the end of the run, and a schedule that spans it",
     "buffer.total_steps": "moves the end of the run, and a schedule that spans it",
     "buffer.explorer_input.taskset": "tasks from explore step {explore} on: the run continues at "
