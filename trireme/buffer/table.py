@@ -73,7 +73,7 @@ def experience_table(name: str, metadata: MetaData) -> Table:
         Column("claimed_by", String),  # the reader that took it and has not committed yet
         Column("used", Integer, nullable=False),  # how often that reader has taken it since
         Column("sealed", String),  # the pending or last checkpoint of that reader
-        Column("consumed_by", String),  # the seal that made its last use final, for a rollback
+        Column("consumed_by", String),  # the seals that made its uses final, for a rollback
         Column("ready_at", Float, nullable=False),  # when it may be used again (replay)
         Column("experience_bytes", LargeBinary, nullable=False),
         Index(f"ix_{name}_task", "task_id"),

@@ -507,6 +507,30 @@ def test_groups_that_are_used_up_take_no_room_in_replay(url: str, limit: int) ->
     run(main())
 
 
+def test_replay_in_a_database_takes_back_every_use_after_the_checkpoint_of_a_resume(
+    url: str,
+) -> None:
+    async def main() -> None:
+        reuse = Reuse(decay=0.0, use_count_limit=5, cooldown=0.0)
+        buffer = open_as("train", url, reuse=reuse)
+        await open_as("explore", url).put([sample(9, 0, 0)])
+        states = []
+        for uses in (1, 2, 1):  # in each of three checkpoints
+            for _ in range(uses):
+                await buffer.take(1)
+            states.append(buffer.state())
+            buffer.commit()
+        again = open_as("train", url, reuse=reuse, max_read_timeout=0.5)
+        for state, left in ((states[1], [4, 5]), (states[0], [2, 3, 4, 5])):
+            again.load_state(state)
+            counts = [(await again.take(1))[0].info["use_count"] for _ in left]
+            assert counts == left and len(again) == 0
+            again.state()
+            again.commit()  # and go back behind this as well
+
+    run(main())
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_a_side_that_nobody_started_is_said_long_before_the_time_out(
     url: str, there: bool, caplog: pytest.LogCaptureFixture

@@ -31,6 +31,8 @@ from trireme.experience import Experience
 
 CHUNK = 500
 """Ids in one statement: databases limit the number of parameters."""
+_AND = "\n"
+"""Between the seals of a row's uses, the first of them first."""
 
 
 @dataclass(frozen=True)
@@ -145,31 +147,43 @@ class Claims:
     def consume(self, connection: Connection, seal: str) -> None:
         """Make the use of that checkpoint's rows final."""
         table = self.table
+        sealed, by = table.c.sealed == seal, table.c.consumed_by
         final = {"claimed_by": None, "sealed": None, "used": 0}
-        uses = table.c.consumed + table.c.used
-        connection.execute(
-            update(table)
-            .where(table.c.sealed == seal)
-            .values(consumed=uses, consumed_by=seal, **final)
-        )
+        for used in list(connection.scalars(select(table.c.used).where(sealed).distinct())):
+            uses: dict[str, Any] = {"consumed": table.c.consumed + used}
+            if used:  # otherwise the row has been dropped since
+                uses["consumed_by"] = func.coalesce(by + _AND, "") + _AND.join([seal] * used)
+            chosen = and_(sealed, table.c.used == used)
+            connection.execute(update(table).where(chosen).values(**uses, **final))
 
     def seals(self, connection: Connection) -> list[str]:
-        """Return the checkpoints that have made the last use of a row final."""
+        """Return the checkpoints that have made uses of rows final."""
         by = self.table.c.consumed_by
-        return list(connection.scalars(select(by).where(by.is_not(None)).distinct()))
+        rows = connection.scalars(select(by).where(by.is_not(None)).distinct())
+        return list(dict.fromkeys(seal for row in rows for seal in row.split(_AND)))
 
     def restore(self, connection: Connection, seals: Sequence[str]) -> int:
-        """Open the rows of those checkpoints again, with one use less each; returns their
+        """Open the rows of those checkpoints again, without the uses in them; returns their
         number.
         """
-        table = self.table
-        one_less = {"consumed": table.c.consumed - 1, "consumed_by": None}
-        rows = 0
-        for part in _chunks(seals):
-            used = and_(table.c.consumed_by.in_(part), table.c.consumed > 0)
-            undo = update(table).where(used).values(**_FREE, **one_less)
-            rows += connection.execute(undo).rowcount
-        return rows
+        if not seals:
+            return 0
+        table, gone = self.table, set(seals)
+        rows = select(table.c.id, table.c.consumed_by)
+        rows = rows.where(table.c.consumed_by.is_not(None), table.c.consumed > 0)
+        alike: dict[tuple[str | None, int], list[int]] = {}
+        for row, by in connection.execute(rows):
+            uses = by.split(_AND)
+            left = [seal for seal in uses if seal not in gone]
+            if len(left) < len(uses):
+                change = _AND.join(left) or None, len(uses) - len(left)
+                alike.setdefault(change, []).append(row)
+        for (by, fewer), ids in alike.items():
+            undone = {"consumed": table.c.consumed - fewer, "consumed_by": by}
+            for part in _chunks(ids):
+                chosen = table.c.id.in_(part)
+                connection.execute(update(table).where(chosen).values(**_FREE, **undone))
+        return sum(map(len, alike.values()))
 
     def release(
         self, connection: Connection, *, but: Iterable[int] = (), seal: str | None = None
