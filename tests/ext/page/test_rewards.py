@@ -64,7 +64,10 @@ def test_many_steps_share_columns_and_none_is_lost() -> None:
     assert sum(map(sum, found["counts"])) == 2002
 
 
-@pytest.mark.parametrize("rewards", [[], [0.5, 0.5], [float("nan"), 1.0], [float("inf"), 1.0]])
+@pytest.mark.parametrize(
+    "rewards",
+    [[], [0.0, 0.0], [0.5, 0.5], [float("nan"), 1.0], [float("inf"), 1.0], [0.3, 0.1 + 0.2]],
+)
 def test_rewards_that_are_equal_have_no_distribution(rewards: list[float]) -> None:
     assert distribution(np.ones(len(rewards), np.int64), np.array(rewards)) is None
 

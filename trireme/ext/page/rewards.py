@@ -13,11 +13,15 @@ FEWEST_ROWS, MOST_ROWS = 5, 24
 NEAR = 0.01
 """How far, in rows, a value may be from the middle of its row to count as a value of it alone."""
 
+ROUNDING = 1e-9
+"""The difference, as a share of the largest reward, up to which rewards are equal."""
+
 
 def distribution(
     steps: np.ndarray[Any, Any], rewards: np.ndarray[Any, Any]
 ) -> dict[str, Any] | None:
-    """Return how many rollouts of each step have which reward; None if all rewards are equal.
+    """Return how many rollouts of each step have which reward; None if all rewards are equal, to
+    within the rounding of a sum.
 
     `columns`: the first and the last step of each; `rows`: the lowest and the highest reward in
     each, from below, or null for a row without any; `middles`: the rows' places on an axis;
@@ -25,7 +29,7 @@ def distribution(
     """
     finite = np.isfinite(rewards)
     steps, rewards = steps[finite], rewards[finite]
-    if not len(rewards) or rewards.min() == rewards.max():
+    if not len(rewards) or np.ptp(rewards) <= ROUNDING * np.abs(rewards).max():
         return None
     middles = _middles(rewards)
     row = np.rint((rewards - middles[0]) / (middles[1] - middles[0])).astype(np.int64)
