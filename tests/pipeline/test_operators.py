@@ -125,6 +125,15 @@ def test_a_row_that_several_tasks_tried_has_the_mean_of_their_clipped_rates() ->
     assert pass_rates(given) == {0: {3: 0.75, 4: 1.0, 5: 0.0}, 1: {3: 1.0}}
 
 
+def test_a_reward_that_is_not_finite_is_in_no_pass_rate() -> None:
+    nan, inf = float("nan"), float("inf")
+    given = []
+    for row, members in enumerate([[1.0, nan], [inf, -inf, 0.5], [nan, inf]]):
+        index = {"taskset_id": 0, "index": row}
+        given += [one(reward, run, row, task_index=index) for run, reward in enumerate(members)]
+    assert pass_rates(given) == {0: {0: 1.0, 1: 0.5}}
+
+
 def keep_first(experiences: list[Experience], *, count: int = 1) -> Any:
     return experiences[:count], {"kept": count}
 

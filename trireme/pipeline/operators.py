@@ -272,14 +272,14 @@ def pass_rate_calculator(experiences: list[Experience]) -> Operated:
 def pass_rates(experiences: Sequence[Experience]) -> PassRates:
     """Return taskset -> row -> the mean reward of a task's last steps, clipped to 0 to 1.
 
-    A row of several tasks has their mean; one without a reward is left out.
+    A row of several tasks has their mean; one without a finite reward is left out.
     """
     tried: dict[tuple[int, int], list[float]] = {}
     of_rows = [e for e in experiences if e.info.get("task_index")]
     for members in group_by(of_rows, "task").values():
         runs = group_by(members, "run").values()
         lasts = [max(steps, key=lambda e: e.eid.step) for steps in runs]
-        rewards = [last.reward for last in lasts if last.reward is not None]
+        rewards = _finite_rewards(lasts)
         index = members[0].info["task_index"]
         if rewards:
             rate = min(max(statistics.fmean(rewards), 0.0), 1.0)
@@ -356,5 +356,9 @@ def _shaped(reward: float, op: str, value: float) -> float:
 
 
 def _mean(experiences: Sequence[Experience]) -> float:
-    rewards = [e.reward for e in experiences if e.reward is not None]
+    rewards = _finite_rewards(experiences)
     return statistics.fmean(rewards) if rewards else 0.0
+
+
+def _finite_rewards(experiences: Sequence[Experience]) -> list[float]:
+    return [e.reward for e in experiences if e.reward is not None and math.isfinite(e.reward)]
