@@ -81,6 +81,49 @@ def test_a_live_run_says_its_step_and_the_time_left(
     assert entry_of(start(run, **ended("stopped")))["left"] is None
 
 
+def test_of_several_explorers_the_figures_are_those_of_a_step_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = datetime.fromtimestamp(0, UTC).isoformat()
+    run = start(tmp_path / "run", mode="explore", name="b", time=begun,
+                steps={"by": "explorer", "total": 100})  # fmt: skip
+    # a makes a step in 3 s, b in 1 s
+    logged = [("a", step, 3.0 * step) for step in range(1, 5)]
+    logged += [("b", step, 1.0 * step) for step in range(1, 13)]
+    for name, step, when in logged:
+        monkeypatch.setattr(time, "time", lambda when=when: when)
+        monitor = JsonLinesMonitor(run / "monitor" / name)
+        monitor.log({"rollout/reward/mean": 0.5 if name == "a" else 0.25}, step, "explorer")
+    entry = entry_of(run)
+    assert (entry["step"], entry["reward"], entry["left"]) == (12, 0.25, pytest.approx(88.0))
+    for name, step, right in (("a", 1, 0.75), ("a", 2, 0.25), ("b", 1, 0.25), ("b", 2, 0.5)):
+        monitor = JsonLinesMonitor(run / "monitor" / name)
+        monitor.log({"eval/test/accuracy/mean@1": right}, step, "eval")
+    assert entry_of(run)["best"] == {"measure": "accuracy", "value": 0.5, "step": 1}
+    JsonLinesMonitor(run / "monitor/a").log({"rollout/reward/mean": 0.75}, 12, "explorer")
+    assert entry_of(run)["reward"] == 0.5
+
+
+def test_a_killed_attempt_lasted_until_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day = 86400.0
+    run = start(tmp_path / "run")
+    (entry,) = json.loads((run / "run/starts.json").read_text())["starts"]
+    ends = {"how": "finished", "error": "", "time": datetime.fromtimestamp(day + 60, UTC)}
+    starts = [
+        entry | {"time": datetime.fromtimestamp(0, UTC)},
+        entry | {"time": datetime.fromtimestamp(day, UTC), "end": ends},
+    ]
+    (run / "run/starts.json").write_text(json.dumps({"starts": starts}, default=str))
+    monitor = JsonLinesMonitor(run / "monitor")
+    for step, when in ((1, 10.0), (2, 20.0), (3, day + 30), (4, day + 50)):
+        monkeypatch.setattr(time, "time", lambda when=when: when)
+        monitor.log({"actor/loss": 1.0}, step, "trainer")
+    os.utime(monitor.path, (day + 50, day + 50))
+    assert entry_of(run)["seconds"] == 20 + 60
+
+
 def test_the_figures_are_read_on_and_read_anew_where_a_file_was_replaced(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (found,) = find_runs(run)

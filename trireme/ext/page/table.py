@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from trireme.ext.page.runs import (
@@ -52,13 +54,36 @@ class Course:
 
     step: dict[str, int] = field(default_factory=dict)
     """The last step of each part."""
-    times: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
-    began: float | None = None
-    reward: float | None = None
+    times: dict[tuple[str, Path], deque[tuple[float, int]]] = field(default_factory=dict)
+    """The last steps of each part, by file: several explorers have one each."""
+    logged: list[float] = field(default_factory=list)
+    """The time of every line."""
     loss: float | None = None
-    best: dict[str, Any] | None = None
-    """The best held-out result: its `measure`, `value` and `step`."""
+    _rewarded: int = -1
+    """The last step with a reward."""
+    _rewards: dict[Path, float] = field(default_factory=dict)
+    """The mean reward of that step, by file."""
+    _held_out: dict[tuple[int, str], dict[Path, tuple[str, float]]] = field(default_factory=dict)
+    """Measure and value of each evaluation, by file."""
     _tail: Tail = field(default_factory=Tail)
+
+    @property
+    def reward(self) -> float | None:
+        """Return the reward of the last step: the mean over the explorers that have made it."""
+        return fmean(self._rewards.values()) if self._rewards else None
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Return the best held-out result, its `measure`, `value` and `step`: the mean over the
+        explorers that have measured it.
+        """
+        best = None
+        for (step, _), of_files in sorted(self._held_out.items()):
+            measure = min(measure for measure, _ in of_files.values())
+            value = fmean(value for name, value in of_files.values() if name == measure)
+            if best is None or value > best["value"]:
+                best = {"measure": measure, "value": value, "step": step}
+        return best
 
     def read(self, run: RunFolder) -> None:
         """Read what the run has logged since; all of it, if a file was replaced."""
@@ -68,28 +93,24 @@ class Course:
                 self.__init__()
                 return self.read(run)
             for row in rows:
-                self._add(row)
+                self._add(row, path)
 
-    def _add(self, row: Mapping[str, Any]) -> None:
+    def _add(self, row: Mapping[str, Any], path: Path) -> None:
         part, step, when, metrics = row["part"], row["step"], row["time"], row["metrics"]
-        self.began = when if self.began is None else min(self.began, when)
+        self.logged.append(when)
         self.step[part] = max(step, self.step.get(part, 0))
-        self.times.setdefault(part, deque(maxlen=STEPS_TIMED)).append((when, step))
-        if metrics.get("rollout/reward/mean") is not None:
-            self.reward = metrics["rollout/reward/mean"]
+        self.times.setdefault((part, path), deque(maxlen=STEPS_TIMED)).append((when, step))
+        reward = metrics.get("rollout/reward/mean")
+        if reward is not None and step >= self._rewarded:
+            others = self._rewards if step == self._rewarded else {}
+            self._rewarded, self._rewards = step, {**others, path: reward}
         for name in LOSSES:
             self.loss = self.loss if metrics.get(name) is None else metrics[name]
         if part in EVALUATIONS:
-            self._add_evaluation(step, metrics)
-
-    def _add_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        found = [(m[1], metrics[name]) for name in metrics if (m := HELD_OUT.fullmatch(name))]
-        measured = next((one for one in sorted(found, key=lambda one: one[0])), None)
-        if measured is None or measured[1] is None:
-            return
-        measure, value = measured
-        if self.best is None or value > self.best["value"]:
-            self.best = {"measure": measure, "value": value, "step": step}
+            found = [(m[1], metrics[name]) for name in metrics if (m := HELD_OUT.fullmatch(name))]
+            measured = next((one for one in sorted(found, key=lambda one: one[0])), None)
+            if measured is not None and measured[1] is not None:
+                self._held_out.setdefault((step, part), {})[path] = measured
 
 
 class Entries:
@@ -193,7 +214,9 @@ def _progress(course: Course, start: Mapping[str, Any], *, running: bool) -> dic
     if start.get("mode") in ("bench", "serve"):
         return {"step": max(course.step.values(), default=0), "total": None, "left": None}
     began = _seconds_of(start["time"]) if "time" in start else 0.0
-    times = [one for one in course.times.get(part or "", ()) if one[0] >= began]
+    of_part = [times for (name, _), times in course.times.items() if name == part]
+    newest = max(of_part, key=lambda times: times[-1], default=())
+    times = [one for one in newest if one[0] >= began]
     known = [course.step.get(name, 0) for name in ([part] if part else ("explorer", "trainer"))]
     return {"step": max(known), "total": total, "left": pace(times, total)[1] if running else None}
 
@@ -201,18 +224,29 @@ def _progress(course: Course, start: Mapping[str, Any], *, running: bool) -> dic
 def _seconds(
     run: RunFolder, course: Course, starts: Sequence[Mapping[str, Any]], state: str
 ) -> float | None:
-    """Return the seconds of all attempts; of several parts the longest."""
-    parts: dict[Any, float] = {}
-    for nth, start in enumerate(starts):
-        began, end = _seconds_of(start["time"]), start.get("end")
-        until = _seconds_of(end["time"]) if end else run.updated
-        if not end and state == "running" and nth == len(starts) - 1:
-            until = time.time()
-        part = start.get("mode"), start.get("name")
-        parts[part] = parts.get(part, 0.0) + max(until - began, 0.0)
-    if parts:
-        return max(parts.values())
-    return None if course.began is None else run.updated - course.began
+    """Return the seconds of all attempts; of several parts the longest.
+
+    An attempt that was killed lasted until the last line before the next one.
+    """
+    parts: dict[Any, list[Mapping[str, Any]]] = {}
+    for start in starts:
+        parts.setdefault((start.get("mode"), start.get("name")), []).append(start)
+    sums = []
+    for attempts in parts.values():
+        seconds = 0.0
+        for start, following in zip_longest(attempts, attempts[1:]):
+            began, end = _seconds_of(start["time"]), start.get("end")
+            until = _seconds_of(end["time"]) if end else run.updated
+            if not end and following is not None:
+                later = _seconds_of(following["time"])
+                until = max((when for when in course.logged if when < later), default=began)
+            elif not end and state == "running" and start is starts[-1]:
+                until = time.time()
+            seconds += max(until - began, 0.0)
+        sums.append(seconds)
+    if sums:
+        return max(sums)
+    return run.updated - min(course.logged) if course.logged else None
 
 
 def _seconds_of(text: str) -> float:
