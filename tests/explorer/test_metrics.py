@@ -48,6 +48,18 @@ def test_the_last_step_gives_a_runs_reward() -> None:
     assert metrics["rollout/accuracy/mean"] == 0.625
 
 
+def test_a_metric_of_the_workflow_replaces_no_fact_of_the_run() -> None:
+    """A part of a reward may be called `reward`: the sum is what is trained."""
+    parts = {"reward": 0.0, "format": 0.5, "truncated": 0.0, "response_length": 99.0}
+    experience = Experience([1, 2, 3], prompt_length=1, reward=0.5, eid=EID(1, 0, 0),
+                            metrics=parts, stop_reason="length")  # fmt: skip
+    outcome = Outcome(Task(), [experience])
+    training = rollout_metrics([outcome])
+    names = ("reward", "format", "truncated", "response_length")
+    assert [training[f"rollout/{name}/mean"] for name in names] == [0.5, 0.5, 1.0, 2.0]
+    assert evaluation_metrics([outcome], repeat_times=1)["reward/mean@1"] == 0.5
+
+
 def test_a_failed_rollout_is_counted_and_lowers_an_evaluation() -> None:
     good = Outcome(Task(), [one(0, 0, 1.0)])
     bad = Outcome(

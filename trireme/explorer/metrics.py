@@ -75,18 +75,23 @@ def run_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 def runs_of(experiences: Iterable[Experience]) -> list[dict[str, float]]:
     """Return one dictionary per run: the last step's reward, the number of sampled tokens of all
-    steps where known, and the means of the workflow's own metrics.
+    steps where known, whether a reply was cut, and the means of the workflow's own metrics, except
+    for one with the name of these.
     """
     rows = []
     for steps in group_by(experiences, "run").values():
         last = max(steps, key=lambda e: e.eid.step)
         sizes = [e.info.get(REPORTED_TOKENS, e.trained_tokens) for e in steps]
-        row: dict[str, float] = {} if None in sizes else {"response_length": float(sum(sizes))}
+        row: dict[str, float] = {
+            key: statistics.fmean(e.metrics[key] for e in steps if key in e.metrics)
+            for key in {key for e in steps for key in e.metrics}
+        }
+        # after the workflow's own: a part of a reward may be called `reward`
+        if None not in sizes:
+            row["response_length"] = float(sum(sizes))
         row["truncated"] = float(any(e.stop_reason == "length" for e in steps))
         if last.reward is not None:
             row["reward"] = last.reward
-        for key in {key for e in steps for key in e.metrics}:
-            row[key] = statistics.fmean(e.metrics[key] for e in steps if key in e.metrics)
         rows.append(row)
     return rows
 
