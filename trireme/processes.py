@@ -114,12 +114,20 @@ class Leftovers:
         for name in os.listdir("/proc") if Path("/proc/self/environ").exists() else ():
             if not name.isdigit() or int(name) == os.getpid():
                 continue
-            process = int(name), _began(int(name))
+            process = int(name), began(int(name))
             marked = mark in _read(int(name), "environ").split(b"\0")
             ours = marked and any(one in _command(int(name)) for one in _OURS)
             if process[1] and (process in forks or (marked and not ours)):
                 found.add(process)
         return found
+
+
+def began(pid: int) -> str:
+    """Return when a process began, in ticks since the machine did; empty if it has ended, or where
+    this is not Linux.
+    """
+    fields = _read(pid, "stat").rpartition(b")")[2].split()  # its name may contain anything
+    return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
 
 
 _log: int | None = None
@@ -136,20 +144,14 @@ def _note_forks() -> None:
 def _note_fork() -> None:
     if _log is not None and _open:
         with suppress(OSError):
-            os.write(_log, f"{os.getpid()} {_began(os.getpid())}\n".encode())
+            os.write(_log, f"{os.getpid()} {began(os.getpid())}\n".encode())
 
 
 def _forks() -> set[tuple[int, str]]:
     if _log is None:
         return set()
     rows = os.pread(_log, os.fstat(_log).st_size, 0).decode().splitlines()
-    return {(int(pid), began) for pid, _, began in (row.partition(" ") for row in rows)}
-
-
-def _began(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did; empty if it has ended."""
-    fields = _read(pid, "stat").rpartition(b")")[2].split()  # its name may contain anything
-    return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
+    return {(int(pid), ticks) for pid, _, ticks in (row.partition(" ") for row in rows)}
 
 
 def _described(pid: int) -> str:

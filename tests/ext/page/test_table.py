@@ -17,10 +17,12 @@ import pytest
 import yaml
 
 from tests.ext.page.made import make_run
+from tests.limits import HANG_S
 from trireme.ext.page.listing import compare, list_runs, run_named
 from trireme.ext.page.runs import compared, find_runs, write_note
 from trireme.ext.page.table import Entries, differing
 from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.processes import began
 
 ERROR = "reward 'price' failed: KeyError: 'milk'\n  prices.py:8: return PRICES[item]"
 
@@ -66,6 +68,22 @@ def test_a_run_without_an_end_goes_on_or_was_killed(tmp_path: Path) -> None:
     hour_ago = time.time() - 3600
     os.utime(tmp_path / "c/run/starts.json", (hour_ago, hour_ago))
     assert {entry_of(run)["state"]: run for run in states.values()} == states
+
+
+@pytest.mark.skipif(not began(os.getpid()), reason="only Linux tells when a process began")
+def test_a_run_was_killed_though_its_number_is_another_processs_or_a_zombies(
+    tmp_path: Path,
+) -> None:
+    begun = began(os.getpid())
+    assert entry_of(start(tmp_path / "a", process_began=begun))["state"] == "running"
+    assert entry_of(start(tmp_path / "b", process_began=f"{begun}0"))["state"] == "killed"
+    zombie = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert zombie.stdout is not None and zombie.stdout.read() == b""
+    deadline = time.monotonic() + HANG_S
+    while began(zombie.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert entry_of(start(tmp_path / "c", process=zombie.pid))["state"] == "killed"
+    zombie.wait()
 
 
 def test_a_live_run_says_its_step_and_the_time_left(

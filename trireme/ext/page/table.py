@@ -33,6 +33,7 @@ from trireme.ext.page.runs import (
 )
 from trireme.monitor.figures import STEPS_TIMED, clock_time, pace
 from trireme.monitor.monitor import EVALUATIONS
+from trireme.processes import began
 
 SILENT_S = 120.0
 """Seconds without a step after which a run of another machine counts as ended."""
@@ -185,20 +186,25 @@ def _state(run: RunFolder, start: Mapping[str, Any]) -> tuple[str, str]:
     if end := start.get("end"):
         return end["how"], end["error"]
     if "process" in start and start.get("host") == socket.gethostname():
-        return ("running" if _lives(start["process"]) else "killed"), ""
+        return ("running" if _lives(start) else "killed"), ""
     if stage_of(run) is not None or has_summary(run):
         return "finished", ""
     return ("running" if time.time() - run.updated < SILENT_S else "unknown"), ""
 
 
-def _lives(process: int) -> bool:
+def _lives(start: Mapping[str, Any]) -> bool:
+    """Return whether the process of a start lives: not one that has its number now."""
+    process = start["process"]
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # another user's
         return True
-    return True
+    if not began(os.getpid()):  # this machine does not tell
+        return True
+    now = began(process)
+    return bool(now) and start.get("process_began", now) == now
 
 
 def _kind(run: RunFolder, start: Mapping[str, Any]) -> str | None:

@@ -48,6 +48,7 @@ from trireme.files import (
 from trireme.launch.tasksets import data_set
 from trireme.log import get_logger, hide_passwords
 from trireme.monitor.events import Ended
+from trireme.processes import began
 
 logger = get_logger("launcher")
 
@@ -77,6 +78,7 @@ def this_start(plan: Plan, model_path: str, resumed: Loaded | None) -> dict[str,
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "process": os.getpid(),
+        "process_began": began(os.getpid()),  # the number may be another process's later
         "steps": dict(zip(("by", "total"), plan.counted, strict=True)),
         "seed": plan.seed,
         "versions": versions(),
