@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -285,6 +286,13 @@ def test_a_single_task_has_no_interval_and_the_file_stays_json(tiny_dir: Path) -
     assert _report(options, [("a", [one])])[1].split()[-2:] == ["2.500", "-"]
     [written] = _values(options, [("a", [one])])
     assert written["estimates"] == {"reward mean@1": {"mean": 2.5, "low": None, "high": None}}
+
+
+def test_the_file_has_the_failures_by_cause() -> None:
+    one = Evaluated("sums", "reward", [[1.0, 0.0]], Counter({"reward 'mine': KeyError: 'x'": 1}))
+    [written] = json.loads(json.dumps(_values(EvalOptions(["a"]), [("a", [one])])))
+    assert written["failures"] == {"reward 'mine': KeyError: 'x'": 1}
+    assert [written[key] for key in ("model", "taskset", "values")] == ["a", "sums", [[1.0, 0.0]]]
 
 
 def test_help_says_what_the_yaml_is_for() -> None:

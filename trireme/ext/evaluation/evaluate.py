@@ -267,7 +267,7 @@ def _values(options: EvalOptions, measured: Measured) -> list[Mapping[str, Any]]
     return [
         {
             "model": model,
-            **asdict(one),
+            **vars(one),
             "estimates": {
                 name: _finite(asdict(estimate(values)))
                 for name, values in _measures(options, one).items()
