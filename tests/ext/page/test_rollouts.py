@@ -194,6 +194,24 @@ def test_a_run_with_a_database_alone(tmp_path: Path) -> None:
     assert not len(found.select(Filter(text="reply_2"))), "no letter stands for another"
 
 
+@pytest.mark.parametrize("name", ["1", "b", "ünö"])
+def test_each_task_of_a_named_explorer_is_a_group(tmp_path: Path, name: str) -> None:
+    record = Record(database=f"sqlite:///{tmp_path}/buffer/explorer_output.db")
+    made = [
+        experience(3, task, run, 1.0, eid=EID(f"3/{name}", task, run))
+        for task in range(2)
+        for run in range(3)
+    ]
+    record._write([*made, experience(3, 0, 0, 1.0, eid=EID(3, 0, 0, 0, "copy1"))])
+    record.close()
+    rollouts = RolloutIndex(tmp_path)
+    rollouts.refresh()
+    count, groups = rollouts.groups(Filter(), 0, 10)
+    found = {group["group"]: [one["run"] for one in group["rollouts"]] for group in groups}
+    assert count == 3
+    assert found == {f"3/{name}/0": [0, 1, 2], f"3/{name}/1": [0, 1, 2], "3/0": [0]}
+
+
 def test_a_search_of_a_database_knows_the_case_of_all_letters(tmp_path: Path) -> None:
     record = Record(database=f"sqlite:///{tmp_path}/buffer/explorer_output.db")
     said = ["Été", "été", "kot", None]

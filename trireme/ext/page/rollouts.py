@@ -450,11 +450,13 @@ def task_of(row: dict[str, Any], kind: str) -> str:
 
 
 def _group_and_run(eid: str) -> tuple[str, int]:
-    """Return `batch/task` and the run of `batch/task/run/step` and of evaluations'
-    `step/set/task/…`.
+    """Return `batch/task` and the run of `batch/task/run/step`, of evaluations' `step/set/task/…`,
+    and of a named explorer's `step/name/task/…`.
     """
     parts = eid.split("/")
-    cut = 3 if len(parts) >= 5 and not parts[1].isdigit() else 2
+    # a fifth part is the step, also after an explorer called 1, unless it is a copy's suffix
+    named = len(parts) >= 5 and (parts[4].isdigit() or not parts[1].isdigit())
+    cut = 3 if named else 2
     run = parts[cut] if len(parts) > cut else "0"
     return "/".join(parts[:cut]), int(run) if run.isdigit() else 0
 
