@@ -295,6 +295,19 @@ def test_the_file_has_the_failures_by_cause() -> None:
     assert [written[key] for key in ("model", "taskset", "values")] == ["a", "sums", [[1.0, 0.0]]]
 
 
+def test_models_with_different_measures_have_their_rows_and_are_not_compared() -> None:
+    """A workflow may give an accuracy only for a reply that it can read."""
+    options = EvalOptions(["a", "b"])
+    same = Evaluated("same", "reward", [[0.5]])
+    tasksets = [[Evaluated("sums", measure, [[1.0]]), same] for measure in ("reward", "accuracy")]
+    lines = _report(options, list(zip("ab", tasksets, strict=True)))
+    shown = [line.split()[:5] for line in lines]
+    assert ["a", "sums", "1", "reward", "mean@1"] in shown
+    assert ["b", "sums", "1", "accuracy", "mean@1"] in shown
+    assert ["same", "reward", "mean@1", "+0.000", "-"] in shown
+    assert lines[-1] == "sums is not compared: a is measured by reward, b by accuracy"
+
+
 def test_help_says_what_the_yaml_is_for() -> None:
     said = " ".join(re.sub(r"[│╭╮╰╯─]", "", call("--help").output).split())
     assert "A YAML with eval_tasksets, instead of --tasks." in said and "demo" not in said

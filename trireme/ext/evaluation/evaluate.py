@@ -230,14 +230,20 @@ def _report(options: EvalOptions, measured: Measured) -> list[str]:
     base, base_tasksets = measured[0]
     for model, tasksets in measured[1:]:
         lines += ["", f"{model} compared with {base}, over the same tasks"]
-        rows = [["taskset", "measure", "difference", "95 % interval", "p"]]
+        rows, notes = [["taskset", "measure", "difference", "95 % interval", "p"]], []
         for first, second in zip(base_tasksets, tasksets, strict=True):
+            if first.measure != second.measure:
+                notes.append(
+                    f"{first.taskset} is not compared: {base} is measured by {first.measure}, "
+                    f"{model} by {second.measure}"
+                )
+                continue
             ours = _measures(options, second)
             for name, values in _measures(options, first).items():
                 gap = difference(values, ours[name])
                 numbers = [f"{gap.mean:+.3f}", _interval(gap, "+"), f"{gap.p:.3f}"]
                 rows.append([first.taskset, name, *numbers])
-        lines += in_columns(rows)
+        lines += [*(in_columns(rows) if rows[1:] else []), *notes]
     for model, tasksets in measured:
         for one in tasksets:
             for why, count in one.failures.most_common(3):
