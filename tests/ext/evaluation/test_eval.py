@@ -368,6 +368,8 @@ def test_a_folder_is_never_measured_by_the_yamls_server(
         (("--tasks", "TASKS", "--reward", "none_such"), "unknown"),
         (("--tasks", "/no.jsonl"), "/no.jsonl"),
         (("--tasks", "TASKS", "--model", "http://127.0.0.1:1"), "whose tokenizer it shares"),
+        (("--tasks", "TASKS", "--out", "/"), "--out / is a folder: expected a file"),
+        (("--tasks", "TASKS", "--out", "/dev/null/x"), "/dev/null is no folder in which"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(

@@ -49,6 +49,8 @@ def evaluate_models(options: EvalOptions) -> int:
     measured: Measured = []
     signals: list[int] = []
     try:
+        if options.out is not None:
+            _refuse_out(options.out)
         with _interrupts(signals), tempfile.TemporaryDirectory(prefix="trireme-eval-") as root:
             plans = [_plan(model, options, Path(root)) for model in options.models]
             code = _try_each(options, plans, measured)
@@ -64,6 +66,15 @@ def evaluate_models(options: EvalOptions) -> int:
     if measured:
         say("\n".join(_report(options, measured)), flush=True)
     return code
+
+
+def _refuse_out(path: Path) -> None:
+    """Raise ValueError if the file cannot be written, which otherwise shows after a model."""
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder: expected a file, as in scores.json")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"--out {path}: {above} is no folder in which files can be written")
 
 
 @contextmanager
