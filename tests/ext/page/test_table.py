@@ -122,6 +122,26 @@ def test_of_several_explorers_the_figures_are_those_of_a_step_of_all(
     assert entry_of(run)["reward"] == 0.5
 
 
+def test_a_run_stays_what_it_is_when_its_checkpoints_are_measured(tmp_path: Path) -> None:
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        config = {"algorithm": {"algorithm_type": "grpo", "optimizer": {"lr": rate}}}
+        run = start(tmp_path / name, config=config, mode="train", **ended("finished"))
+    (entry,) = json.loads((run / "run/starts.json").read_text())["starts"]
+    (run / "run/start_2.yaml").write_text(yaml.safe_dump({**config, "mode": "bench"}))
+    other = entry | {"mode": "bench", "config_file": "start_2.yaml",
+                     "steps": {"by": "explorer", "total": None}}  # fmt: skip
+    other.pop("end")
+    (run / "run/starts.json").write_text(json.dumps({"starts": [entry, other]}))
+    for step in (1, 2):
+        JsonLinesMonitor(run / "monitor").log({"actor/loss": 1.0}, step, "trainer")
+    runs = sorted(find_runs(tmp_path), key=lambda one: one.name)
+    one, two = Entries().of(runs)
+    assert (two["kind"], two["step"], two["total"], two["left"]) == ("grpo", 2, 400, None)
+    assert (one["state"], two["state"]) == ("finished", "running")
+    assert [one["settings"], two["settings"]] == [{"lr": 0.1}, {"lr": 0.2}]
+    assert [change["key"] for change in compared(*runs)] == ["algorithm.optimizer.lr"]
+
+
 def test_a_killed_attempt_lasted_until_its_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -418,11 +418,19 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def compared(one: RunFolder, other: RunFolder) -> list[dict[str, Any]]:
-    """Return the differences between the newest starts of two runs, other than their names; see
+    """Return the differences between the main starts of two runs, other than their names; see
     `differences`.
     """
-    newest = [(starts_of(run) or [{}])[-1] for run in (one, other)]
-    return [change for change in differences(*newest) if change["key"] != "name"]
+    starts = [main_start(starts_of(run)) for run in (one, other)]
+    return [change for change in differences(*starts) if change["key"] != "name"]
+
+
+def main_start(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the start that says what a run is: the newest, before those that only measure its
+    checkpoints; empty without any.
+    """
+    others = [start for start in starts if start.get("mode") != "bench"]
+    return ([*(others or starts)] or [{}])[-1]
 
 
 def note_of(run: RunFolder) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from trireme.ext.page.runs import (
     flat,
     has_summary,
     knows,
+    main_start,
     note_of,
     read_starts,
     stage_of,
@@ -146,19 +147,19 @@ class Entries:
         course = self._courses.setdefault(run.folder, Course())
         course.read(run)
         starts = read_starts(run)
-        newest = starts[-1] if starts else {}
+        main = main_start(starts)
         state, error = state_of(run, starts)
-        code, note = newest.get("code") or {}, note_of(run)
-        progress = _progress(course, newest, running=state == "running")
+        code, note = main.get("code") or {}, note_of(run)
+        progress = _progress(course, main, running=_state(run, main)[0] == "running")
         return {
             "name": run.name,
             "folder": str(run.folder),
             "generation": run.generation,
             "updated": run.updated,
-            "mode": newest.get("mode"),
-            "kind": _kind(run, newest),
-            "seed": newest.get("seed"),
-            "started": newest.get("time"),
+            "mode": main.get("mode"),
+            "kind": _kind(run, main),
+            "seed": main.get("seed"),
+            "started": main.get("time"),
             "state": state,
             "error": error,
             "finished": state == "finished",
@@ -268,7 +269,7 @@ def differing(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """
     flats, kinds = [], []
     for run in runs:
-        start = (read_starts(run) or [{}])[-1]
+        start = main_start(read_starts(run))
         config, job = configuration(run, start), str(run.folder.parent)
         values = {
             key: value.replace(job, "…") if isinstance(value, str) else value
