@@ -375,6 +375,17 @@ def test_a_report_shows_the_same_without_a_server(tab: Any, root: Path, tmp_path
     assert "algorithm.optimizer.lr" in tab.inner_text("main")
 
 
+def test_a_run_that_only_measures_shows_what_it_measured(tab: Any, tmp_path: Path) -> None:
+    monitor = JsonLinesMonitor(tmp_path / "run/monitor")
+    for step, right in ((0, 0.25), (2, 0.5)):
+        figures = {"bench/sums/accuracy/mean@1": right, "bench/sums/tasks": 4.0}
+        monitor.log(figures, step, "bench")
+    report = write_report(tmp_path / "run", tmp_path / "report.html").as_uri()
+    opened(tab, report, "overview", run="run")
+    tab.wait_for_selector(".panel .plot canvas")
+    assert tab.locator(".panel h3").all_inner_texts() == ["Held-out tasks"]
+
+
 def test_a_slow_view_draws_nothing_over_a_newer_one(tab: Any, url: str) -> None:
     opened(tab, url, "overview")
     opened(tab, url, "run")

@@ -9,7 +9,7 @@ import { figures } from "./table.js";
 // Panels in their order; a panel is there where a chosen run has one of its metrics.
 const PANELS = [
   { title: "Reward", what: "mean of sampled rollouts, 95% interval", part: "explorer", metrics: ["rollout/reward/mean"], band: interval },
-  { title: "Held-out tasks", what: "accuracy or reward, 95% interval", part: "eval", match: /^eval\/.+\/(accuracy)\/mean@\d+$/, other: /^eval\/.+\/(reward)\/mean@\d+$/, band: binomial },
+  { title: "Held-out tasks", what: "accuracy or reward, 95% interval", part: "eval", instead: "bench", match: /^(?:eval|bench)\/.+\/(accuracy)\/mean@\d+$/, other: /^(?:eval|bench)\/.+\/(reward)\/mean@\d+$/, band: binomial },
   { title: "Reply length", what: "tokens; shortest to longest", part: "explorer", metrics: ["rollout/response_length/mean"], band: extremes },
   { title: "Loss", what: "of the supervised data", part: "trainer", metrics: ["actor/sft_loss", "actor/dpo_loss", "actor/cpt_loss"] },
   { title: "Entropy", what: "of the policy on trained tokens", part: "trainer", metrics: ["actor/entropy"] },
@@ -75,7 +75,7 @@ function along(curves, part) {
 function linesOf(panel, runs) {
   const lines = [];
   for (const { name, curves, place } of runs) {
-    const part = curves[panel.part];
+    const part = curves[panel.part] ?? curves[panel.instead]; // a run that only measures has no evaluations
     if (!part) continue;
     const x = along(curves, part);
     let names = panel.metrics?.filter((metric) => part.metrics[metric]) ?? [];
