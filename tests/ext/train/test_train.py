@@ -14,6 +14,7 @@ import pandas
 import pytest
 
 import trireme
+from trireme.data.rows import load_rows
 from trireme.ext.multi_turn.tool_calls import TOOLS
 from trireme.ext.train.train import config_from
 from trireme.registry import REWARDS, TRACKERS, WORKFLOWS
@@ -228,6 +229,25 @@ def test_columns_of_a_file_are_found_as_those_of_rows(tmp_path: Path) -> None:
     assert config.buffer.batch_size == 1
 
 
+def test_a_cell_of_a_frame_without_a_value_is_none(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"question": ["1 + 1?", "2 + 2?"], "answer": [2, None]})
+    frame["day"] = pandas.Series(["monday", pandas.NaT], dtype=object)
+    keys = {"checkpoint_root_dir": str(tmp_path)}
+    for tasks, expected in (
+        (
+            frame,
+            [
+                {"question": "1 + 1?", "answer": 2.0, "day": "monday"},
+                {"question": "2 + 2?", "answer": None, "day": None},
+            ],
+        ),
+        (frame["question"], [{"prompt": "1 + 1?"}, {"prompt": "2 + 2?"}]),
+    ):
+        taskset = config_from("m", tasks, None, None, "grpo", None, keys).buffer.explorer_input
+        assert taskset.taskset is not None
+        assert list(load_rows(str(taskset.taskset.path))) == expected
+
+
 def test_what_cannot_run_is_said_as_of_a_yaml(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(trireme.ConfigError) as caught:
         start(tiny_dir, tmp_path, reward="math_rewad", algorithm="grpo", mode="both")
@@ -238,6 +258,17 @@ def test_what_cannot_run_is_said_as_of_a_yaml(tiny_dir: Path, tmp_path: Path) ->
         start(tiny_dir, tmp_path, reward=varied, tasks=["1 + 1?", 7])
     with pytest.raises(ValueError, match="tasks is empty"):
         start(tiny_dir, tmp_path, reward=varied, tasks=[])
+    with pytest.raises(
+        ValueError, match=r"tasks is dict: it has train, test: expected .* one split"
+    ):
+        start(tiny_dir, tmp_path, reward=varied, tasks={"train": ROWS, "test": ROWS})
+    with pytest.raises(ValueError, match="tasks is NoneType: expected a list of rows"):
+        start(tiny_dir, tmp_path, reward=varied, tasks=None)
+    seen = [{"prompt": "1 + 1?"}, {"prompt": "and here?", "image": b"\x89PNG"}]
+    with pytest.raises(
+        ValueError, match=r"tasks\[1\]\['image'\] cannot .*\(it is bytes: .*a picture is the path"
+    ):
+        start(tiny_dir, tmp_path, reward=varied, tasks=seen)
     assert not (tmp_path / "python" / "grpo").exists()
 
 

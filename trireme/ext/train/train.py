@@ -149,13 +149,13 @@ def train(
     """Train a model, and wait until it is trained.
 
     `model` is a folder or a hub id. `tasks` (and `eval_tasks`) are the path of a data set, rows as
-    dictionaries, prompts as text, a `datasets.Dataset` or a pandas frame. `reward` and `workflow`
-    are functions or names; several rewards are a list, each of them also a mapping with its weight
-    (`{"name": right, "weight": 0.5}`). `tools` are functions with type hints and a docstring, or
-    names, which replies may call until one calls none. `callbacks` are functions `(metrics, step,
-    part)`, or classes as in docs/trackers.md, called at every step. `overrides` are the YAML's
-    keys: a section as a dictionary (`trainer={"total_steps": 20}`), or a whole key
-    (`**{"trainer.total_steps": 20}`).
+    dictionaries, prompts as text, a `datasets.Dataset` or a pandas frame, of values that JSON has.
+    `reward` and `workflow` are functions or names; several rewards are a list, each of them also a
+    mapping with its weight (`{"name": right, "weight": 0.5}`). `tools` are functions with type
+    hints and a docstring, or names, which replies may call until one calls none. `callbacks` are
+    functions `(metrics, step, part)`, or classes as in docs/trackers.md, called at every step.
+    `overrides` are the YAML's keys: a section as a dictionary (`trainer={"total_steps": 20}`), or a
+    whole key (`**{"trainer.total_steps": 20}`).
 
     Without keys of your own a step has 32 tasks at most, with 8 rollouts each. A run resumes where
     an earlier one of the same `name` ended; without a name each run starts from scratch.
@@ -336,9 +336,14 @@ def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any],
         except NoRows:  # the check reports its problem, with the key
             return str(tasks), {}, None
         return str(tasks), dict(stored[0]), len(stored)
-    records = getattr(tasks, "to_dict", None)
-    as_rows = records(orient="records") if hasattr(tasks, "iloc") and records else list(tasks)
-    rows = [{"prompt": row} if isinstance(row, str) else row for row in as_rows]
+    several = isinstance(tasks, Mapping)
+    if several or not hasattr(tasks, "__iter__"):
+        hint = f": it has {', '.join(map(str, tasks))}" if several else ""
+        raise ValueError(
+            f"{what} is {type(tasks).__name__}{hint}: expected a list of rows or prompts, one "
+            "split of a data set, a frame, or a path"
+        )
+    rows = [{"prompt": row} if isinstance(row, str) else row for row in _records(tasks)]
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ValueError(
@@ -346,7 +351,7 @@ def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any],
             )
     if not rows:
         raise ValueError(f"{what} is empty: expected at least one row")
-    lines = "".join(json.dumps(dict(row), default=_plain) + "\n" for row in rows)
+    lines = "".join(_line(row, f"{what}[{number}]") for number, row in enumerate(rows))
     name = hashlib.sha256(lines.encode()).hexdigest()[:16]
     path = root.expanduser().absolute() / "python" / "data" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -354,11 +359,36 @@ def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any],
     return str(path), dict(rows[0]), len(rows)
 
 
+def _records(tasks: Iterable[Any]) -> Iterable[Any]:
+    """Return the rows of a pandas frame, where a cell without a value is None; other tasks as they
+    are.
+    """
+    frame: Any = tasks
+    if not hasattr(frame, "iloc") or not hasattr(frame, "columns"):  # a column alone has no columns
+        return tasks
+    return frame.astype(object).where(frame.notna(), None).to_dict(orient="records")
+
+
+def _line(row: Mapping[str, Any], where: str) -> str:
+    """Return a row as a line of JSON. Raises ValueError for a value that JSON does not have."""
+    cells = []
+    for column, value in row.items():
+        try:
+            cells.append(f"{json.dumps(str(column))}: {json.dumps(value, default=_plain)}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{where}[{column!r}] cannot be written as JSON ({error}): expected text, numbers, "
+                "lists and dictionaries; a picture is the path of its file or a data URL, and a "
+                "data set that holds others is given by its path"
+            ) from error
+    return f"{{{', '.join(cells)}}}\n"
+
+
 def _plain(value: Any) -> Any:
     """Convert a number or array of numpy's to Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise ValueError(f"{value!r:.60} of type {type(value).__name__} cannot be written as JSON")
+    raise TypeError(f"it is {type(value).__name__}: {value!r:.40}")
 
 
 def columns_in(row: Mapping[str, Any]) -> dict[str, str]:
