@@ -338,6 +338,14 @@ def _parts(content: str | list[Any], images: Iterator[Any]) -> list[dict[str, An
     return parts
 
 
+def with_text(message: Message, text: str) -> dict[str, Any]:
+    """Return a user's plain message with another text, which shows the message's pictures: at its
+    tags, else before it. Raises ValueError for more tags than pictures.
+    """
+    told, seen = {**message, "content": text}, pictures_in([message])
+    return with_images(tagged([told], seen), seen)[0] if seen else told
+
+
 def with_row(
     messages: Sequence[Message], row: Mapping[str, Any], key: str | None, *, tags: bool = False
 ) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from trireme.engines.engine import Engine
 from trireme.experience import EID, Experience
 from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
+from trireme.pictures import with_text
 from trireme.task import Task, for_people
 from trireme.usercode import Fault, UserCode, awaiting, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec
@@ -336,7 +337,8 @@ async def scored(
     """Give each experience that has none the teacher's log-probabilities of its tokens.
 
     With a `prompt` the teacher reads it in place of the last message that the user of `model` sent
-    before the first reply (OPSD, arXiv:2601.18734); the tokens after it are the same.
+    before the first reply (OPSD, arXiv:2601.18734), with that message's pictures; the tokens after
+    it are the same.
     """
     for e in experiences:
         if e.teacher_logprobs is not None:
@@ -371,8 +373,8 @@ def _with_teacher_prompt(model: Model, tokens: list[int], prompt: Any) -> tuple[
             f"the row has a {TEACHER_PROMPT}, and the rollout no recorded conversation with the "
             "prompt that it stands for: expected a workflow that keeps its first messages"
         )
-    messages = [dict(message) for message in mine[-1].messages or []]
-    messages[users[-1]]["content"] = prompt
+    messages = [*(mine[-1].messages or [])]
+    messages[users[-1]] = with_text(messages[users[-1]], prompt)
     return model.chat_tokens.prompt(messages, mine[-1].tools).ids, len(mine[-1].inserted)
 
 

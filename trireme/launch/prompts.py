@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from trireme import pictures
 from trireme.algorithms.recipes import Recipe
 from trireme.config import Findings, Plan, Problem
 from trireme.config.engine_kind import EMBEDDED, kind_named
@@ -18,7 +19,6 @@ from trireme.launch.data import Text, make_text
 from trireme.launch.engines import teacher_len
 from trireme.launch.parts import tried
 from trireme.model.chat_tokens import as_given
-from trireme.pictures import pictures_in
 from trireme.task import Task
 from trireme.usercode import fault_of
 from trireme.workflows.workflow import resolve
@@ -102,7 +102,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         sizes.append(len(ids))
         unknown += ids.count(unknown_id) if isinstance(unknown_id, int) else 0
         drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
-        shows_pictures = shows_pictures or bool(pictures_in(messages))
+        shows_pictures = shows_pictures or bool(pictures.pictures_in(messages))
         if len(sizes) == ROWS or time.monotonic() > deadline:
             break
     if not sizes:
@@ -183,8 +183,8 @@ def _teacher_size(text: Text, task: Task, prompt: str) -> int:
     users = [at for at, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         return len(text.chat.encode(prompt))
-    messages[users[-1]] = {**messages[users[-1]], "content": prompt}
-    return len(text.chat.encode(text.chat.render(messages, tools)))
+    messages[users[-1]] = pictures.with_text(messages[users[-1]], prompt)
+    return len(text.chat.prompt(messages, tools).ids)
 
 
 def longest_prompt(plan: Plan) -> int:

@@ -22,6 +22,7 @@ from trireme.engines.scripted import ScriptedEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.shell import TorchSettings
 from trireme.experience import EID
+from trireme.explorer.runner import scored
 from trireme.model.chat_tokens import ChatTokens, conversation_of
 from trireme.model.model import Model
 from trireme.pictures import BEGIN, with_placeholders
@@ -361,3 +362,29 @@ def test_a_teacher_scores_what_was_seen(folder: Path) -> None:
     e, scored = with_model(folder, talk)
     assert float((scored - e.logprobs)[e.mask].abs().max()) < 1e-4
     assert not scored[e.tokens >= BEGIN].any()
+
+
+def test_a_teacher_s_prompt_shows_the_pictures_of_the_message_that_it_replaces(
+    folder: Path,
+) -> None:
+    red = picture("red")
+
+    async def talk(model: Model) -> Any:
+        await model.chat([shows(red, "What?")], temperature=1.0)
+        [e] = model.experiences(reward=1.0)
+        for text, asked in (
+            ("A disc?", shows(red, "A disc?")),
+            ("A disc: <image>?", shows("A disc: ", red, "?")),
+        ):
+            e.teacher_logprobs = None
+            await scored([e], model, model, text)
+            prompt = model.chat_tokens.prompt(model.chat_tokens.plain([asked]))
+            ids = [*prompt.ids, *e.tokens[e.prompt_length :].tolist()]
+            expected = await model.logprobs(ids, 1.0, e.pictures)
+            told: Any = e.teacher_logprobs
+            assert told[e.prompt_length :].tolist() == expected[len(prompt.ids) :]
+        with pytest.raises(ValueError, match="2 tags <image>, and its row 1 pictures"):
+            e.teacher_logprobs = None
+            await scored([e], model, model, "<image> or <image>?")
+
+    with_model(folder, talk)
