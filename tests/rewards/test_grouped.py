@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
 
 from trireme.experience import EID, Experience
 from trireme.registry import reward
-from trireme.rewards.grouped import is_grouped, judge_of, reward_group
+from trireme.rewards.grouped import Judge, Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.orm import ORM
 from trireme.task import Task
 from trireme.workflows.single_turn import SimpleWorkflow
@@ -130,6 +131,22 @@ def test_what_cannot_be_is_named() -> None:
             judge_of(given, {})
     with pytest.raises(ValueError, match="each has its own options"):
         judge_of(["math_reward"], {"x": 1})
+
+
+def test_each_run_of_a_process_has_its_own_judges() -> None:
+    """What they hold (a client, the state of a user's class) belongs to one event loop."""
+    judges, one = Judges(), task(Longest)
+
+    async def twice() -> list[Judge]:
+        return [judges.of(one), judges.of(one)]
+
+    made = []
+    for _ in range(20):  # so that loops are made where others were
+        first, again = asyncio.run(twice())
+        assert first is again
+        made.append(first)
+        gc.collect()
+    assert len({id(judge) for judge in made}) == 20
 
 
 def test_a_users_plain_method_called_judge_is_left_alone() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from trireme.aio import call_user
 from trireme.config.options import accepted, fitting_options, parameters_of
@@ -412,15 +413,19 @@ class Judges:
     """Makes each Judge once: its resources (a model's connections) belong to one event loop."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, str], Judge] = {}
+        # a loop's id may be that of one that has ended
+        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Judge]] = (
+            WeakKeyDictionary()
+        )
 
     def of(self, task: Task, default: Any = None) -> Judge:
         """Return the judge of a task; `default` is the reward of tasks that name none."""
         reward = task.reward_fn or default
-        key = id(asyncio.get_running_loop()), f"{reward} {task.reward_fn_args}"
-        if key not in self._made:
-            self._made[key] = judge_of(reward, task.reward_fn_args)
-        return self._made[key]
+        made = self._made.setdefault(asyncio.get_running_loop(), {})
+        key = f"{reward} {task.reward_fn_args}"
+        if key not in made:
+            made[key] = judge_of(reward, task.reward_fn_args)
+        return made[key]
 
 
 async def reward_group(
