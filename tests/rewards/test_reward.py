@@ -159,8 +159,31 @@ def test_a_function_behind_a_wrapper_is_a_function() -> None:
         return len(answer)
 
     assert judge(counted, "ab") == {"counted": 2.0} and counted.calls == 1
-    cached = functools.lru_cache(lambda task, answer: 1.0)
-    assert resolve(cached) is cached
+
+
+def test_a_cached_reward_of_a_task_is_refused_before_the_run_and_one_of_texts_runs() -> None:
+    @functools.cache
+    def of_texts(response: str, truth: str) -> float:
+        return float(response == truth)
+
+    @functools.cache
+    def of_task(task: Task, answer: str) -> float:
+        return 1.0
+
+    @functools.lru_cache(8)
+    def named(response: str, task: Task) -> float:
+        return 1.0
+
+    class Method:
+        @functools.cache  # noqa: B019
+        def __call__(self, task: Task, answer: str) -> float:
+            return 1.0
+
+    assert judge(of_texts, "3") == {"of_texts": 0.0} and of_texts.cache_info().currsize == 1
+    said = "is cached by functools and has an argument 'task', which cannot be hashed"
+    for wrong in (of_task, named, Method, Method(), functools.partial(of_task)):
+        with pytest.raises(ValueError, match=said):
+            resolve(wrong)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         if isinstance(reward, str)
         else getattr(function, "__name__", type(function).__name__)
     )
+    _refuse_cached(f"reward '{name}'", function)
     if inspect.isclass(function):
         options = fitting_options(f"reward '{name}'", function, options)
         with UserCode(f"reward '{name}'", function):
@@ -176,6 +177,19 @@ async def _asked(
     there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
     there |= others
     return await call_user(functools.partial(reward, **_wanted(there, more, reward)))
+
+
+def _refuse_cached(what: str, function: Any) -> None:
+    """Raise Refused for a function of a task that functools caches: it would hash the task."""
+    called = function if inspect.isclass(function) else _inner(function)
+    method = called.__call__ if inspect.isclass(called) else type(called).__call__
+    cached = any(isinstance(one, functools._lru_cache_wrapper) for one in (called, method))
+    if cached and "task" in parameters_of(method if inspect.isclass(called) else called):
+        with UserCode(what, called):
+            raise Refused(
+                f"{what} is cached by functools and has an argument 'task', which cannot be "
+                "hashed: expected a cached function of texts that the reward calls"
+            )
 
 
 def _refuse_arguments(what: str, made: Any) -> None:
