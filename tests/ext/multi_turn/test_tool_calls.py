@@ -20,7 +20,13 @@ from tests.model.test_turn import spans
 from trireme import RolloutInferRequest, RolloutResponseChoice, Task
 from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
 from trireme.ext.multi_turn.scheduler import ChatMessage
-from trireme.ext.multi_turn.tool_calls import ToolCallScheduler, calculator, python_tool, read_calls
+from trireme.ext.multi_turn.tool_calls import (
+    Tool,
+    ToolCallScheduler,
+    calculator,
+    python_tool,
+    read_calls,
+)
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 
@@ -259,6 +265,7 @@ def test_text_that_asks_for_nothing_has_no_calls() -> None:
         ({"style": "both"}, "style is 'both': expected new_turn or same_turn"),
         ({"tools": ["calcul"]}, "unknown tool 'calcul'; did you mean 'calculator'"),
         ({"tools": [lambda x: x]}, "has no JSON schema"),
+        ({"tools": [slow, slow]}, "tools has a tool 'slow', and there is one of that name already"),
         ({"mcp_servers": {"a": {"cmd": "x"}}}, "mcp_servers.a has cmd: expected `command`"),
     ],
 )
@@ -327,6 +334,27 @@ def test_an_mcp_server_gives_its_tools_and_is_closed(tmp_path: Path) -> None:
     assert "Doubles a number." in TOKENIZER.decode(engine_of(model).prompts[0])
     assert (tmp_path / "log").read_text() == "closed"
     assert experience.info["rollout_infos"]["tool_errors"] == 1
+
+
+def test_two_mcp_servers_with_a_tool_of_one_name_are_refused_and_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = []
+
+    class Server:
+        def __init__(self, name: str, given: Any) -> None:
+            self.name = name
+
+        async def open(self, timeout: float) -> list[Tool]:
+            return [python_tool(slow)]
+
+        async def close(self) -> None:
+            closed.append(self.name)
+
+    monkeypatch.setattr("trireme.ext.multi_turn.tool_calls.McpServer", Server)
+    with pytest.raises(ValueError, match=r"mcp_servers\.more has a tool 'slow', and there is one"):
+        play(make(["a"]), tools=[], mcp_servers={"one": {}, "more": {}})
+    assert closed == ["one", "more"]
 
 
 def test_an_mcp_server_is_closed_after_an_error_too(tmp_path: Path) -> None:

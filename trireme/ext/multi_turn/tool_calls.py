@@ -18,7 +18,7 @@ import json
 import logging
 import operator
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -164,7 +164,7 @@ class McpServer:
                 "args, env, cwd) or `url`"
             )
         self._mcp = extra("mcp", "the MCP client", "mcp")
-        self._name, self._given = name, dict(given)
+        self.name, self._given = name, dict(given)
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -176,7 +176,7 @@ class McpServer:
             return await asyncio.wait_for(ready, timeout)
         except TimeoutError as error:
             self._task.cancel()
-            raise RuntimeError(f"MCP server '{self._name}' did not start in {timeout} s") from error
+            raise RuntimeError(f"MCP server '{self.name}' did not start in {timeout} s") from error
 
     async def close(self, timeout: float = 10.0) -> None:
         """End the session, and the process of a `command`."""
@@ -197,9 +197,9 @@ class McpServer:
                 await self._stop.wait()
         except Exception as error:
             if ready.done():  # calls fail from now on, with an error for the model
-                logger.warning("MCP server '%s' ended: %r", self._name, error)
+                logger.warning("MCP server '%s' ended: %r", self.name, error)
             else:
-                failed = RuntimeError(f"MCP server '{self._name}' does not work: {error!r}")
+                failed = RuntimeError(f"MCP server '{self.name}' does not work: {error!r}")
                 failed.__cause__ = error
                 ready.set_exception(failed)
 
@@ -299,13 +299,14 @@ class ToolCallScheduler(MultiTurnScheduler):
         self.calls_in_thinking = style == "same_turn"
         self.infos = {"tool_calls": 0, "tool_errors": 0}
         named = [tools] if isinstance(tools, str) else tools
-        self._tools = {tool.name: tool for tool in map(python_tool, named)}
+        self._tools: dict[str, Tool] = {}
+        self._add("tools", map(python_tool, named))
         self._servers = [McpServer(name, config) for name, config in (mcp_servers or {}).items()]
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         """Connect to the servers, and show all tools to the chat template."""
         for server in self._servers:
-            self._tools |= {tool.name: tool for tool in await server.open(self.timeout)}
+            self._add(f"mcp_servers.{server.name}", await server.open(self.timeout))
         [request] = requests
         request.tools = [tool.schema for tool in self._tools.values()]
 
@@ -346,6 +347,16 @@ class ToolCallScheduler(MultiTurnScheduler):
             shown = close + "".join(parts) + "\n"
         messages[-1] = {**messages[-1], "content": kept + shown}
         return infer_request
+
+    def _add(self, key: str, tools: Iterable[Tool]) -> None:
+        """Add tools of a key of `workflow_args`. Raises ValueError for a name that there is."""
+        for tool in tools:
+            if tool.name in self._tools:
+                raise ValueError(
+                    f"{key} has a tool '{tool.name}', and there is one of that name already: "
+                    "expected each name once, since the model calls a tool by it"
+                )
+            self._tools[tool.name] = tool
 
     def _read(self, result: RolloutResponseChoice) -> Asked:
         return read_calls(result, in_thinking=self.calls_in_thinking)
