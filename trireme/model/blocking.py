@@ -167,14 +167,21 @@ class BlockingModel:
         """Await `generate`."""
         return await on_loop(self._loop, self._generate(prompts, sampling))
 
-    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
-        """Return log p(token t | earlier) [T] of given ids; index 0 is 0."""
-        call = self.model.logprobs(tokens, temperature)
+    def logprobs(
+        self, tokens: Sequence[int], temperature: float = 1.0, pictures: Sequence[Any] = ()
+    ) -> Tensor:
+        """Return log p(token t | earlier) [T] of given ids; index 0 is 0. `pictures` are those of
+        the ids: an experience's.
+        """
+        call = self.model.logprobs(tokens, temperature, pictures)
         return torch.tensor(wait_for(self._loop, call, "logprobs"))
 
-    async def logprobs_async(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
+    async def logprobs_async(
+        self, tokens: Sequence[int], temperature: float = 1.0, pictures: Sequence[Any] = ()
+    ) -> Tensor:
         """Await `logprobs`."""
-        return torch.tensor(await on_loop(self._loop, self.model.logprobs(tokens, temperature)))
+        call = self.model.logprobs(tokens, temperature, pictures)
+        return torch.tensor(await on_loop(self._loop, call))
 
     def convert_messages_to_experience(
         self,

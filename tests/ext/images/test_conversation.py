@@ -357,6 +357,12 @@ def test_a_teacher_scores_what_was_seen(folder: Path) -> None:
         await model.chat([shows("What?", picture("red"))], temperature=1.0)
         [e] = model.experiences(reward=1.0)
         scored = await model.logprobs(e.tokens.tolist(), 1.0, e.pictures)
+        blocking, ids = model.blocking(), e.tokens.tolist()
+        for told in (
+            await blocking.logprobs_async(ids, 1.0, e.pictures),
+            await asyncio.to_thread(blocking.logprobs, ids, 1.0, pictures=e.pictures),
+        ):
+            assert told.tolist() == pytest.approx(scored)
         return e, torch.tensor(scored)
 
     e, scored = with_model(folder, talk)
