@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy
 import pytest
+import torch
 
 from tests.model.fake import TOKENIZER, assistant, make, user
 from trireme.batch import flatten
@@ -38,6 +40,17 @@ def test_chat_gives_n_experiences_with_ids_of_their_runs() -> None:
 def test_generate_takes_one_prompt_or_several() -> None:
     found = in_thread(["a", "b", "c"], lambda m: m.generate("x") + m.generate(["y", [5, 6]]))
     assert [e.response_text for e in found] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("made", [numpy.array, torch.tensor])
+def test_generate_takes_ids_of_numpy_and_torch(made: Any) -> None:
+    found = in_thread(
+        ["a", "b", "c", "d"],
+        lambda m: m.generate(made([5, 6])) + m.generate([made([7, 8]), *made([[5], [6]])]),
+    )
+    assert [e.response_text for e in found] == ["a", "b", "c", "d"]
+    starts = [e.tokens[: e.prompt_length].tolist() for e in found]
+    assert starts == [[5, 6], [7, 8], [5], [6]]
 
 
 def test_logprobs_have_one_entry_a_token() -> None:

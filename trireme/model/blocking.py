@@ -270,8 +270,10 @@ class BlockingModel:
     async def _generate(
         self, prompts: str | Sequence[Any], sampling: dict[str, Any]
     ) -> list[Experience]:
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        each = [prompts] if one else prompts
+        given: Any = prompts
+        several = given.tolist() if hasattr(given, "tolist") else given  # ids of numpy or torch
+        one = isinstance(several, str) or (len(several) > 0 and isinstance(several[0], int))
+        each = [several] if one else several
         # awaited in order, so that requests are numbered in order
         tasks = [
             asyncio.ensure_future(self.model.generate_samples(prompt, **sampling))

@@ -204,7 +204,7 @@ class Model:
             encode = partial(self.chat_tokens.encode, most=self.max_model_len, special=True)
             ids = await _off_loop(lambda: encode(prompt), len(prompt))
         else:
-            ids = list(prompt)
+            ids = [int(token) for token in prompt]  # numpy's and torch's, too
         if not ids:
             raise ValueError("generate needs a prompt of at least one token")
         parent, size = self.recorder.by_ids(ids)
