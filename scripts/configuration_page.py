@@ -17,7 +17,7 @@ from typing import Any, get_origin
 from pydantic.fields import FieldInfo
 
 from trireme.config.engine_kind import kind_named, kind_names
-from trireme.config.options import kind_text, range_text, without_none
+from trireme.config.options import kind_text, range_text, split, without_none
 from trireme.config.schema import Config
 from trireme.config.section import Mapped, Moved, NoEffect, Refused, Section, fate_of, section_in
 from trireme.extensions import extensions
@@ -166,7 +166,7 @@ def _cells(section: type[Section], name: str, item: FieldInfo) -> tuple[str, ...
     shown = "" if isinstance(held, Section) or held in (None, "", [], {}) else f"`{_yaml(held)}`"
     return (
         f"`{name}`",
-        f"{value} {range_text(item.metadata)}".strip(),
+        f"{value} {range_text([*item.metadata, *split(item.annotation)[1]])}".strip(),
         shown,
         sentences(section)[name],
         "; ".join(filter(None, (_here(name, item), _owner(section, name)))),

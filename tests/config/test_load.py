@@ -197,6 +197,9 @@ def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):
         ("buffer: {batch_size: }", "buffer.batch_size is empty: expected a whole number"),
         ("algorithm: {optimizer: {lr: .inf}}", "algorithm.optimizer.lr is inf: expected a number"),
         ("model: {top_p: 1.5}", "expected a number above 0 and at most 1"),
+        ("explorer: {runner_per_model: 0}", "is 0: expected a number at least 1"),
+        ("explorer: {runner_per_model: few}", "is 'few': expected a whole number"),
+        ("trainer: {profile: {steps: [0]}}", "steps[0] is 0: expected a number at least 1"),
     ],
 )
 def test_a_wrong_type_or_range_says_what_is_allowed(tmp_path, text, expected):
@@ -215,7 +218,7 @@ def test_what_is_written_in_another_way_is_converted(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(
         "{mode: BOTH, trainer: {use_dynamic_bsz: 'FALSE', grad_clip: '2'}, explorer: {env_vars: "
-        "{1: 2}}, model: {lora_configs: [{target_modules: [q, 3]}]}, "
+        "{1: 2}, runner_per_model: '4'}, model: {lora_configs: [{target_modules: [q, 3]}]}, "
         "buffer: {explorer_input: {taskset: {workflow_args: {path: 3, 4: {5: null}}}}}}"
     )
     config = load_config(path)
@@ -224,7 +227,7 @@ def test_what_is_written_in_another_way_is_converted(tmp_path):
         False,
         2.0,
     )
-    assert config.explorer.env_vars == {"1": "2"}
+    assert (config.explorer.env_vars, config.explorer.runner_per_model) == ({"1": "2"}, 4)
     [lora] = config.model.lora_configs or []
     assert lora.target_modules == ["q", "3"]
     assert config.buffer.explorer_input.taskset is not None

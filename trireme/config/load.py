@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from trireme.config import ConfigError, Problem
 from trireme.config.dialect import dialects, replaced, unread
 from trireme.config.lookup import near_path
-from trireme.config.options import converted, misfit_text, range_text, without_none
+from trireme.config.options import converted, misfit_text, range_text, split, without_none
 from trireme.config.schema import Config
 from trireme.config.section import Section, section_in
 from trireme.config.stages import moved_keys
@@ -251,6 +251,8 @@ class _Misfit(NamedTuple):
     """Pydantic's name for the error."""
     is_key: bool
     """Whether the key itself is wrong: it is not text."""
+    marks: Sequence[Any] = ()
+    """Annotations of the expected type, such as the range of a number."""
 
 
 def _mend(values: dict[str, Any], problems: list[Problem]) -> None:
@@ -280,21 +282,23 @@ def _misfits(values: dict[str, Any]) -> Iterator[_Misfit]:
             is_key = item["loc"][-1] == "[key]"
             loc = item["loc"][:-1] if is_key else item["loc"]
             kind, section, key, depth = Config, Config, "", 0
+            marks: Sequence[Any] = ()
             for part in loc:
                 kind = without_none(kind)
                 if isinstance(kind, type) and issubclass(kind, Section):
                     section = kind
                     known = section.model_fields.get(str(part))
-                    kind = None if known is None else known.annotation
+                    kind, marks = (known.annotation, known.metadata) if known else (None, ())
                 elif get_origin(kind) in (list, dict):
-                    kind = get_args(kind)[-1]
+                    kind, marks = get_args(kind)[-1], ()
                 else:
                     break  # the rest names arms of a union
+                marks = [*marks, *split(kind)[1]]
                 is_item = isinstance(_at(values, loc[:depth]), list)
                 key += f"[{part}]" if is_item else f".{part}"
                 depth += 1
             path, key = loc[:depth], key.removeprefix(".")
-            yield _Misfit(path, key, kind, section, item["type"], is_key)
+            yield _Misfit(path, key, kind, section, item["type"], is_key, marks)
 
 
 def _convert(values: dict[str, Any], misfit: _Misfit) -> bool:
@@ -322,8 +326,7 @@ def _sentence(misfit: _Misfit, value: Any) -> str:
     if value is None and (section_in(kind) or get_origin(without_none(kind)) in (list, dict)):
         return ""
     if misfit.reason in ("greater_than", "greater_than_equal", "less_than_equal"):
-        item = misfit.section.model_fields[misfit.path[-1]]
-        return f"is {value!r}: expected a number {range_text(item.metadata)}"
+        return f"is {value!r}: expected a number {range_text(misfit.marks)}"
     return misfit_text(kind, value)
 
 

@@ -23,7 +23,8 @@ _RANGES = {"ge": operator.ge, "gt": operator.gt, "le": operator.le}
 
 
 def without_none(kind: Any) -> Any:
-    """Return `X` for `X | None`."""
+    """Return `X` for `X | None`, and without annotations."""
+    kind, _ = split(kind)
     rest = [part for part in get_args(kind) if part is not type(None)]
     return rest[0] if get_origin(kind) in _UNIONS and len(rest) == 1 else kind
 
@@ -138,7 +139,7 @@ def checked_options(
 
 def checked_value(whose: str, name: str, kind: Any, value: Any) -> Any:
     """Convert one value to `kind`. Raises ValueError, also if it is out of the range of `kind`."""
-    kind, marks = _split(kind)
+    kind, marks = split(kind)
     if not _is_plain(kind) or value == math.inf:
         return value
     if value is None and type(None) in get_args(kind):
@@ -153,12 +154,12 @@ def checked_value(whose: str, name: str, kind: Any, value: Any) -> Any:
     return number
 
 
-def _split(kind: Any) -> tuple[Any, Sequence[Any]]:
+def split(kind: Any) -> tuple[Any, Sequence[Any]]:
     """Split a type and its annotations, which may be on one arm of a union."""
     if get_origin(kind) is Annotated:
         return kind.__origin__, kind.__metadata__
     if get_origin(kind) in _UNIONS:
-        parts = [_split(part) for part in get_args(kind)]
+        parts = [split(part) for part in get_args(kind)]
         marks = [mark for _, marks in parts for mark in marks]
         return reduce(operator.or_, [part for part, _ in parts]), marks
     return kind, ()
