@@ -186,6 +186,21 @@ def test_a_missing_dataset_names_the_nearest_file(tmp_path):
     )
 
 
+def test_a_chat_template_in_the_place_of_its_file(tmp_path):
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}" * 10  # too long for a file's name
+    found = only_problem(tmp_path, f"model.chat_template_path='{text}'")
+    assert found.startswith("model.chat_template_path is '{% for m in messages %}")
+    assert found.endswith(": expected a file, or the template as model.custom_chat_template")
+
+
+@pytest.mark.parametrize("betas", [[0.9], [0.9, 1.0], [-0.1, 0.999]])
+def test_an_optimizer_has_two_betas_below_1(tmp_path, betas):
+    expected = f"optimizer.betas is {betas}: expected two numbers of at least 0 and below 1"
+    assert only_problem(tmp_path, f"algorithm.optimizer.betas={betas}") == f"algorithm.{expected}"
+    critic = ("algorithm.algorithm_type=ppo", f"algorithm.critic.optimizer.betas={betas}")
+    assert only_problem(tmp_path, *critic) == f"algorithm.critic.{expected}"
+
+
 @pytest.mark.extension("sql")
 @pytest.mark.parametrize("name", ["a/b", "trainer", ".."])
 def test_an_explorers_name_has_to_name_files(tmp_path, name):

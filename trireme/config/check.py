@@ -42,13 +42,17 @@ def check_algorithm(stage: StageFacts) -> Findings:
     """Check the keys of the `algorithm` section that name no part of the algorithm."""
     findings = Findings()
     config, algorithm = stage.config, stage.config.algorithm
-    betas = algorithm.optimizer.betas
     if stage.reads_file and config.mode != "train":
         name = algorithm.algorithm_type
         mode = "colocate" if stage.colocated else config.mode
         findings.problem("mode", f"is {mode!r}: expected train, since {name} reads data")
-    if len(betas) != 2:
-        findings.problem("algorithm.optimizer.betas", f"is {betas!r}: expected two numbers")
+    optimizers = {"optimizer": algorithm.optimizer}
+    if stage.has_critic:
+        optimizers["critic.optimizer"] = algorithm.critic.optimizer
+    for key, optimizer in optimizers.items():
+        if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+            text = f"is {optimizer.betas!r}: expected two numbers of at least 0 and below 1"
+            findings.problem(f"algorithm.{key}.betas", text)
     if len(config.model.lora_configs or []) > 1:
         findings.problem("model.lora_configs", "has several adapters: expected at most one")
     replays = config.buffer.trainer_input.experience_buffer.replay_buffer.enable
@@ -210,8 +214,9 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
             "token to token",
         )
     template = model.chat_template_path
-    if template and not Path(template).is_file():
-        findings.problem("model.chat_template_path", f"is {template!r}: expected a file")
+    if template and not os.path.isfile(template):
+        text = f"is {template!r:.80}: expected a file, or the template as model.custom_chat_template"
+        findings.problem("model.chat_template_path", text)
     return facts, findings
 
 

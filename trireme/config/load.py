@@ -211,7 +211,7 @@ def _locate(
         elif (is_plugin := key == "plugins") or name in _PATHS:
             here_first = any(at == one or at.startswith((f"{one}.", f"{one}[")) for one in typed)
             sibling, here = folder / value, Path(value).expanduser()
-            files = [place for place in (sibling, here) if place.exists()]
+            files = [place for place in (sibling, here) if os.path.exists(place)]
             first = files[-1 if here_first else 0] if files else None
             if first is not None and (is_plugin or first is sibling):
                 node[name] = os.path.abspath(first)  # a link stays a link
