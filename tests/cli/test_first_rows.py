@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,24 @@ def test_a_template_that_refuses_a_prompt_is_told(tmp_path: Path, good: dict[str
     code, output = checked(tmp_path, good, refuses)
     assert code == 0, output
     assert "no row was encoded: the chat template refuses a conversation" in output
+
+
+def test_a_template_that_is_none_is_a_problem(tmp_path: Path, good: dict[str, Any]) -> None:
+    code, output = checked(tmp_path, good, "model.custom_chat_template='{{ messages'")
+    assert code == 1
+    assert "problem: the chat template refuses a conversation of user: unexpected end" in output
+
+
+def test_a_model_without_the_files_of_its_tokenizer_is_a_problem(
+    tmp_path: Path, good: dict[str, Any]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(good["model"]["model_path"], model)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    code, output = checked(tmp_path, good, f"model.model_path={model}")
+    assert code == 1
+    assert f"problem: model.model_path ({model}) encodes the prompts of sums as no token" in output
 
 
 @pytest.mark.parametrize(

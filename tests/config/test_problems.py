@@ -190,7 +190,7 @@ def test_a_chat_template_in_the_place_of_its_file(tmp_path):
     text = "{% for m in messages %}{{ m.content }}{% endfor %}" * 10  # too long for a file's name
     found = only_problem(tmp_path, f"model.chat_template_path='{text}'")
     assert found.startswith("model.chat_template_path is '{% for m in messages %}")
-    assert found.endswith(": expected a file, or the template as model.custom_chat_template")
+    assert found.endswith(": expected a file, or the template itself as model.custom_chat_template")
 
 
 @pytest.mark.parametrize("betas", [[0.9], [0.9, 1.0], [-0.1, 0.999]])

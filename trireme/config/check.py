@@ -215,7 +215,8 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
         )
     template = model.chat_template_path
     if template and not os.path.isfile(template):
-        text = f"is {template!r:.80}: expected a file, or the template as model.custom_chat_template"
+        instead = "or the template itself as model.custom_chat_template"
+        text = f"is {template!r:.80}: expected a file, {instead}"
         findings.problem("model.chat_template_path", text)
     return facts, findings
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateSyntaxError
+
 from trireme import pictures
 from trireme.algorithms.recipes import Recipe
 from trireme.config import Findings, Plan, Problem
@@ -69,7 +71,8 @@ def encode_prompts(
         text = make_text(plan, plan.model_path)
         encoded = [(taskset.name, first_prompts(text, taskset)) for taskset in tasksets]
     except (ValueError, OSError) as error:  # for example, no tokenizer next to the model
-        if (fault := fault_of(error)) is None:
+        fault = error if isinstance(error.__cause__, TemplateSyntaxError) else fault_of(error)
+        if fault is None:
             return Encoded(unread=str(error)), findings
         findings.problem("", str(fault))
         return Encoded(), findings
@@ -221,12 +224,21 @@ def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
 
 
 def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[Problem]:
-    """Return a problem for each taskset whose prompts are all too long, or show pictures to an
-    engine or a trainer that takes none.
+    """Return a problem for each taskset whose prompts are all too long or without a token, or show
+    pictures to an engine or a trainer that takes none.
     """
     seeing = [name for name, prompts in encoded if prompts.shows_pictures]
     blind = [problem for name in seeing[:1] for problem in _blind(plan, name)]
-    return blind + [
+    empty = [
+        Problem(
+            "model.model_path",
+            f"({plan.model_path}) encodes the prompts of {name} as no token: expected its "
+            "tokenizer's files beside the weights, such as tokenizer.json",
+        )
+        for name, prompts in encoded
+        if not max(prompts.sizes)
+    ]
+    long = [
         Problem(
             "",
             f"{too_long(plan, name, prompts)}: expected a model.max_prompt_tokens of at least "
@@ -236,6 +248,7 @@ def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[
         for name, prompts in encoded
         if min(prompts.sizes) > longest_prompt(plan)
     ]
+    return [*blind, *empty[:1], *long]
 
 
 def _blind(plan: Plan, name: str) -> list[Problem]:
