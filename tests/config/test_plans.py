@@ -479,6 +479,11 @@ OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"
             "nothing is evaluated",
         ),
         (
+            ["buffer.explorer_input.taskset.format.tools_key=my_tools"],
+            "buffer.explorer_input.taskset.format (tools_key=my_tools): read for data to learn "
+            "from; for tasks, only a workflow of your own can",
+        ),
+        (
             ["synchronizer.sync_interval=4"],
             "synchronizer.sync_interval (4): all 4 explore steps are sampled by the first weights",
         ),

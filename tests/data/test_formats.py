@@ -214,6 +214,13 @@ def test_system_prompts_come_from_the_format_or_the_row() -> None:
     assert text(e).startswith("<|im_start|>system\nbe right<|im_end|>")
 
 
+@pytest.mark.parametrize("key", ["system_prompt_key", "tools_key", "image_key"])
+def test_a_column_that_the_user_named_must_be_there(key: str) -> None:
+    expected = rf"has no column 'mesages' \(format.{key}\); did you mean"
+    with pytest.raises(ValueError, match=expected):
+        made({"messages": CHAT}, format_args={key: "mesages"})
+
+
 def test_a_row_that_is_too_long_is_cut_or_left_out_and_counted() -> None:
     data = rows(
         {"question": "1+1?", "answer": "2" * 50},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from importlib import metadata
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ from trireme.config.lookup import (
     unfit_target,
 )
 from trireme.config.schema import Config
-from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
+from trireme.config.schema_rollout import ExperienceBufferConfig, FormatConfig, TasksetConfig
 from trireme.config.shape import experts_of
 from trireme.config.sizes import Steps
 from trireme.config.stages import StageFacts, used_tasksets
@@ -544,6 +545,10 @@ def note_idle(stage: StageFacts, steps: Steps) -> Findings:
 def _idle_in_training(stage: StageFacts, steps: Steps) -> list[str]:
     config, train, found = stage.config, steps.train, list[str]()
     optimizer, critic = config.algorithm.optimizer, config.algorithm.critic
+    if stage.reads_file:
+        key, data = "experience_buffer", config.buffer.trainer_input.experience_buffer
+        why = "read for tasks alone"
+        found += _idle_format(f"buffer.trainer_input.{key}", data.format, _OF_TASKS, why)
     if optimizer.lr == 0:
         found.append("algorithm.optimizer.lr (0): no weight of the policy moves")
     if stage.has_critic and critic.optimizer.lr == 0:
@@ -571,8 +576,26 @@ def _idle_in_training(stage: StageFacts, steps: Steps) -> list[str]:
     return found
 
 
+_OF_DATA = ("prompt_type", "messages_key", "tools_key", "chosen_key", "rejected_key", "label_key")
+_OF_DATA += ("enable_concatenated_multi_turn",)
+"""Keys of `format` that are read for a data set to learn from."""
+_OF_TASKS = ("reply_prefix", "workflow_key", "reward_fn_key")
+"""Those that are read for tasks."""
+
+
+def _idle_format(key: str, form: FormatConfig, names: Sequence[str], why: str) -> list[str]:
+    """Return a note on the keys among `names` that a data set's `format` sets."""
+    plain = FormatConfig()
+    keys = [name for name in names if getattr(form, name) != getattr(plain, name)]
+    values = ", ".join(f"{name}={getattr(form, name)}" for name in keys)
+    return [f"{key}.format ({values}): {why}"] if keys else []
+
+
 def _idle_in_exploring(stage: StageFacts) -> list[str]:
     config, found = stage.config, list[str]()
+    for used in used_tasksets(config):
+        why = "read for data to learn from; for tasks, only a workflow of your own can"
+        found += _idle_format(used.key, used.config.format, _OF_DATA, why)
     evaluates = any(taskset.is_eval for taskset in used_tasksets(config))
     idle = not evaluates and not stage.another_evaluates
     if "eval_interval" in config.explorer.model_fields_set and idle:

@@ -121,8 +121,10 @@ class SftFormat:
         self.counts: Counter[str] = Counter()
         self._format = dict(format_args or {})
         self._columns = self.columns_of(rows, self._format)
-        if key := self._format.get("image_key"):
-            rows.require(key, "format.image_key")
+        for name in ("image_key", "system_prompt_key", "tools_key"):
+            column = self._format.get(name)
+            if column and (name, column) != ("tools_key", "tools"):  # which no user has chosen
+                rows.require(column, f"format.{name}")
         self._tokenizer = tokenizer
         self._reader = reader
         self._max_len = max_model_len
