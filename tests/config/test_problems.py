@@ -140,6 +140,17 @@ def test_an_adapter_of_modules_that_the_model_lacks(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("targets", ["q_proj", "q_proj, v_proj"])
+def test_names_of_layers_that_stand_as_text_are_no_expression(tmp_path, targets):
+    found = only_problem(tmp_path, f"model.lora_configs=[{{target_modules: '{targets}'}}]")
+    assert found == (
+        f"model.lora_configs[0].target_modules is '{targets}', a regular expression of whole "
+        f"names, which matches no layer: expected a list, [{targets}]"
+    )
+    for fine in ("all-linear", "lm_head", ".*q_proj", "model.layers.0.self_attn.q_proj"):
+        assert problems_of(tmp_path, f"model.lora_configs=[{{target_modules: '{fine}'}}]") == []
+
+
 def test_an_adapter_on_a_head_that_is_the_embedding(tmp_path):
     given = "model.lora_configs=[{target_modules: [q_proj, lm_head]}]"
     sizes: Any = {

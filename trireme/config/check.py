@@ -29,6 +29,7 @@ from trireme.config.lookup import (
     model_config,
     model_facts,
     near_model,
+    outside_blocks,
     unfit_target,
 )
 from trireme.config.schema import Config
@@ -315,6 +316,15 @@ def _on_attention(targets: str | list[str]) -> bool:
     return not isinstance(targets, str) and {x.split(".")[-1] for x in targets} <= {*_ATTENTION}
 
 
+def _words_of(targets: str) -> list[str]:
+    """Return the names of layers that stand as text where a list is meant; empty for all-linear, an
+    expression, and a layer outside the blocks, whose name is a word.
+    """
+    words = targets.replace(",", " ").split()
+    plain = all(word.isidentifier() for word in words) and not outside_blocks([targets])
+    return words if plain else []
+
+
 def _check_adapter(stage: StageFacts) -> Findings:
     """Check that the adapter to resume from exists and can be trained."""
     findings = Findings()
@@ -329,7 +339,14 @@ def _check_adapter(stage: StageFacts) -> Findings:
                 f"trained here: expected layers of attention, such as {list(_ATTENTION)}",
             )
         if lora.path is None:
-            named = [] if isinstance(lora.target_modules, str) else lora.target_modules
+            targets = lora.target_modules
+            named = [] if isinstance(targets, str) else targets
+            if isinstance(targets, str) and (words := _words_of(targets)):
+                findings.problem(
+                    f"{key}.target_modules",
+                    f"is '{targets}', a regular expression of whole names, which matches no layer: "
+                    f"expected a list, [{', '.join(words)}]",
+                )
             if unfit := unfit_target(path, named):
                 text, others_fit = unfit
                 if others_fit:

@@ -413,6 +413,19 @@ def test_the_rank_of_an_adapter_may_stand_beside_full_training(keys: Any) -> Non
     assert config.model.lora_configs is None
 
 
+@pytest.mark.parametrize(
+    ("words", "targets"),
+    [
+        (["q_proj"], ["q_proj"]),
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+        (["all-linear"], "all-linear"),
+    ],
+)
+def test_names_of_layers_are_a_list(keys: Any, words: list[str], targets: Any) -> None:
+    config, _ = keys("run.yaml", "--train_type", "lora", "--target_modules", *words)
+    assert config.model.lora_configs[0].target_modules == targets
+
+
 def test_switches_of_other_sections(keys: Any, tmp_path: Path) -> None:
     operators = "\ndata_processor: {experience_pipeline: {operators: [{name: deduplication}]}}\n"
     (tmp_path / "run.yaml").write_text(YAML + operators)

@@ -177,7 +177,8 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
         rank, alpha = number.get("lora_rank", 8), number.get("lora_alpha", 32)
         adapter: dict[str, Any] = {"lora_rank": int(rank), "lora_alpha": int(alpha)}
         if modules := flags.get("target_modules", []):
-            adapter["target_modules"] = modules[0] if len(modules) == 1 else modules
+            everywhere = modules == ["all-linear"]  # any other text is a regular expression
+            adapter["target_modules"] = modules[0] if everywhere else modules
         keys["model.lora_configs"] = [adapter]
     elif "full" not in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
         for name in ("lora_rank", "lora_alpha", "target_modules"):
