@@ -97,6 +97,15 @@ def test_a_resumed_adapter_ends_with_the_same_bytes(tiny_dir, tmp_path, kind):
         assert torch.equal(resumed.weights()[name], weight), name
 
 
+@pytest.mark.parametrize("targets", [("q_proj",), ("o_proj", "q_proj", "v_proj")])
+def test_a_checkpoint_of_an_adapter_on_other_layers_is_refused(tiny_dir, tmp_path, targets):
+    first = _trained(tiny_dir, target_modules=("o_proj", "v_proj"))
+    first.save(tmp_path, hf=False)
+    other = _trained(tiny_dir, steps=0, target_modules=targets)
+    with pytest.raises(ValueError, match=r"has other layers than this one .*has changed since"):
+        other.load(tmp_path)
+
+
 def test_the_saved_adapter_holds_the_additions_alone(tiny_dir, tmp_path):
     backend = _trained(tiny_dir, steps=1)
     assert backend.adapter is not None

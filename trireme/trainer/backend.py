@@ -291,6 +291,8 @@ class Backend:
             saved.fill(dict(self.each_shard()))
         if self._reference is not None and saved.fill_reference(self._reference_shards()):
             self._reference_moved = True
+        if self.adapter is not None:  # refuses other layers, whose optimizer's state cannot be read
+            self.adapter.load(saved.extra["adapter"])
         self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer.inner)})
 
     @torch.no_grad()
