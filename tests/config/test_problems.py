@@ -225,6 +225,13 @@ def test_the_name_of_a_folder_has_no_nul(tmp_path, key):
     assert found == f"{key} is 'a\\x00b': expected the name of a folder, without NUL"
 
 
+@pytest.mark.parametrize("name", ["..", "../other", "/elsewhere", "."])
+def test_a_stage_has_a_folder_below_the_run_s(tmp_path, name):
+    found = only_problem(tmp_path, f"stages=[{{stage_name: {name!r}}}]")
+    expected = "expected the name of a folder below that of the run"
+    assert found == f"stages[0].stage_name is {name!r}: {expected}"
+
+
 def test_a_dataset_on_the_hub_is_a_note(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     tree = values(tmp_path)

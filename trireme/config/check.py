@@ -453,6 +453,11 @@ def check_folder(stage: StageFacts, root: Path) -> Findings:
         elif key != "checkpoint_root_dir" and _leaves(value):
             text = f"is {value!r}: expected the name of a folder below checkpoint_root_dir, "
             findings.problem(key, f"{text}without '..' or a '/' at the beginning")
+    for number, one in enumerate(config.stages):
+        name = one.stage_name
+        if name and (_leaves(name) or not Path(name).parts or "\0" in name):
+            text = f"is {name!r}: expected the name of a folder below that of the run"
+            findings.problem(f"stages[{number}].stage_name", text)
     if findings.problems:
         return findings
     meets = config.mode == "train" and not stage.reads_file
