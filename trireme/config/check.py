@@ -29,11 +29,10 @@ from trireme.config.lookup import (
     model_config,
     model_facts,
     near_model,
-    outside_blocks,
     unfit_target,
 )
 from trireme.config.schema import Config
-from trireme.config.schema_rollout import ExperienceBufferConfig, FormatConfig, TasksetConfig
+from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.shape import experts_of
 from trireme.config.sizes import Steps
 from trireme.config.stages import StageFacts, used_tasksets
@@ -316,12 +315,16 @@ def _on_attention(targets: str | list[str]) -> bool:
     return not isinstance(targets, str) and {x.split(".")[-1] for x in targets} <= {*_ATTENTION}
 
 
+_HEADS = ("lm_head", "embed_out")
+"""Layers whose whole name is a word."""
+
+
 def _words_of(targets: str) -> list[str]:
     """Return the names of layers that stand as text where a list is meant; empty for all-linear, an
-    expression, and a layer outside the blocks, whose name is a word.
+    expression, and a head.
     """
     words = targets.replace(",", " ").split()
-    plain = all(word.isidentifier() for word in words) and not outside_blocks([targets])
+    plain = all(word.isidentifier() for word in words) and targets not in _HEADS
     return words if plain else []
 
 
@@ -570,7 +573,7 @@ def _idle_in_training(stage: StageFacts, steps: Steps) -> list[str]:
     if stage.reads_file:
         key, data = "experience_buffer", config.buffer.trainer_input.experience_buffer
         why = "read for tasks alone"
-        found += _idle_format(f"buffer.trainer_input.{key}", data.format, _OF_TASKS, why)
+        found += _idle_format(f"buffer.trainer_input.{key}", data, _OF_TASKS, why)
     if optimizer.lr == 0:
         found.append("algorithm.optimizer.lr (0): no weight of the policy moves")
     if stage.has_critic and critic.optimizer.lr == 0:
@@ -605,9 +608,11 @@ _OF_TASKS = ("reply_prefix", "workflow_key", "reward_fn_key")
 """Those that are read for tasks."""
 
 
-def _idle_format(key: str, form: FormatConfig, names: Sequence[str], why: str) -> list[str]:
+def _idle_format(
+    key: str, data: TasksetConfig | ExperienceBufferConfig, names: Sequence[str], why: str
+) -> list[str]:
     """Return a note on the keys among `names` that a data set's `format` sets."""
-    plain = FormatConfig()
+    form, plain = data.format, type(data.format)()
     keys = [name for name in names if getattr(form, name) != getattr(plain, name)]
     values = ", ".join(f"{name}={getattr(form, name)}" for name in keys)
     return [f"{key}.format ({values}): {why}"] if keys else []
@@ -617,7 +622,7 @@ def _idle_in_exploring(stage: StageFacts) -> list[str]:
     config, found = stage.config, list[str]()
     for used in used_tasksets(config):
         why = "read for data to learn from; for tasks, only a workflow of your own can"
-        found += _idle_format(used.key, used.config.format, _OF_DATA, why)
+        found += _idle_format(used.key, used.config, _OF_DATA, why)
     evaluates = any(taskset.is_eval for taskset in used_tasksets(config))
     idle = not evaluates and not stage.another_evaluates
     if "eval_interval" in config.explorer.model_fields_set and idle:
