@@ -233,7 +233,7 @@ def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[
         Problem(
             "model.model_path",
             f"({plan.model_path}) encodes the prompts of {name} as no token: expected its "
-            "tokenizer's files beside the weights, such as tokenizer.json",
+            "tokenizer's files next to the weights, such as tokenizer.json",
         )
         for name, prompts in encoded
         if not max(prompts.sizes)
