@@ -265,11 +265,13 @@ def each_group(
     runs: Tensor | None,
     score: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`score(rewards of the group, those that count)` group by group."""
+    """`score(rewards of the group, those that count)` group by group, in float64, in which the mean
+    of equal rewards is exact.
+    """
     counts = counted(rewards, groups, runs)
-    out = torch.empty_like(rewards)
+    exact, out = rewards.double(), torch.empty_like(rewards)
     for member in by_group(groups):
-        out[member] = score(rewards[member], rewards[member & counts])
+        out[member] = score(exact[member], exact[member & counts]).to(out.dtype)
     return out
 
 

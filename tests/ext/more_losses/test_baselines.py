@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.algorithms.test_baseline import GROUPS, REWARDS
+from trireme.algorithms.advantage import rloo
 from trireme.ext.more_losses.advantages import asymre, opmd, raft, rec
 
 
@@ -24,6 +25,24 @@ from trireme.ext.more_losses.advantages import asymre, opmd, raft, rec
 def test_a_baseline_is_taken_off(function, options, expected):
     out = function(REWARDS, GROUPS, **options)
     assert out.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 6, 7, 8])
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7])
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (rloo, {}),
+        (opmd, {}),
+        (asymre, {"baseline_shift": 0.0}),
+        (rec, {"std_normalize": True}),
+        (rec, {"std_normalize": True, "drop": "balance"}),
+    ],
+)
+def test_equal_rewards_teach_nothing(function, options, reward, size):
+    """Whether float32 has their mean exactly, or not; `rec` divides by their spread."""
+    out = function(torch.full((size,), reward), torch.zeros(size), **options)
+    assert out.tolist() == [0.0] * size
 
 
 def test_opmds_soft_baseline_is_the_log_of_the_mean_exponential():

@@ -27,6 +27,16 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
     assert found.tolist() == pytest.approx([x / std for x in summed], abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [3, 6, 7, 8])
+def test_gdpo_learns_nothing_from_groups_of_equal_rewards(size: int) -> None:
+    """Whitening divides by nearly nothing then: a rounding of the mean would be an advantage."""
+    groups = torch.arange(6).repeat_interleave(size)
+    rewards = torch.tensor([0.1, 0.3, 0.7, 0.2, 0.9, 0.6]).repeat_interleave(size)
+    parts = torch.stack([rewards, torch.full_like(rewards, 0.05)], 1)
+    found = ADVANTAGES.get("gdpo")(groups, parts, torch.ones(2))
+    assert found.tolist() == [0.0] * len(groups)
+
+
 def test_gdpo_counts_a_run_once_as_grpo_does() -> None:
     """A run of four experiences against two of one; the second reward applies to none of them."""
     first = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]).double()

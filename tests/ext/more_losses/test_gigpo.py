@@ -25,6 +25,16 @@ def test_gigpo_adds_what_a_step_did_better_than_others_in_its_state() -> None:
     close(scaled, [SCORE, SCORE, -SCORE, SCORE])
 
 
+@pytest.mark.parametrize("size", [3, 7, 8])
+def test_gigpo_learns_nothing_from_equal_returns(size: int) -> None:
+    """`fnorm: std` divides by nearly nothing then."""
+    groups = torch.arange(3).repeat_interleave(size)
+    rewards = torch.tensor([0.1, 0.3, 0.7]).repeat_interleave(size)
+    runs, first = torch.arange(size).repeat(3), torch.zeros(3 * size, dtype=torch.long)
+    found = gigpo(rewards, groups, runs, first, rewards, groups, fnorm="std")
+    assert found.tolist() == [0.0] * len(rewards)
+
+
 def episode(run: int, rewards: list[float], states: list[str]) -> list[Experience]:
     return [
         Experience(

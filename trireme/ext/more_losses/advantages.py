@@ -38,19 +38,19 @@ def gdpo(
     experiences of one run with the same rewards count once.
     """
     counts = counted(reward_parts.nan_to_num(nan=torch.inf), groups, runs)
-    summed = torch.zeros(len(groups), dtype=reward_parts.dtype)
+    # equal rewards have an exact mean in float64: whitening would blow up a rounding of it
+    parts, weights = reward_parts.double(), reward_weights.double().expand_as(reward_parts)
+    summed = torch.zeros(len(groups), dtype=torch.float64)
     for member in by_group(groups):
-        for part, weight in zip(
-            reward_parts.T, reward_weights.expand_as(reward_parts).T, strict=True
-        ):
+        for part, weight in zip(parts.T, weights.T, strict=True):
             applies = member & ~part.isnan()
             measured = part[applies & counts]
             if len(measured) > 1:
                 centred = part[applies] - measured.mean()
                 summed[applies] += weight[applies] * centred / (measured.std() + epsilon)
-    if counts.sum() < 2:
-        return summed
-    return (summed - summed[counts].mean()) / (summed[counts].std() + epsilon)
+    if counts.sum() > 1:
+        summed = (summed - summed[counts].mean()) / (summed[counts].std() + epsilon)
+    return summed.to(reward_parts.dtype)
 
 
 def gigpo(
@@ -75,6 +75,7 @@ def gigpo(
     if fnorm not in ("none", "std"):
         raise ValueError(f"algorithm.advantage_fn_args.fnorm is '{fnorm}': 'none' or 'std'")
     run_of, last = last_steps(groups, runs, steps)
+    step_rewards = step_rewards.double()  # equal returns have an exact mean
     to_go = torch.empty_like(step_rewards)
     for run in range(len(last)):
         mine = (run_of == run).nonzero().flatten()
@@ -82,10 +83,11 @@ def gigpo(
         for step_index in mine[steps[mine].argsort(descending=True)].tolist():
             following = step_rewards[step_index] + gamma * following
             to_go[step_index] = following
-    totals = torch.zeros_like(rewards[last]).index_add(0, run_of, step_rewards)
+    totals = step_rewards.new_zeros(len(last)).index_add(0, run_of, step_rewards)
     divide = fnorm == "std"
     episode = _centred(totals, groups[last], divide=divide, epsilon=epsilon)[run_of]
-    return episode + omega * _centred(to_go, anchors, divide=divide, epsilon=epsilon)
+    step = _centred(to_go, anchors, divide=divide, epsilon=epsilon)
+    return (episode + omega * step).to(rewards.dtype)
 
 
 def _centred(values: Tensor, groups: Tensor, *, divide: bool, epsilon: float) -> Tensor:
