@@ -83,9 +83,13 @@ def on_policy_distill(
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Return (v - mean) / sqrt(var + 1e-8), var the unbiased one; a single value becomes 0."""
-    variance = values.var() if len(values) > 1 else values.new_zeros(())
-    return (values - values.mean()) * (variance + 1e-8).rsqrt()
+    """Return (v - mean) / sqrt(var + 1e-8), var the unbiased one; a single value becomes 0.
+
+    In float64, in which equal values do not differ from their mean.
+    """
+    exact = values.double()
+    variance = exact.var() if len(exact) > 1 else exact.new_zeros(())
+    return ((exact - exact.mean()) * (variance + 1e-8).rsqrt()).to(values.dtype)
 
 
 def _rows(values: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
