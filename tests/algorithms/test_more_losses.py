@@ -183,6 +183,19 @@ def test_corrected_k3_weighs_by_the_ratio_up_to_2():
     assert kl.corrected_k3(logprobs, ref).tolist() == pytest.approx([plain, plain])
 
 
+def test_corrected_k3_of_a_token_that_was_all_but_impossible_has_a_gradient():
+    """exp(99) is infinite in float32."""
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    kl.corrected_k3(logprobs, torch.tensor([-2.0]), torch.tensor([-100.0])).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(2 * (1 - math.exp(-1)))
+
+
+def test_a_coefficient_of_a_batch_beyond_its_horizon_stays_above_0():
+    for count in (4000, 8192, 10**6):
+        assert kl.adapted(0.1, 0.0, count, target_kl=0.1, horizon=1000) == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize(
     ("divergence", "expected"), [(0.1, 1), (0.11, 1 + 0.1 * 64 / 1000), (9, 1 + 0.2 * 64 / 1000),
                                  (0, 1 - 0.2 * 64 / 1000)],

@@ -71,7 +71,8 @@ def corrected_k3(
     estimate = k3(logprobs, ref_logprobs)
     if old_logprobs is None:
         return estimate
-    return (logprobs - old_logprobs).exp().clamp(0, 2) * estimate
+    # clamped before the exponential, whose gradient would be NaN where it is infinite
+    return (logprobs - old_logprobs).clamp(max=math.log(2)).exp() * estimate
 
 
 def adapted(
@@ -79,10 +80,11 @@ def adapted(
 ) -> float:
     """c (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon): follows a target (arXiv:1909.08593).
 
-    `count` is n, the experiences of the train step.
+    `count` is n, the experiences of the train step. If n is more than 4 horizons, a step leaves a
+    fifth of c: a coefficient below 0 would drive the policy away from the reference.
     """
     error = min(max(divergence / target_kl - 1, -0.2), 0.2)
-    return coefficient * (1 + error * count / horizon)
+    return coefficient * max(1 + error * count / horizon, 0.2)
 
 
 def no_entropy(logprobs: Tensor) -> Tensor:
