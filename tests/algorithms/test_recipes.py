@@ -277,6 +277,17 @@ def test_a_reward_that_is_not_finite_leaves_its_group_out_of_what_is_measured_to
     assert metrics["group_reward_std"] == 1.0
 
 
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e20])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "remax"])
+def test_a_reward_beyond_float32_leaves_its_group_out_whatever_compares_it(name, reward):
+    rewards = {(0, 0): reward, (0, 1): 9.0, (1, 0): 0.0, (1, 1): 2.0}
+    recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn=name))
+    kept, metrics = recipe.advantages(experiences_of(rewards))
+    assert {e.eid.task for e in kept if e.advantages is not None and e.advantages.any()} == {1}
+    assert all(e.advantages is not None and e.advantages.isfinite().all() for e in kept)
+    assert metrics["reward_mean"] == pytest.approx(11 / 3)
+
+
 def test_an_experience_without_a_reward_is_named():
     with pytest.raises(ValueError, match="3/0/1/0 has no reward"):
         get_recipe(_config(algorithm_type="grpo")).advantages(

@@ -171,8 +171,8 @@ def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
 
 
 def columns_of(experiences: Sequence[Experience]) -> Columns:
-    """Return the columns that a group advantage may use. Raises ValueError if a reward is
-    missing.
+    """Return the columns that a group advantage may use; a reward that is too large to square is
+    NaN, which leaves out what is compared with it. Raises ValueError if a reward is missing.
     """
     rewards: list[float] = []
     for experience in experiences:
@@ -187,8 +187,8 @@ def columns_of(experiences: Sequence[Experience]) -> Columns:
     made = {
         **_reward_parts(experiences),
         **(likely if all(e.logprobs is not None for e in experiences) else {}),
-        "rewards": lambda: torch.tensor(rewards, dtype=torch.float32),
-        "step_rewards": lambda: torch.tensor(_step_rewards(experiences), dtype=torch.float32),
+        "rewards": lambda: _squarable(rewards),
+        "step_rewards": lambda: _squarable(_step_rewards(experiences)),
         "anchors": lambda: torch.tensor(_anchors(experiences)),
         "groups": lambda: torch.tensor([numbers[e.eid.tid] for e in experiences]),
         "runs": lambda: torch.tensor([e.eid.run for e in experiences]),
@@ -196,6 +196,11 @@ def columns_of(experiences: Sequence[Experience]) -> Columns:
         "lengths": lambda: torch.tensor([e.trained_tokens for e in experiences]),
     }
     return Columns({}, made=made)
+
+
+def _squarable(rewards: Sequence[float]) -> Tensor:
+    made = torch.tensor(rewards, dtype=torch.float32)
+    return made.masked_fill(~made.square().isfinite(), math.nan)
 
 
 def _reward_parts(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
