@@ -127,6 +127,26 @@ def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given()
         ({"policy_loss_fn": "math:pi"}, "policy_loss_fn 'math:pi' is not a function but float"),
         ({"algorithm_type": "sft", "advantage_fn_args": {"epsilon": 1}}, "has no advantage_fn"),
         ({"algorithm_type": "sft", "teacher_kl_fn": "k2"}, "'sft' learns from rows of data"),
+        (
+            {"algorithm_type": "dpo", "rollout_correction": {"rollout_is": "token"}},
+            "rollout_correction compares .* and 'dpo' learns from rows of data: expected none",
+        ),
+        (
+            {"algorithm_type": "sft", "policy_loss_fn": "ppo"},
+            "'ppo', which asks for 'old_logprobs', and 'sft' learns from rows of data, which have",
+        ),
+        (
+            {"algorithm_type": "cpt", "policy_loss_fn": "cispo", "bypass_old_logprobs": False},
+            "'cispo', which asks for 'advantages', and 'cpt' learns from rows of data",
+        ),
+        (
+            {"algorithm_type": "dpo", "policy_loss_fn_args": {"top_entropy_quantile": 0.2}},
+            "top_entropy_quantile chooses tokens, and policy_loss_fn 'dpo' is a loss of pairs",
+        ),
+        (
+            {"algorithm_type": "kto", "policy_loss_fn_args": {"top_entropy_quantile": 0.2}},
+            "chooses tokens, and policy_loss_fn 'kto' is a loss of labelled replies: expected 1",
+        ),
         ({"algorithm_type": "mix", "teacher_kl_fn": "k2"}, "'mix' learns from rows of data"),
         ({"teacher_kl_fn_args": {"kl_coef": 1}}, "no effect without algorithm.teacher_kl_fn"),
     ],

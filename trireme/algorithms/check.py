@@ -51,6 +51,13 @@ def check(recipe: Recipe) -> None:
                 f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} "
                 f"is a loss of {kind}, whose mean is 'seq-mean-token-mean'"
             )
+        if recipe.asks(column) and recipe.top_entropy < 1:
+            raise ValueError(
+                "algorithm.policy_loss_fn_args.top_entropy_quantile chooses tokens, and "
+                f"{recipe.policy_loss.label} is a loss of {kind}: expected 1"
+            )
+    if recipe.from_data:
+        _refuse_sampled(recipe)
     if recipe.policy_loss.marked("of_groups") and recipe.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
@@ -105,6 +112,26 @@ def _check_labelled(recipe: Recipe, schema: str, column: str, kind: str) -> None
         raise ValueError(
             f"{key} is '{recipe.policy_loss_fn}', which is not a loss of {kind}: '{recipe.name}' "
             f"learns from these, expected a loss such as '{schema}'"
+        )
+
+
+def _refuse_sampled(recipe: Recipe) -> None:
+    """Raise ValueError for parts that learn from what a policy sampled: no row of data has it."""
+    if recipe.correction is not None:
+        raise ValueError(
+            "algorithm.rollout_correction compares the trainer with the engine that sampled, and "
+            f"'{recipe.name}' learns from rows of data: expected none, or in a file with stages "
+            "only in those that explore"
+        )
+    lacking = ["sampler_logprobs"]
+    lacking += ["old_logprobs"] if recipe.bypass_old_logprobs else []
+    lacking += ["advantages", "returns"] if recipe.token_advantage is None else []
+    asked = recipe.policy_loss.data()
+    if missing := next((column for column in lacking if asked.get(column) is False), None):
+        raise ValueError(
+            f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}', which asks for '{missing}', "
+            f"and '{recipe.name}' learns from rows of data, which have none: expected a loss such "
+            "as 'sft'"
         )
 
 
