@@ -244,6 +244,21 @@ def test_sessions_without_a_reward_are_dropped_when_quiet() -> None:
     assert [e.eid.task for e in sessions.take()] == ["kept"]
 
 
+def test_a_misspelt_key_commits_and_rewards_nothing() -> None:
+    async def script(client: httpx.AsyncClient) -> None:
+        await play(client, "one", 1)
+        wrong = {
+            "commit": {"session": "two"},
+            "feedback": {"reward": 2, "session_id": "one", "task": "a"},
+        }
+        for path, body in wrong.items():
+            answer = await client.post(f"/{path}", json=body)
+            assert answer.status_code == 422 and f"request's {list(body)[-1]}" in answer.text
+
+    shipped, sessions = serve(script)
+    assert (shipped.commits, sessions.open("one").reward) == ([], 1)
+
+
 def test_a_call_under_way_in_a_session_that_is_committed_fails_and_is_no_experience() -> None:
     async def main() -> Shipped:
         rollouts, shipped = make_rollouts(lambda _: "yes"), Shipped()

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from trireme.ext.http import messages, responses
 from trireme.ext.http.bodies import Answer, JsonRoute, until_gone
@@ -40,6 +40,8 @@ SAID = 100
 class FeedbackBody(BaseModel):
     """A reward for a session, or for single replies by their ids."""
 
+    model_config = ConfigDict(extra="forbid")
+
     reward: float = Field(allow_inf_nan=False)
     session_id: str | None = None
     msg_ids: list[str] = Field(default_factory=list)
@@ -49,8 +51,10 @@ class FeedbackBody(BaseModel):
 
 class CommitBody(BaseModel):
     """The session or task whose group is committed; if neither is given, all groups that have a
-    reward.
+    reward. An unknown key is refused: a misspelt one would commit them all.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     session_id: str | None = None
     task_id: str | None = None
