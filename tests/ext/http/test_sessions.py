@@ -259,6 +259,18 @@ def test_a_misspelt_key_commits_and_rewards_nothing() -> None:
     assert (shipped.commits, sessions.open("one").reward) == ([], 1)
 
 
+def test_a_reply_of_another_session_than_the_named_one_gets_no_reward() -> None:
+    async def script(client: httpx.AsyncClient) -> None:
+        reply = (await post(client, f"s/one/{CHAT}", **asks("well?")))["id"]
+        body = {"reward": 1, "session_id": "two", "msg_ids": [reply]}
+        answer = await client.post("/feedback", json=body)
+        assert answer.status_code == 400
+        assert f"reply '{reply}' belongs to session 'one', not 'two'" in answer.text
+        assert await post(client, "feedback", **body | {"session_id": "one"}) == {"rewarded": 1}
+
+    assert serve(script)[1].open("one").rewarded
+
+
 def test_a_call_under_way_in_a_session_that_is_committed_fails_and_is_no_experience() -> None:
     async def main() -> Shipped:
         rollouts, shipped = make_rollouts(lambda _: "yes"), Shipped()

@@ -160,7 +160,8 @@ class Sessions:
         """Set the reward of a whole session, or of single replies by their ids; returns their
         number.
 
-        Raises ValueError for an unknown session or reply; no session gets the reward then.
+        Raises ValueError for an unknown session or reply, or a reply of another session than the
+        given one; no session gets the reward then.
         """
         if session is None and not replies:
             raise ValueError(
@@ -169,6 +170,8 @@ class Sessions:
         for reply in replies:
             if reply not in self._replies:
                 raise ValueError(f"reply '{reply}' is not known, or was sent already")
+            if session not in (None, owner := self._replies[reply][0].name):
+                raise ValueError(f"reply '{reply}' belongs to session '{owner}', not '{session}'")
         rated: list[tuple[Session, Sequence[Call]]] = [self._replies[reply] for reply in replies]
         for owner, calls in rated or [(self._known(session or ""), ())]:
             owner.task = task or owner.task
