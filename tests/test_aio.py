@@ -74,6 +74,11 @@ def test_a_coroutine_that_waits_for_nothing_needs_no_event_loop() -> None:
         at_once(steps(waits))
 
 
+def test_nothing_one_by_one_gives_nothing() -> None:
+    """A client sends an empty list to a server for which it has no request."""
+    assert asyncio.run(one_by_one([])) == []
+
+
 def test_what_begins_one_by_one_lets_others_in_between_and_ends_at_the_first_failure() -> None:
     seen: list[str] = []
 

@@ -89,7 +89,7 @@ async def one_by_one(work: Iterable[Awaitable[T]]) -> list[T]:
         for each in work:
             tasks.append(asyncio.ensure_future(each))
             await asyncio.sleep(0)
-        return await first_failure(*tasks)
+        return await first_failure(*tasks) if tasks else []
     finally:
         for task in tasks:
             task.cancel()
