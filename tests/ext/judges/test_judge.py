@@ -85,13 +85,53 @@ def test_a_number_of_another_scale_is_no_reward(answer: str) -> None:
     assert f"it answered '{answer}': expected one number from 0 to 1" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "answer", ["There is 1 mistake, so 0.3", "Between 0 and 1, I give 0.7", "0.2\n\n0.9"]
+)
+def test_of_several_numbers_none_is_the_reward_unless_one_stands_alone(answer: str) -> None:
+    with pytest.raises(ValueError, match="expected one number from 0 to 1"):
+        rewards("judge", Said(answer), ["2"])
+
+
+def test_thinking_that_was_cut_off_is_no_answer() -> None:
+    with pytest.raises(ValueError, match="it answered ''"):
+        rewards("judge", Said("<think>The reply has 1 error, so"), ["2"])
+    _, metrics = rewards("ruler", Said("<think>maybe [0.1, 0.9] or"), ["2", "3"])
+    assert metrics[0]["judge_success"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ('Answer {"score": x}. {dialogue}', r"has \{\"score\"\}.* a brace itself is doubled"),
+        ("{dialogue} {criterion}", r"has \{criterion\}: expected \{dialogue\}, \{reference\}"),
+        ("Is it good?", r"lacks \{dialogue\}, which it judges"),
+        ("{dialogue", "expected '}'"),
+    ],
+)
+def test_a_question_without_its_subject_is_refused_when_it_is_made(prompt: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Judge.of([{"name": "judge", "prompt": prompt}])
+
+
+def test_numbers_that_no_request_can_have_are_refused_when_a_judge_is_made() -> None:
+    for name in ("concurrency", "timeout", "max_tokens"):
+        with pytest.raises(ValueError, match=f"{name}.* 0"):
+            Judge.of([{"name": "judge", name: 0}])
+
+
 def test_what_a_judge_answers_is_shown_by_its_beginning() -> None:
     with pytest.raises(ValueError, match=r"gave None \(it answered 'I +cannot say x{60,80}': ex"):
         rewards("judge", Said("I cannot say " + "x" * 500), ["2"])
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"), [("**0.7**", 0.7), ("Score: .5.", 0.5), ("- 1", 1.0), ("1\n\nGood.", 1.0)]
+    ("answer", "reward"),
+    [
+        *(("**0.7**", 0.7), ("Score: .5.", 0.5), ("- 1", 1.0), ("1\n\nGood.", 1.0)),
+        *(("1e-1", 0.1), ("0.7. Yes, 0.70.", 0.7), ("0.8\n\nIt makes 2 points.", 0.8)),
+        *(("1. Right.\n2. Short.\n\n**Score:** 0.3.", 0.3), ("<think>1 error</think>0.5", 0.5)),
+    ],
 )
 def test_a_number_from_0_to_1_is_the_reward(answer: str, reward: float) -> None:
     assert rewards("judge", Said(answer), ["2"])[0] == [reward]

@@ -12,7 +12,9 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
 
 from trireme.files import write_json
 from trireme.log import get_logger
@@ -44,10 +46,10 @@ class Asker:
         api_key: str = "EMPTY",
         auxiliary: int = 0,
         temperature: float = 0.0,
-        max_tokens: int | None = None,
-        concurrency: int = 16,
-        timeout: float = 120.0,
-        max_retries: int = 3,
+        max_tokens: Annotated[int, Ge(1)] | None = None,
+        concurrency: Annotated[int, Ge(1)] = 16,
+        timeout: Annotated[float, Gt(0)] = 120.0,
+        max_retries: Annotated[int, Ge(0)] = 3,
         cache: str | None = "memory",
     ) -> None:
         """Ask an endpoint, by `base_url` and `model`, else the auxiliary model of that index.
@@ -128,6 +130,8 @@ class Asker:
             except Exception as error:  # a client has many kinds; the caller needs the model's name
                 raise RuntimeError(f"{where} gave no answer: {error}") from error
         text = reply.choices[0].message.content or ""
+        if text.lstrip().startswith("<think>") and "</think>" not in text:
+            return ""  # it was cut off while it thought
         return text.rpartition("</think>")[2].strip()
 
     def _client_of(self, models: Sequence[Any]) -> Any:

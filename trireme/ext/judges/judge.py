@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -48,9 +49,13 @@ counts as much as its weight; a reply that misses several must be rated low.
 
 Answer with JSON: {{"rating": <a whole number from 1 to 10>}}"""
 _NUMBER = re.compile(
-    r"([-\u2212])?(\d+(?:\.\d+)?|\.\d+)(,\d|\s*(?:/|%|(?:out\s+)?of\b|stars?\b))?", re.IGNORECASE
+    r"([-\u2212])?((?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
+    r"(,\d|\s*(?:/|%|(?:out\s+)?of\b|stars?\b))?",
+    re.IGNORECASE,
 )
 """A number, with what makes it one of another scale: a minus before it, `/10` or `stars` after."""
+_LABEL = re.compile(r"[^\d:=]*[:=]")
+"""What may stand before a number on its line, such as `Score:`."""
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _OBJECT = re.compile(r"\{[^{}]*\}")
 
@@ -59,10 +64,15 @@ class Asking(ORM):
     """A reward that asks a model; unknown options are passed to the Asker."""
 
     prompt: ClassVar[str]
+    subjects: ClassVar[tuple[str, ...]]
+    """What a question may show; it has to show the first, which is judged."""
 
     def __init__(self, prompt: str | None = None, **model: Any) -> None:
-        """`prompt` is the question, with its subjects in braces."""
+        """`prompt` is the question, with its subjects in braces. Raises ValueError for another
+        one in it, and if what is judged is not.
+        """
         self._prompt = self.prompt if prompt is None else prompt
+        _refuse_question(self._prompt, self.subjects)
         self._asker = Asker(**fitting_options("a judge", Asker, model))
 
     @property
@@ -79,6 +89,7 @@ class ModelJudge(Asking):
     """A number from 0 to 1 for each dialogue. `prompt` may use {dialogue} and {reference}."""
 
     prompt = PROMPT
+    subjects = ("dialogue", "reference")
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | Unscored]:
         """Score each completion by the judge's model."""
@@ -90,11 +101,9 @@ class ModelJudge(Asking):
     async def _ask(self, messages: Any, truth: Any, models: Sequence[Any]) -> Value | Unscored:
         text = self._prompt.format(dialogue=_dialogue(messages), reference=_reference(truth))
         answer = await self._asker.ask([{"role": "user", "content": text}], models)
-        match = _NUMBER.search(answer)
-        # "1/10" is not the requested form, and no 1
-        if match is None or match[1] or match[3] or float(match[2]) > 1:
+        if (score := read_score(answer)) is None:
             return Unscored(f"it answered {answer[:80]!r}: expected one number from 0 to 1")
-        return Value(float(match[2]), {"judge_success": 1.0})
+        return Value(score, {"judge_success": 1.0})
 
 
 class RelativeJudge(Asking):
@@ -106,6 +115,7 @@ class RelativeJudge(Asking):
     """
 
     prompt = RULER
+    subjects = ("candidates", "prompt", "count", "reference")
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
         """Score the completions of one prompt by comparing them."""
@@ -130,6 +140,7 @@ class RubricJudge(Asking):
     """
 
     prompt = RUBRIC
+    subjects = ("reply", "prompt", "criteria")
 
     def __init__(
         self, criteria: Sequence[Any] = (), prompt: str | None = None, **model: Any
@@ -155,6 +166,25 @@ class RubricJudge(Asking):
         if rating is None:
             return Value(0.0, {"judge_success": 0.0})
         return Value((rating - 1) / 9, {"judge_success": 1.0})
+
+
+def _refuse_question(question: str, subjects: Sequence[str]) -> None:
+    shown = ", ".join(f"{{{name}}}" for name in subjects)
+    try:
+        named = [name for _, name, *_ in string.Formatter().parse(question) if name is not None]
+    except ValueError as error:
+        raise ValueError(
+            f"the prompt of a judge is no text with {shown}: {error}; a brace itself is doubled"
+        ) from error
+    if unknown := [name for name in named if name not in subjects]:
+        raise ValueError(
+            f"the prompt of a judge has {{{unknown[0]}}}: expected {shown}; a brace itself is "
+            'doubled, as in {{"score": 1}}'
+        )
+    if subjects[0] not in named:
+        raise ValueError(
+            f"the prompt of a judge lacks {{{subjects[0]}}}, which it judges: expected {shown}"
+        )
 
 
 def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -187,6 +217,24 @@ def comparison(
         count=len(replies),
         reference=_reference(truth),
     )
+
+
+def read_score(answer: str) -> float | None:
+    """Return the number from 0 to 1 that an answer gives: its only one, else the only one on a line
+    of its own. None if there is none, or it is of another scale: "1/10" is no 1.
+    """
+    given = {_number(match) for match in _NUMBER.finditer(answer)}
+    if len(given) > 1:
+        lines = (_LABEL.sub("", line, count=1).strip(" *_`#") for line in answer.splitlines())
+        alone = (_NUMBER.fullmatch(line.removesuffix(".")) for line in lines)
+        given = {_number(match) for match in alone if match}
+    [score] = given if len(given) == 1 else [-1.0]
+    return score if 0 <= score <= 1 else None
+
+
+def _number(match: re.Match[str]) -> float:
+    """Return a number that was found; -1 for one of another scale."""
+    return -1.0 if match[1] or match[3] else float(match[2])
 
 
 def read_scores(answer: str, count: int) -> list[float] | None:
