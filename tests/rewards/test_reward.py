@@ -220,6 +220,14 @@ def test_an_error_about_a_missing_truth_names_the_columns() -> None:
     ) in str(fault_of(caught.value))
 
 
+def test_a_reward_without_a_part_is_no_reward_of_0() -> None:
+    def judged(task: Task, answer: str) -> dict[str, float]:
+        return {}
+
+    with pytest.raises(ValueError, match=r"reward 'judged' gave \{\}: expected a number"):
+        judge(judged, "a")
+
+
 @pytest.mark.parametrize("value", ["much", None, float("nan"), {"a": float("inf")}])
 def test_what_is_no_number_is_an_error(value: Any) -> None:
     def broken(task: Task, answer: str) -> Any:

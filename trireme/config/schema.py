@@ -440,7 +440,7 @@ class Config(Section, place=""):
     """Name of the run's own folder, `checkpoint_root_dir/project/name`; not given: the YAML's."""
     mode: Mode = "both"
     """Explore and train together, or one of them; measure checkpoints; explore by an OpenAI API."""
-    seed: NonNegativeInt = 42
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 42
     """Seed of everything that is random."""
     deterministic: bool | None = None
     """Equal seeds give equal bytes; not given: where explorer and trainer run in lock-step."""

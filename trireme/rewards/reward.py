@@ -133,6 +133,8 @@ async def score(
         scored = await _asked(task, answer, reward, more, named or {})
         parts = scored if isinstance(scored, Mapping) else {name: scored}
         whose = f"reward '{name}' gave"
+        if not parts:
+            raise Refused(f"{whose} {{}}: expected a number, or one for each part")
         numbers = {
             str(part): number(value, f"{whose} for '{part}'" if parts is scored else whose)
             for part, value in parts.items()
