@@ -71,7 +71,7 @@ def ppo(
     clip_range: AtLeast0 = 0.2,
     clip_range_low: Annotated[float | None, Ge(0)] = None,
     clip_range_high: Annotated[float | None, Ge(0)] = None,
-    clip_ratio_c: Annotated[float, Ge(1)] = 3.0,
+    clip_ratio_c: Annotated[float, Gt(1)] = 3.0,
     enable_sequence_masking: bool = False,
     delta_sequence_masking: AtLeast0 = 0.1,
     fallback_to_policy_gradient: bool = False,

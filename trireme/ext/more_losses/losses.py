@@ -208,7 +208,7 @@ def mix_chord(
     clip_range: AtLeast0 = 0.2,
     clip_range_low: Annotated[float | None, Ge(0)] = None,
     clip_range_high: Annotated[float | None, Ge(0)] = None,
-    clip_ratio_c: Annotated[float, Ge(1)] = 3.0,
+    clip_ratio_c: Annotated[float, Gt(1)] = 3.0,
     sft_loss_agg_mode: LossAggMode | None = None,
     grpo_loss_agg_mode: LossAggMode | None = None,
 ) -> Reported:
