@@ -147,6 +147,8 @@ def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given()
             {"algorithm_type": "kto", "policy_loss_fn_args": {"top_entropy_quantile": 0.2}},
             "chooses tokens, and policy_loss_fn 'kto' is a loss of labelled replies: expected 1",
         ),
+        ({"sample_strategy": "mix"}, "'ppo' learns nothing from these: expected a loss that takes"),
+        ({"algorithm_type": "mix", "policy_loss_fn": "gspo"}, "whose advantages are 0, and policy"),
         ({"algorithm_type": "mix", "teacher_kl_fn": "k2"}, "'mix' learns from rows of data"),
         ({"teacher_kl_fn_args": {"kl_coef": 1}}, "no effect without algorithm.teacher_kl_fn"),
     ],
@@ -172,7 +174,7 @@ def test_an_unknown_part_is_told_first_without_asserts_too():
     [
         ("policy_loss_fn", {"clip_range": "big"}, "'ppo': clip_range is 'big': expected a number"),
         ("policy_loss_fn", {"clip_range": -0.2}, "clip_range is -0.2: expected at least 0"),
-        ("policy_loss_fn", {"clip_ratio_c": 0.5}, "clip_ratio_c is 0.5: expected at least 1"),
+        ("policy_loss_fn", {"clip_ratio_c": 1}, "clip_ratio_c is 1: expected more than 1"),
         ("policy_loss_fn", {"enable_sequence_masking": "yes"}, "'yes': expected true or false"),
         ("advantage_fn", {"std_cal_level": "batches"}, "one of group, batch; did you mean 'batch'"),
         ("advantage_fn", {"epsilon": [1]}, r"epsilon is \[1\]: expected a number"),

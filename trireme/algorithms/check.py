@@ -70,6 +70,19 @@ def check(recipe: Recipe) -> None:
             f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
             "expert's rows, which 'mix' brings"
         )
+    if recipe.sample_strategy == "mix":
+        _refuse_idle_experts(recipe)
+
+
+def _refuse_idle_experts(recipe: Recipe) -> None:
+    """Raise ValueError for a policy loss that would learn nothing from an expert's rows."""
+    loss = recipe.policy_loss
+    if loss.marked("idle_at_zero_advantage") and "expert" not in loss.data():
+        raise ValueError(
+            "algorithm.sample_strategy 'mix' brings an expert's rows, whose advantages are 0, and "
+            f"{loss.label} learns nothing from these: expected a loss that takes 'expert', such as "
+            "'mix', or another strategy"
+        )
 
 
 def _check_group_penalty(recipe: Recipe) -> None:
