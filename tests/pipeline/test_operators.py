@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 from trireme.experience import EID, Experience
 from trireme.pipeline.operators import ExperienceOperator, OperatorFailed, make_operator, pass_rates
@@ -96,12 +97,37 @@ def test_runs_are_equal_only_when_all_their_steps_are() -> None:
     assert {e.eid.run for e in apply("deduplication", given)[0]} == {0, 2}
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_group_with_a_reward_that_is_not_finite_has_no_spread(broken: float) -> None:
+    """After another operator's division, say."""
+    given = [one(r, i) for i, r in enumerate([0.0, 1.0])]
+    given += [one(r, i, task=1) for i, r in enumerate([0.0, 1.0, broken])]
+    assert apply("reward_std_filter", given) == (given[:2], {"dropped": 3.0})
+
+
 def test_the_length_penalty_falls_evenly_over_its_cache() -> None:
     """Trained tokens 2 to 7, L = 6, C = 4: free up to 2, then a quarter a token, all at 6."""
     kept, metrics = apply("length_penalty", [one(1.0, i) for i in range(6)],
                           max_length=6, cache_length=4, penalty_factor=2.0)  # fmt: skip
     assert rewards(kept) == [1.0, 0.5, 0.0, -0.5, -1.0, -1.0]
     assert metrics == {"penalized": 5.0}
+
+
+def test_a_changed_reward_reaches_the_rewards_of_tokens_too() -> None:
+    """Where the tokens have rewards, ppo and reinforceplusplus learn from these alone."""
+    given = [one(1.0, 3, bonus=0.5), one(1.0, 3, 1, bonus=0.5), one(1.0, 3, 2, bonus=0.5)]
+    given[0].token_rewards = torch.tensor([0.0, 0.5, 0, 0, 0, 0.5])
+    given[1].token_rewards = torch.tensor([0.0, 0.5, 0, 0.5, 0, 0])
+    given[1].mask = torch.tensor([False, True, False, True, False, False])
+    before = given[0].token_rewards
+    configs = [{"stats_key": "bonus", "op_type": "SUB"}]
+    kept, _ = apply("reward_shaping_mapper", given, reward_shaping_configs=configs)
+    assert rewards(kept) == [0.5] * 3 and kept[2].token_rewards is None
+    apply("length_penalty", kept, max_length=5, cache_length=5)
+    whole, holed = (e.token_rewards for e in kept[:2])
+    assert whole is not None and whole.tolist() == [0, 0.5, 0, 0, 0, -1.0]
+    assert holed is not None and holed.tolist() == pytest.approx([0, 0.5, 0, -0.4, 0, 0])
+    assert before.tolist() == [0, 0.5, 0, 0, 0, 0.5]  # a record of the raw one is as it was
 
 
 def test_pass_rates_are_of_each_row_by_the_last_steps_of_its_runs() -> None:

@@ -202,12 +202,13 @@ def invalid_reward_filter(experiences: list[Experience]) -> Operated:
 
 def reward_std_filter(experiences: list[Experience], *, threshold: float = 0.0) -> Operated:
     """Drops groups that teach little: those with a population standard deviation of the rewards of
-    at most `threshold`, and those of one experience.
+    at most `threshold`, those of one experience, and those with a reward that is not finite.
     """
     kept = set()
     for group, members in group_by(experiences, "task").items():
         rewards = [_reward(e) for e in members]
-        if len(rewards) > 1 and statistics.pstdev(rewards) > threshold:
+        finite = all(map(math.isfinite, rewards))
+        if len(rewards) > 1 and finite and statistics.pstdev(rewards) > threshold:
             kept.add(group)
     return _keep(experiences, [e for e in experiences if e.eid.tid in kept])
 
@@ -256,7 +257,7 @@ def reward_shaping_mapper(
             raise ValueError(f"stats_key is {key!r}: expected the name of a number in `info`")
         weight = checked_value("reward_shaping_configs", "weight", float, config.get("weight", 1.0))
         for experience in experiences:
-            experience.reward = _shaped(_reward(experience), op, weight * _stat(experience, key))
+            _change(experience, _shaped(_reward(experience), op, weight * _stat(experience, key)))
     return experiences, {"reward_mean": _mean(experiences)}
 
 
@@ -320,7 +321,7 @@ def length_penalty(
         if over > 0:
             penalized += 1
             share = min(over / cache_length, 1.0)
-            experience.reward = _reward(experience) - penalty_factor * share
+            _change(experience, _reward(experience) - penalty_factor * share)
     return experiences, {"penalized": float(penalized)}
 
 
@@ -335,6 +336,17 @@ def _reward(experience: Experience) -> float:
             f"let the workflow set one"
         )
     return experience.reward
+
+
+def _change(experience: Experience, reward: float) -> None:
+    """Set the reward. Where its tokens have rewards, which advantages of tokens take in its place,
+    the last trained one changes by as much.
+    """
+    trained = experience.mask.nonzero()
+    if experience.token_rewards is not None and len(trained):
+        experience.token_rewards = experience.token_rewards.clone()
+        experience.token_rewards[trained[-1]] += reward - _reward(experience)
+    experience.reward = reward
 
 
 def _stat(experience: Experience, key: str) -> float:
