@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.trainer.samples import backend_of, critic_of, experiences
+from tests.trainer.samples import backend_of, critic_of, experiences, optimizer_of, settings
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.checkpoint.layout import WEIGHTS
 from trireme.checkpoint.save import write_weights
+from trireme.config.schema import AlgorithmConfig, CriticConfig
+from trireme.launch import models
 from trireme.trainer.critic import HEAD, Critic, value_loss
 from trireme.trainer.learning import TrainState
 from trireme.trainer.step import train_step
@@ -112,3 +116,19 @@ def test_the_policy_stays_while_the_critic_warms_up(tiny_dir):
     assert all(torch.equal(w, before[n]) for n, w in backend.weights().items())
     train_step(backend, recipe, samples, version=0, train_state=train_state)
     assert backend.optimizer.steps == 1 and train_state.steps == 2
+
+
+def test_the_policys_schedule_ends_with_the_run_though_the_critic_warms_up_first(tiny_dir) -> None:
+    """8 train steps of 2 optimizer steps each, in the first 3 of which the critic alone learns."""
+    cosine = optimizer_of(lr=1.0, lr_scheduler_type="cosine", min_lr_ratio=0.0)
+    critic = CriticConfig(optimizer=cosine, warmup_steps=3)
+    algorithm = AlgorithmConfig(algorithm_type="ppo", critic=critic, num_iterations=2)
+    config = SimpleNamespace(algorithm=algorithm, model=SimpleNamespace(critic_model_path=None))
+    plan: Any = SimpleNamespace(config=config, device="cpu", deterministic=False)
+    given = settings(optimizer=cosine, total_steps=16)
+    with patch.object(models, "_settings", return_value=given):
+        made = models.make_models(plan, str(tiny_dir), get_recipe(algorithm))
+    assert made.train_state.critic is not None
+    schedules = made.backend.optimizer.schedule, made.train_state.critic.optimizer.schedule
+    assert [schedule.total for schedule in schedules] == [10, 16]
+    assert [schedule.lr(schedule.total) for schedule in schedules] == [0.0, 0.0]

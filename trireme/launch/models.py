@@ -90,10 +90,15 @@ def make_models(
     if plan.deterministic:
         for name, value in FIXED_SUMS.get(plan.device, {}).items():
             os.environ.setdefault(name, value)
-    backend = make(model_path, settings, ranks, reference=recipe.needs_reference)
     if not recipe.needs_critic:
+        backend = make(model_path, settings, ranks, reference=recipe.needs_reference)
         return Models(backend, recipe, TrainState(recipe))
     options = config.algorithm.critic
+    # its schedule ends with the run, though it makes no steps while the value model warms up
+    waits = options.warmup_steps * config.algorithm.num_iterations
+    total = settings.total_steps and max(settings.total_steps - waits, 1)
+    policy = replace(settings, total_steps=total)
+    backend = make(model_path, policy, ranks, reference=recipe.needs_reference)
     critic = Critic(
         config.model.critic_model_path or model_path,
         replace(settings, optimizer=options.optimizer, lora=None),  # trained in full
