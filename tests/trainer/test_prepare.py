@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.samples import backend_of, critic_of, experiences, move
-from trireme.algorithms.kl import top_entropy
+from trireme.algorithms.kl import LOSS_AGG_MODES, top_entropy
 from trireme.algorithms.recipes import get_recipe
 from trireme.algorithms.token_advantage import in_trainer
 from trireme.batch import flatten
@@ -246,3 +246,18 @@ def test_an_adaptive_coefficient_moves_and_comes_back_after_a_resume(tiny_dir):
     assert again.coefficients == train_state.coefficients and again.steps == 1
     train_state.adapt("kl_loss_fn", 0.0, 8)  # while the checkpoint is written behind the training
     assert state["coefficients"] == again.coefficients != train_state.coefficients
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_an_adaptive_coefficient_follows_the_mean_of_a_token_in_every_mode(mode, tiny_dir):
+    """Two modes sum the tokens, so that the loss is several times the mean of a token."""
+    backend = backend_of(tiny_dir, max_token_len=100, reference=True)
+    move(backend)
+    batch = flatten(experiences())
+    drift = backend.logprobs(batch) - backend.logprobs(batch, reference=True)
+    adaptive = {"kl_coef": 0.5, "adaptive": True, "horizon": 80}
+    adaptive["target_kl"] = 2 * float(drift.square().mean() / 2)
+    recipe = _recipe("grpo", kl_loss_fn="k2", kl_loss_fn_args=adaptive, loss_agg_mode=mode)
+    train_state = TrainState(recipe)
+    train_step(backend, recipe, experiences(), version=0, train_state=train_state)
+    assert train_state.coefficients["kl_loss_fn"] == pytest.approx(0.5 * (1 - 0.2 * 0.1))

@@ -4,7 +4,7 @@
   ref_logprobs [M]) -> [M]`; names and formulas after Schulman,
   http://joschu.net/blog/kl-approx.html. As `kl_loss_fn`, `kl_coef` (0.001 by default) times it is
   added to the loss; as `kl_penalty_fn` that is taken off the rewards. With `adaptive` the
-  coefficient follows the divergence.
+  coefficient follows the divergence of a token, on average.
 - The bonus, per token, for a policy with high entropy: functions `(entropies [M]) -> [M]`;
   `entropy_coef` (0 by default) times it is subtracted from the loss. If the coefficient is 0 the
   exact entropy is not computed.

@@ -120,10 +120,13 @@ def _learn(
             steps.append(prepared | reselected | made)
     metrics = _over_iterations(steps or [prepared]) | sizes
     metrics |= sampler_measures(metrics)
+    # a target is one of a token's mean, whatever sum `loss_agg_mode` makes of the tokens
+    weight = float(batch.fields["weights"].double().sum())
     for kind, (name, _) in recipe.divergences.items():
         metrics[f"actor/{name}_coef"] = train_state.coefficients[kind]
-        if train_state.trains_policy:  # otherwise nothing was measured
-            train_state.adapt(kind, metrics[f"actor/{name}_loss"], len(experiences))
+        if train_state.trains_policy and weight:  # otherwise nothing was measured
+            mean = metrics[f"actor/{name}_loss"] / weight
+            train_state.adapt(kind, mean, len(experiences))
     train_state.steps += 1
     return metrics
 
