@@ -186,6 +186,19 @@ def test_responses_with_tools_go_on_from_the_sampled_ids(stream: bool, by_id: bo
     asyncio.run(main())
 
 
+def test_responses_that_go_on_with_a_reply_stay_in_its_session() -> None:
+    async def main() -> None:
+        _, made = rollouts("One.", "Two.", "Three.")
+        async with client_of(made) as http:
+            body: dict[str, Any] = {"input": "hi"}
+            for _ in range(3):
+                reply = (await http.post("/v1/responses", json=body)).json()
+                body = {"input": "more", "previous_response_id": reply["id"]}
+            assert "\ntrireme_sessions_open 1\n" in (await http.get("/metrics")).text
+
+    asyncio.run(main())
+
+
 SPACE: dict[str, Any] = {"type": "namespace", "name": "n"}
 
 

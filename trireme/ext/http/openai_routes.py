@@ -119,15 +119,16 @@ def _add_apis(
             rollouts.refuse_long(text)
         if path.endswith("/count_tokens"):
             return Answer(await until_gone(request, _count(sessions, body)))
-        session, before = sessions.open(name), []
+        before: list[dict[str, Any]] = []
         if path.endswith("/responses") and body.get("previous_response_id"):
             owner, call = sessions.reply(str(body["previous_response_id"]))
-            if name is not None and owner is not session:
+            if name is not None and owner.name != name:
                 raise ValueError(
                     f"previous_response_id: the reply {body['previous_response_id']!r:.60} "
                     "belongs to another session"
                 )
-            session, before = owner, call.conversation
+            name, before = owner.name, call.conversation
+        session = sessions.open(name)
 
         def note(reply_id: str, replies: Sequence[Reply]) -> None:
             sessions.note(session, reply_id, [reply.call for reply in replies])
