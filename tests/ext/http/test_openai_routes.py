@@ -82,6 +82,45 @@ def test_a_stream_says_what_the_whole_response_says_piece_by_piece(
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_stream_has_the_ids_that_the_whole_response_has(
+    tiny_dir: Path, path: str, logprobs: bool
+) -> None:
+    chat = "chat" in path
+    body: dict[str, Any] = {
+        "model": "m",
+        "max_tokens": 12,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    body |= {"messages": USER} if chat else {"prompt": "hi"}
+    if logprobs:
+        named = {"return_tokens_as_token_ids": True}
+        body |= named | ({"logprobs": True} if chat else {"logprobs": 0})
+
+    async def main() -> None:
+        async with torch_rollouts(tiny_dir) as rollouts, client_of(rollouts) as http:
+            whole = (await http.post(path, json=body)).json()
+            text = (await http.post(path, json=body | {"stream": True})).text
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if "{" in line]
+        chunks = [json.loads(line) for line in lines]
+        [choice], parts = whole["choices"], [chunk["choices"][0] for chunk in chunks]
+        assert [id for part in parts for id in part["token_ids"]] == choice["token_ids"]
+        place, last = (whole, chunks[-1]) if chat else (choice, parts[-1])
+        assert last["prompt_token_ids"] == place["prompt_token_ids"]
+        if logprobs:
+            held = [part["logprobs"] for part in parts if part["logprobs"]]
+            rows = (
+                [row["token"] for one in held for row in one["content"]]
+                if chat
+                else [token for one in held for token in one["tokens"]]
+            )
+            assert rows == [f"token_id:{id}" for id in choice["token_ids"]]
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_tells_no_tokens_streams_one_piece() -> None:
     async def main() -> None:
         async with agent(["hello"]) as (client, _, _http):

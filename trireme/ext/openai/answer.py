@@ -31,9 +31,11 @@ from trireme.ext.openai.wire import (
     forced_tool,
     new_id,
     options_of,
+    prompt_ids,
     refuse_many,
     text_logprobs,
     text_response,
+    token_names,
     token_row,
     wants_tool_calls,
 )
@@ -223,7 +225,9 @@ class _Chunks:
         self._parser = partial(_parser_of, model, body)
         self._split: Callable[[], StreamedThinking] | None = None
         self._thoughts: dict[int, StreamedThinking] = {}
-        self._decode = model.chat_tokens.decode
+        self._tokens, self._decode = model.chat_tokens, model.chat_tokens.decode
+        self._names = token_names(body, self._decode)
+        self._gives_ids = bool(body.get("return_token_ids"))
         self._stops = [*stop]
         self._openings: Sequence[str] = ()
         self._thinks = self._waits = False
@@ -235,6 +239,8 @@ class _Chunks:
         self._logprobs = bool(logprobs) if chat else logprobs is not None
         self._pieces: dict[int, StreamedText] = {}
         self._rows: dict[int, list[dict[str, Any]]] = {}
+        self._ids: dict[int, list[int]] = {}
+        """Of each sample, the tokens since its last chunk; so are the rows."""
         self._told: dict[int, int] = {}
         self.id = new_id("chatcmpl" if chat else "cmpl")
         kind = "chat.completion.chunk" if chat else "text_completion"
@@ -251,7 +257,8 @@ class _Chunks:
         self, sample: int, token: int, logprob: float, others: dict[int, float]
     ) -> dict[str, Any] | None:
         """Return the chunk that a token completes, if any."""
-        self._rows.setdefault(sample, []).append(token_row(token, logprob, others, self._decode))
+        self._rows.setdefault(sample, []).append(token_row(token, logprob, others, self._names))
+        self._ids.setdefault(sample, []).append(token)
         piece = self._of(sample).add(token)
         thinking = self._thinking(sample)
         delta = {"content": piece} if thinking is None else thinking.add(piece)
@@ -270,7 +277,8 @@ class _Chunks:
         alternatives = c.alternatives or [{}] * len(c.ids)
         late = list(zip(c.ids, c.logprobs, alternatives, strict=True))[known:]
         rows = self._rows.setdefault(index, [])
-        rows += [token_row(*one, self._decode) for one in late]
+        rows += [token_row(*one, self._names) for one in late]
+        self._ids.setdefault(index, []).extend(c.ids[known:])
         rest = self._of(index).rest(whole)
         chunks = []
         if (thinking := self._thinking(index)) is not None:
@@ -285,6 +293,9 @@ class _Chunks:
             chunks.append(self._chunk(index, {"tool_calls": numbered}))
         end = self._chunk(index, {}, choice["finish_reason"])
         end["choices"][0] |= {"stop_reason": c.stop}
+        if self._gives_ids:  # where a whole response has them
+            place = end if self._chat else end["choices"][0]
+            place["prompt_token_ids"] = prompt_ids(reply, self._tokens)
         return [*chunks, end]
 
     def _thinking(self, sample: int) -> StreamedThinking | None:
@@ -303,7 +314,7 @@ class _Chunks:
     def _chunk(
         self, index: int, delta: dict[str, Any], finish: str | None = None
     ) -> dict[str, Any]:
-        rows = self._rows.pop(index, [])
+        rows, ids = self._rows.pop(index, []), self._ids.pop(index, [])
         first = index not in self._told
         offset = len(self._of(index).shown) - len(delta.get("content", ""))
         self._told[index] = self._told.get(index, 0) + len(rows)
@@ -315,6 +326,8 @@ class _Chunks:
                 else text_logprobs(rows, max(offset, 0))
             )
         choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": logprobs}
+        if self._gives_ids:
+            choice["token_ids"] = ids
         if self._chat:
             choice["delta"] = {"role": "assistant", **delta} if first else delta
         else:

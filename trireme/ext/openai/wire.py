@@ -227,7 +227,7 @@ def chat_response(
         }
         if body.get("logprobs"):
             choice["logprobs"] = {
-                "content": token_logprobs(reply, _shown(body, decode)),
+                "content": token_logprobs(reply, token_names(body, decode)),
                 "refusal": None,
             }
         choices.append(choice)
@@ -252,7 +252,7 @@ def text_response(
             "token_ids": reply.tokens,
         }
         if body.get("logprobs") is not None:
-            choice["logprobs"] = text_logprobs(token_logprobs(reply, _shown(body, decode)))
+            choice["logprobs"] = text_logprobs(token_logprobs(reply, token_names(body, decode)))
         if body.get("return_token_ids"):
             choice["prompt_token_ids"] = prompt_ids(reply, chat)
         choices.append(choice)
@@ -264,7 +264,7 @@ def prompt_ids(reply: Reply, chat: ChatTokens) -> list[int]:
     return chat.outside(reply.call.ids[: reply.prompt_tokens])
 
 
-def _shown(body: Mapping[str, Any], decode: Decode) -> Decode:
+def token_names(body: Mapping[str, Any], decode: Decode) -> Decode:
     """Return how log-probabilities name tokens: by their text, or as vLLM names ids."""
 
     def by_id(ids: Sequence[int], *, skip_special: bool = False) -> str:
