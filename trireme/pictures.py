@@ -342,8 +342,8 @@ def with_text(message: Message, text: str) -> dict[str, Any]:
     """Return a user's plain message with another text, which shows the message's pictures: at its
     tags, else before it. Raises ValueError for more tags than pictures.
     """
-    told, seen = {**message, "content": text}, pictures_in([message])
-    return with_images(tagged([told], seen), seen)[0] if seen else told
+    changed, seen = {**message, "content": text}, pictures_in([message])
+    return with_images(tagged([changed], seen), seen)[0] if seen else changed
 
 
 def with_row(
