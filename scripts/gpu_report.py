@@ -477,12 +477,12 @@ def kernels(machine: Machine) -> Lines:
 
 
 def head(machine: Machine) -> Lines:
-    """The output head beside its products, four where logits of several chunks are computed twice,
+    """The output head beside its products, four where logits are too many to be stored,
     else three; and its gradient beside float64.
     """
     from types import SimpleNamespace
 
-    from trireme.config.memory import LOGIT_NUMBERS
+    from trireme.config.memory import STORED_LOGITS
     from trireme.trainer.head import score_entries
 
     s = machine.sizes
@@ -509,7 +509,7 @@ def head(machine: Machine) -> Lines:
     chunk, count = min(1024, s.head_entries), -(-s.head_entries // 1024)
     few = hidden.detach()[:chunk]
     logits = few @ linear.weight.detach().T
-    again = s.head_entries * s.vocabulary > LOGIT_NUMBERS[machine.device.type]
+    again = s.head_entries * s.vocabulary > STORED_LOGITS[machine.device.type]
 
     def products() -> None:
         for _ in range(count):

@@ -16,7 +16,7 @@ from tests.fake_gpu import DEVICE, FakeGpu, put
 from tests.trainer.samples import backend_of, critic_of, experiences, gradients_of, move
 from tests.trainer.test_every_algorithm import MIXES, _samples
 from trireme.algorithms.recipes import Recipe, get_recipe
-from trireme.config.memory import LOGIT_NUMBERS
+from trireme.config.memory import LOGIT_NUMBERS, STORED_LOGITS
 from trireme.registry import ALGORITHMS
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import TrainState
@@ -33,6 +33,7 @@ def device() -> Iterator[FakeGpu]:
     with (
         FakeGpu() as gpu,
         patch.dict(LOGIT_NUMBERS, {DEVICE.type: 2**12}),
+        patch.dict(STORED_LOGITS, {DEVICE.type: 2**11}),
         patch.object(torch, "is_autocast_enabled", lambda _=None: False),
     ):
         yield gpu

@@ -56,12 +56,14 @@ def numbers(linear: nn.Linear, hidden: Tensor, **config: Any) -> list[Tensor]:
     return [logprobs, entropies[0]]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 100])
+@pytest.mark.parametrize("stored", [0, 55], ids=["again", "stored"])
+@pytest.mark.parametrize("most", [1, 4, 11, 22, 1100])
 @pytest.mark.parametrize("config", [{}, {"logit_scale": 0.5, "final_logit_softcapping": 2.0}])
 def test_the_head_has_the_gradient_that_finite_differences_have(
-    chunk: int, config: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    stored: int, most: int, config: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", chunk * 11)
+    monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", most)
+    monkeypatch.setitem(head.STORED_LOGITS, "cpu", stored)
     torch.manual_seed(0)
     linear = nn.Linear(6, 11).double()
     hidden = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
@@ -75,11 +77,16 @@ def test_the_head_has_the_gradient_that_finite_differences_have(
     assert torch.autograd.gradcheck(scored, [x.detach().requires_grad_() for x in given])
 
 
-def test_logits_of_one_chunk_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_logits_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five nodes have logits, in three chunks, and the backward pass has three blocks of the
+    vocabulary, each with one product for the hidden states' gradient. Where logits are not stored
+    it has six, of four nodes and of one, each with another product for its logits.
+    """
     torch.manual_seed(0)
     layer, hidden, results = nn.Linear(6, 11, bias=False), torch.randn(5, 6), []
-    for chunk, products in ((100, 2), (2, 9)):  # logits, and the hidden states' gradient, by chunk
-        monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", chunk * 11)
+    monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", 2 * 11)
+    for stored, products in ((55, 3 + 3), (54, 3 + 2 * 6)):
+        monkeypatch.setitem(head.STORED_LOGITS, "cpu", stored)
         layer.weight.grad = None
         with patch.object(head, "linear", side_effect=head.linear) as counted:
             states = hidden.clone().requires_grad_()

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from trireme.config.sync import SyncPlan
 
 GIB = 2**30
-LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
-"""Most float32 logits of a chunk: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
+LOGIT_NUMBERS = {"cpu": 2**23, "cuda": 2**28}
+"""Most float32 logits of a chunk: 32 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
+STORED_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+"""Most float32 logits that are stored for the backward pass; more are computed again."""
 MICRO_BATCHES = 2**15, 2**14
 """Tokens of a GPU's micro-batch, unless a number is asked for: a block's products then take several
 times as long as to gather its weights and to start its kernels."""

@@ -1,10 +1,10 @@
 """Head: log-probabilities and entropies of entries from hidden states, without all logits at once.
 
-Logits are computed in chunks, and recomputed in the backward pass, so that no [M, V] tensor
-outlives its chunk; if one chunk is enough they are stored. Entries that follow the same token at
-the same temperature (equal rollouts) share theirs. The gradient of the head's weight is summed over
-the chunks in float32, whatever the weight's dtype: in bfloat16 each addition would lose small
-terms.
+Logits are computed in chunks of tokens. The backward pass goes through blocks of the vocabulary,
+whose rows of the weight's gradient are then complete; it recomputes their logits, unless all of
+them were few enough to be stored. Entries that follow the same token at the same temperature (equal
+rollouts) share theirs. What is summed over blocks or chunks is summed in float32, whatever the
+weight's dtype: in bfloat16 each addition would lose small terms.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from trireme.config.memory import LOGIT_NUMBERS
-from trireme.engines.sampling import log_probabilities
+from trireme.config.memory import LOGIT_NUMBERS, STORED_LOGITS
 from trireme.engines.torch.linear import QuickLinear, linear, transposed_product
 from trireme.trainer.attention import select
-
-_BLOCK = 1 << 13
-"""Rows of the head's gradient that are computed together: all at once would double its memory."""
 
 
 class Scale(NamedTuple):
@@ -88,8 +85,8 @@ def score_entries(
             parts.append(_score(scale.of(raw), heat, targets, c, 1 + 2 * entropy))
         rows = torch.cat(parts, dim=1)
     elif plain:
-        inputs = nodes, head.weight, head.bias, heat, targets, chunks, scale, entropy
-        rows = torch.stack(_LinearHead.apply(*inputs))
+        inputs = nodes, head.weight, head.bias, heat, targets, node_of[order], chunks
+        rows = torch.stack(_LinearHead.apply(*inputs, scale, entropy))
     else:  # for example, with an adapter
         rows = torch.cat([_again(head, nodes, heat, targets, c, scale, entropy) for c in chunks], 1)
     back = torch.empty_like(order)
@@ -118,19 +115,34 @@ def _score(logits: Tensor, heat: Tensor, targets: Tensor, chunk: _Chunk, num: in
     """Return the first `num` numbers [num, E] of a chunk's entries: log p, the entropy, and the
     mean of p (H + log p) over the vocabulary.
     """
-    if not _is_one(some := heat[chunk.nodes]):
-        logits = logits / some[:, None]
+    logits = _cooled(logits, heat[chunk.nodes])
+    return _of_entries(logits, _of_nodes(logits, num), targets, chunk)
+
+
+def _cooled(logits: Tensor, heat: Tensor) -> Tensor:
+    """Divide logits [N, V] by the temperatures [N]."""
+    return logits if _is_one(heat) else logits / heat[:, None]
+
+
+def _of_nodes(logits: Tensor, num: int) -> Tensor:
+    """Return the first `num` numbers [num, N] of rows of logits: the logarithm of the sum of their
+    exponentials, the entropy, and the mean of p (H + log p).
+    """
     log_sums = logits.logsumexp(-1)
+    rows = [log_sums]
+    if num > 1:
+        p = logits.softmax(-1)
+        rows.append(log_sums - (p * logits).sum(-1))
+    if num > 2:
+        rows.append((p.square() * ((rows[1] - log_sums)[:, None] + logits)).sum(-1))
+    return torch.stack(rows)
+
+
+def _of_entries(logits: Tensor, rows: Tensor, targets: Tensor, chunk: _Chunk) -> Tensor:
+    """Return the numbers of a chunk's entries: log p in place of the sum's logarithm."""
     index = chunk.at * logits.shape[1] + targets[chunk.entries]
-    logprobs = logits.reshape(-1)[index] - log_sums[chunk.at]
-    if num == 1:
-        return logprobs[None]
-    p = logits.softmax(-1)
-    entropies = log_sums - (p * logits).sum(-1)
-    rows = [entropies]
-    if num == 3:
-        rows.append((p.square() * ((entropies - log_sums)[:, None] + logits)).sum(-1))
-    return torch.stack([logprobs, *(row[chunk.at] for row in rows)])
+    out = rows[:, chunk.at]
+    return torch.cat([(logits.reshape(-1)[index] - out[0])[None], out[1:]])
 
 
 def _is_one(heat: Tensor) -> bool:
@@ -181,6 +193,11 @@ def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return raw if bias is None else raw + bias.float()
 
 
+def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply a [N, V], b [N, D] -> a' b [V, D], as `_product` does."""
+    return _product(a.t(), b.t(), None) if a.dtype in _HALF else transposed_product(a, b)
+
+
 _HALF = torch.bfloat16, torch.float16
 _MM_WIDENS = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 8)
 """Whether torch's product can have a wider result than its factors, on a GPU."""
@@ -195,19 +212,26 @@ class _LinearHead(torch.autograd.Function):
         bias: Tensor | None,
         heat: Tensor,
         targets: Tensor,
+        node_of: Tensor,
         chunks: list[_Chunk],
         scale: Scale,
         entropy: bool,
     ) -> tuple[Tensor, ...]:
-        """Compute nodes [N, D], weight [V, D], heat [N], targets [M] -> [M], and [M] again."""
-        ctx.dtype = _dtype_of(weight)
-        ctx.chunks, ctx.scale, ctx.entropy = chunks, scale, entropy
-        cast, num, parts, raw = weight.to(ctx.dtype), 1 + entropy, [], None
+        """Compute nodes [N, D], weight [V, D], heat [N], targets [M], node_of [M] -> [M], and [M]
+        again.
+        """
+        ctx.dtype, ctx.scale = _dtype_of(weight), scale
+        cast, rows, parts, stored = weight.to(ctx.dtype), [], [], []
+        stores = len(nodes) * len(weight) <= STORED_LOGITS[nodes.device.type]
         for c in chunks:
             raw = _product(nodes[c.nodes], cast, bias)
-            parts.append(_score(scale.of(raw), heat, targets, c, num))
-        kept = raw if len(chunks) == 1 else None
-        ctx.save_for_backward(nodes, weight, bias, heat, targets, kept)
+            logits = _cooled(scale.of(raw), heat[c.nodes])
+            rows.append(_of_nodes(logits, 1 + entropy))
+            parts.append(_of_entries(logits, rows[-1], targets, c))
+            if stores:
+                stored.append(raw)
+        of_nodes = torch.cat(rows, dim=1)
+        ctx.save_for_backward(nodes, weight, bias, heat, targets, node_of, of_nodes, *stored)
         return tuple(torch.cat(parts, dim=1))
 
     @staticmethod
@@ -215,56 +239,63 @@ class _LinearHead(torch.autograd.Function):
         """Return gradients by the logits: (one-hot - p) / heat for log p, -p (log p + H) / heat for
         the entropy.
         """
-        nodes, weight, bias, heat, targets, kept = ctx.saved_tensors
-        cast = weight.to(ctx.dtype)
+        nodes, weight, bias, heat, targets, node_of, of_nodes, *stored = ctx.saved_tensors
         wide = torch.promote_types(weight.dtype, torch.float32)
-        d_nodes = torch.empty_like(nodes)
-        d_weight = weight.new_zeros(weight.shape, dtype=wide) if ctx.needs_input_grad[1] else None
+        d_nodes = torch.zeros_like(nodes, dtype=torch.promote_types(nodes.dtype, wide))
+        d_weight = weight.new_empty(weight.shape, dtype=wide) if ctx.needs_input_grad[1] else None
         d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=wide)
-        for c in ctx.chunks:
+        most = LOGIT_NUMBERS[nodes.device.type]
+        height = len(nodes) if stored else min(len(nodes), isqrt(most))
+        width = max(most // height, 1)
+        for c in _chunks(len(nodes), node_of, height):
             states = nodes[c.nodes].to(ctx.dtype)
-            raw = _product(states, cast, bias) if kept is None else kept
-            logits = ctx.scale.of(raw)
-            d_logits = _gradient(logits, heat[c.nodes], c, targets, gradients, ctx.entropy)
-            slope = ctx.scale.slope(logits)
-            d_raw = d_logits if isinstance(slope, float) and slope == 1 else d_logits.mul_(slope)
-            if d_bias is not None:
-                d_bias += d_raw.sum(0)
-            d_raw = d_raw.to(ctx.dtype)
-            d_nodes[c.nodes] = linear(d_raw, cast.T)
-            if d_weight is not None:
-                for at in range(0, len(d_weight), _BLOCK):
-                    some = d_raw[:, at : at + _BLOCK]
-                    if ctx.dtype in _HALF:
-                        d_weight[at : at + _BLOCK] += _product(some.t(), states.t(), None)
-                    else:
-                        d_weight[at : at + _BLOCK] += transposed_product(some, states)
+            numbers = heat[c.nodes], of_nodes[:, c.nodes], [g[c.entries] for g in gradients]
+            for at in range(0, len(weight), width):
+                block = slice(at, at + width)
+                cast = weight[block].to(ctx.dtype)
+                if stored:
+                    raw = torch.cat([chunk[:, block] for chunk in stored])
+                else:
+                    raw = _product(states, cast, None if bias is None else bias[block])
+                d_raw = _gradient(raw, *numbers, c.at, targets[c.entries] - at, ctx.scale)
+                if d_bias is not None:
+                    d_bias[block] += d_raw.sum(0)
+                d_raw = d_raw.to(ctx.dtype)
+                d_nodes[c.nodes] += _product(d_raw, cast.t(), None)
+                if d_weight is not None:
+                    part = _transposed_product(d_raw, states)
+                    d_weight[block] = part if c.nodes.start == 0 else d_weight[block] + part
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
-        return d_nodes, d_weight, d_bias, None, None, None, None, None
+        return d_nodes.to(nodes.dtype), d_weight, d_bias, *[None] * 6
 
 
 def _gradient(
-    logits: Tensor,
+    raw: Tensor,
     heat: Tensor,
-    chunk: _Chunk,
+    of_nodes: Tensor,
+    of_entries: list[Tensor],
+    at: Tensor,
     targets: Tensor,
-    gradients: tuple[Tensor, ...],
-    entropy: bool,
+    scale: Scale,
 ) -> Tensor:
-    """Return the gradient by a chunk's logits [N, V], from the gradients by its entries'
-    numbers.
+    """Return the gradient by the head's product raw [N, B] with a block of the vocabulary, from the
+    nodes' numbers and the gradients by their entries' numbers. The entries' nodes are `at`; their
+    `targets` are relative to the block, and some outside of it.
     """
-    one = _is_one(heat)
-    log_p = log_probabilities(logits if one else logits / heat[:, None])
-    p = log_p.exp() if entropy else log_p.exp_()  # each of these is as large as the logits
-    of_logprobs = gradients[0][chunk.entries]
-    summed = torch.zeros_like(heat, dtype=p.dtype).index_add_(0, chunk.at, of_logprobs)
-    out = p * -summed[:, None] if entropy else p.mul_(-summed[:, None])
-    at = chunk.at * logits.shape[1] + targets[chunk.entries]
-    out.view(-1).index_add_(0, at, of_logprobs)
-    if entropy:
-        of_entropies = torch.zeros_like(summed).index_add_(0, chunk.at, gradients[1][chunk.entries])
-        entropies = -(p * log_p).sum(-1)
-        out -= log_p.add_(entropies[:, None]).mul_(p).mul_(of_entropies[:, None])
-    return out if one else out.div_(heat[:, None])
+    logits = scale.of(raw)
+    log_p = _cooled(logits, heat) - of_nodes[0][:, None]
+    sums = [torch.zeros_like(heat, dtype=g.dtype).index_add_(0, at, g) for g in of_entries]
+    if len(sums) == 1:
+        out = log_p.exp_().mul_(-sums[0][:, None])  # each of these is as large as the logits
+    else:
+        p = log_p.exp()
+        log_p.add_(of_nodes[1][:, None]).mul_(sums[1][:, None])
+        out = log_p.add_(sums[0][:, None]).mul_(p).neg_()
+    here = (targets >= 0) & (targets < logits.shape[1])
+    index = at * logits.shape[1] + targets.where(here, 0)
+    out.view(-1).index_add_(0, index, of_entries[0].where(here, 0))
+    if not _is_one(heat):
+        out.div_(heat[:, None])
+    slope = scale.slope(logits)
+    return out if isinstance(slope, float) and slope == 1 else out.mul_(slope)

@@ -20,6 +20,7 @@ from trireme.config.memory import (
     LOGIT_NUMBERS,
     MAX_ROWS,
     PREFIX_TOKENS,
+    STORED_LOGITS,
     MemoryPlan,
     MemoryRequest,
     in_gib,
@@ -127,7 +128,11 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         else block * shape.layers + states_too * shape.stateful,
         "their gradients": block + states_too,
         "logits": FLOAT
-        * (_chunk(shape, use) * (_CHUNK_COPIES + use.entropy) + largest * use.trains_all),
+        * (
+            _chunk(shape, use) * (_CHUNK_COPIES + use.entropy)
+            + _stored(shape, use)
+            + largest * use.trains_all
+        ),
     }
     # an adapter is merged in float32, a layer at a time, where the model is saved or pushed whole:
     # a weight, its addition and their sum; the micro-batches' own have gone by then
@@ -164,6 +169,13 @@ def engine_share(shape: ModelShape, use: Use, free: int) -> float:
 
 def _chunk(shape: ModelShape, use: Use) -> int:
     return min(LOGIT_NUMBERS[use.device], use.tokens * shape.vocabulary)
+
+
+def _stored(shape: ModelShape, use: Use) -> int:
+    """Return the logits of several chunks that wait for the backward pass."""
+    all_of_them = use.tokens * shape.vocabulary
+    stored = LOGIT_NUMBERS[use.device] < all_of_them <= STORED_LOGITS[use.device]
+    return all_of_them if stored else 0
 
 
 def _engine_of(
