@@ -346,7 +346,10 @@ def what_is_wrong(errors: Sequence[Any]) -> str:
     type that the value resembles.
     """
     first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
-    field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    field = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "value_error" and not field:  # a check of the whole body names its key
+        return str(first["ctx"]["error"])
+    field = field or "body"
     if first["type"] == "missing":
         return f"the request's {field}: {first['msg']}"
     return f"the request's {field}: {first['msg']}, and it is {brief(first.get('input')):.80}"

@@ -111,6 +111,80 @@ def test_prompts_and_chats_give_n_completions_each_in_order(tiny_dir: Path, path
     assert list(map(len, found["logprobs"])) == list(map(len, found["completion_ids"]))
 
 
+ONE = {"prompts": ["one"], "max_tokens": 3, "temperature": 0.5}
+TALK = {"messages": [{"role": "user", "content": "one"}]}
+
+
+def posted(folder: Path, path: str, *bodies: dict[str, Any]) -> list[tuple[int, Any]]:
+    async def main() -> list[tuple[int, Any]]:
+        async with torch_rollouts(folder) as rollouts, client_of(rollouts) as client:
+            answers = [await client.post(path, json=body) for body in bodies]
+            return [(answer.status_code, answer.json()) for answer in answers]
+
+    return asyncio.run(main())
+
+
+def test_clients_that_name_logprobs_get_the_likeliest_of_each_token(tiny_dir: Path) -> None:
+    bodies = [ONE | {"logprobs": count} for count in (0, 2, None)]
+    for count, (status, found) in zip(
+        (1, 3, 1), posted(tiny_dir, "/generate/", *bodies), strict=True
+    ):
+        (ids,), (logprobs,) = found["completion_ids"], found["logprobs"]
+        (tokens,) = found["logprob_token_ids"]
+        assert status == 200 and len(logprobs) == len(tokens) == len(ids) == 3
+        for token, own, among in zip(ids, logprobs, tokens, strict=True):
+            assert token in among and own == sorted(own, reverse=True)
+            assert count <= len(own) == len(among) <= max(count, 1) + (count > 1)
+
+
+def test_generation_kwargs_take_precedence(tiny_dir: Path) -> None:
+    more = {"seed": 3, "max_tokens": 2, "n": 2}
+    one, two, other, wrong = posted(
+        tiny_dir,
+        "/generate/",
+        ONE | {"generation_kwargs": more},
+        ONE | {"generation_kwargs": more},
+        ONE | {"generation_kwargs": more | {"seed": 4}},
+        ONE | {"generation_kwargs": {"sede": 3}},
+    )
+    assert list(map(len, one[1]["completion_ids"])) == [2, 2]
+    assert one[1]["completion_ids"] == two[1]["completion_ids"] != other[1]["completion_ids"]
+    assert (
+        wrong[0] == 400 and "no option 'sede': did you mean 'seed'?" in wrong[1]["error"]["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/generate/", ONE | {"images": None, "guided_decoding_regex": None}, "ok"),
+        ("/generate/", ONE | {"temprature": 2}, "unknown key 'temprature': did you mean 'temper"),
+        ("/generate/", ONE | {"guided_decoding_regex": "a*"}, "key 'guided_decoding_regex'"),
+        ("/chat/", {"messages": [[]], "chat_template_kwargs": {"x": 1}}, "'chat_template_kwargs'"),
+        ("/infer/", {"infer_requests": [TALK], "metrics": None, "use_tqdm": False}, "ok"),
+        ("/infer/", {"infer_requests": [TALK], "request_confg": {"n": 1}}, "mean 'request_config'"),
+        ("/infer/", {"infer_requests": [TALK | {"image": ["x"]}]}, "infer_requests.0 has the unkn"),
+        (
+            "/infer/",
+            {"infer_requests": [TALK | {"chat_template_kwargs": {"enable_thinking": False}}]},
+            "infer_requests.0.chat_template_kwargs is {'enable_thinking': False}: expected nothing",
+        ),
+        *(
+            ("/infer/", {"infer_requests": [TALK], "request_config": {name: value}}, name)
+            for name, value in (("num_beams", 4), ("length_penalty", 0.5), ("stream", True))
+        ),
+    ],
+)
+def test_what_has_no_effect_is_refused(
+    tiny_dir: Path, path: str, body: dict[str, Any], message: str
+) -> None:
+    ((status, answer),) = posted(tiny_dir, path, body)
+    assert status == 200 if message == "ok" else 400 <= status < 500
+    if message != "ok":
+        assert message in answer["error"]["message"]
+        assert "Value error" not in answer["error"]["message"]
+
+
 def test_health_answers_while_the_engine_generates(tiny_dir: Path) -> None:
     async def main() -> None:
         async with (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from trireme.aio import one_by_one
 from trireme.engines.engine import MOST_SAMPLES
@@ -26,10 +28,34 @@ from trireme.ext.remote.weight_group import BucketEntry
 from trireme.ext.rollout_server.announced import AnnouncedWeights
 from trireme.ext.rollout_server.trajectories import infer as infer_all
 from trireme.model.chat_tokens import NOT_TEXT
+from trireme.model.model import Reply
 from trireme.pictures import IMAGES
+from trireme.registry import did_you_mean
 
 
-class InferBody(BaseModel):
+def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Raise ValueError for a key that has no effect, unless its value asks for nothing: clients
+    send empty options of servers that have them.
+    """
+    known = list(known)
+    for name, value in given.items():
+        if name not in known and value not in (None, False, "", [], {}):
+            hint = did_you_mean(name, known, ": did you mean '{}'?")
+            raise ValueError(f"{where} has the unknown key '{name:.100}'{hint}")
+
+
+class KnownKeys(BaseModel):
+    """A body whose unknown keys are refused: a misspelt option would be the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unknown(given, cls.model_fields, "the request")
+        return given
+
+
+class InferBody(KnownKeys):
     """Conversations, and how to sample all of them."""
 
     infer_requests: Annotated[
@@ -40,8 +66,18 @@ class InferBody(BaseModel):
     key: list[Any] = Field(default_factory=list)
     loss_scale: str = "default"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_of_requests(cls, given: Any) -> Any:
+        requests = given.get("infer_requests") if isinstance(given, dict) else None
+        for index, one in enumerate(requests if isinstance(requests, list) else ()):
+            if isinstance(one, dict):
+                names = [field.name for field in fields(RolloutInferRequest)]
+                refuse_unknown(one, names, f"infer_requests.{index}")
+        return given
 
-class PromptsBody(BaseModel):
+
+class PromptsBody(KnownKeys):
     """Texts or ids (`prompts`), or conversations (`messages`), n completions each."""
 
     prompts: (
@@ -57,7 +93,15 @@ class PromptsBody(BaseModel):
     top_k: int = -1
     min_p: float = 0.0
     max_tokens: int = 16
+    logprobs: int | None = Field(default=None, ge=0)
+    """How many of the likeliest tokens to report in addition to each sampled one. Clients that name
+    it get a list for each token, others one number.
+    """
+    generation_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further options of `Sampling`, which take precedence."""
     tools: Tools | None = None
+    model: str | None = None
+    """A label; the server has one model."""
 
 
 class GroupBody(BaseModel):
@@ -95,10 +139,15 @@ class PathBody(BaseModel):
     path: str
 
 
-# Keys of a request configuration that control the client's side or mean nothing here.
-_ASIDE = {
-    *("stream", "num_beams", "return_details", "top_logprobs", "logprobs", "length_penalty", "n"),
-    *("presence_penalty", "frequency_penalty"),
+# Keys of a request configuration that mean nothing here, or only at values other than these.
+_ASIDE = {"return_details", "top_logprobs", "logprobs"}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "num_beams": (1,),
+    "length_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "structured_outputs_regex": ("",),
 }
 
 
@@ -111,10 +160,10 @@ def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
         raise ValueError(
             f"request_config.n is {settings['n']}: expected 1; send the request n times"
         )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if settings.get(name, 0) != 0:
+    for name, without_effect in _ONLY.items():
+        if name in settings and settings.pop(name) not in without_effect:
             raise ValueError(f"request_config.{name} is not supported: leave it out")
-    options = {name: value for name, value in settings.items() if name not in _ASIDE}
+    options = {n: value for n, value in settings.items() if n not in _ASIDE and n != "n"}
     if settings.get("logprobs"):
         options["logprobs"] = int(settings.get("top_logprobs") or settings["logprobs"])
     return options
@@ -125,6 +174,11 @@ def _examine(rollouts: Rollouts, index: int, request: RolloutInferRequest) -> No
     for name in (*NOT_TEXT, *IMAGES):
         if getattr(request, name, None):
             raise ValueError(f"infer_requests.{index}.{name} is not empty: only text is supported")
+    if asked := request.chat_template_kwargs:
+        raise ValueError(
+            f"infer_requests.{index}.chat_template_kwargs is {asked!r:.100}: expected nothing; the "
+            "server passes --enable_thinking to the template of every conversation"
+        )
     if len(request.messages) > MOST_MESSAGES or len(request.tools or ()) > MOST_TOOLS:
         raise ValueError(
             f"infer_requests.{index} has {len(request.messages)} messages and "
@@ -232,21 +286,41 @@ def _add_weights(router: APIRouter, weights: AnnouncedWeights) -> None:
 
 async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dict[str, Any]:
     """Return completions in the form of TRL's client: prompts in order, each n times."""
-    fields = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
-    options = body.model_dump(include=set(fields))
+    names = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
+    options = body.model_dump(include={*names, "logprobs"}, exclude_none=True)
+    options |= body.generation_kwargs
 
-    async def one(prompt: Any) -> list[Any]:
+    async def one(prompt: Any) -> list[Reply]:
         rollouts.refuse_long(prompt, body.tools)
-        model = rollouts.model((), {})
+        model = rollouts.model((), options)
         if chat:
-            return await model.chat_samples(prompt, body.tools, **options)
-        return await model.generate_samples(prompt, **options)
+            return await model.chat_samples(prompt, body.tools)
+        return await model.generate_samples(prompt)
 
     asked = body.messages if chat else body.prompts
-    refuse_many(len(asked), body.n)
+    refuse_many(len(asked), options["n"])
     answers = await one_by_one(one(prompt) for prompt in asked)
+    replies = [reply for some in answers for reply in some]
     return {
-        "prompt_ids": [prompt_ids(replies[0], rollouts.chat) for replies in answers],
-        "completion_ids": [reply.tokens for replies in answers for reply in replies],
-        "logprobs": [reply.logprobs for replies in answers for reply in replies],
+        "prompt_ids": [prompt_ids(some[0], rollouts.chat) for some in answers],
+        "completion_ids": [reply.tokens for reply in replies],
+        **_logprobs(replies, several="logprobs" in body.model_fields_set),
+    }
+
+
+def _logprobs(replies: list[Reply], *, several: bool) -> dict[str, Any]:
+    """Return the log-probabilities of each reply's tokens; `several`: a list for each token, the
+    likeliest first, with their ids.
+    """
+    if not several:
+        return {"logprobs": [reply.logprobs for reply in replies]}
+    ranked = []
+    for reply in replies:
+        others = reply.call.completion.alternatives or [{} for _ in reply.tokens]
+        each = zip(reply.tokens, reply.logprobs, others, strict=True)
+        known = [{token: logprob} | some for token, logprob, some in each]
+        ranked.append([sorted(some.items(), key=lambda one: -one[1]) for some in known])
+    return {
+        "logprobs": [[[p for _, p in some] for some in tokens] for tokens in ranked],
+        "logprob_token_ids": [[[t for t, _ in some] for some in tokens] for tokens in ranked],
     }
