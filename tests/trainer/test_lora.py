@@ -84,6 +84,15 @@ def test_the_base_weights_do_not_move_and_are_the_reference(tiny_dir):
     assert trainable and all("lora_" in n for n in trainable)
 
 
+def test_scores_before_the_first_step_have_no_dropout(tiny_dir):
+    backend = _trained(tiny_dir, steps=0, dropout=0.5)
+    for name, parameter in backend.module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    batch = flatten(experiences())
+    assert torch.equal(backend.logprobs(batch), backend.logprobs(batch))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_adapter_ends_with_the_same_bytes(tiny_dir, tmp_path, kind):
     given: dict[str, Any] = KINDS[kind] | {"dropout": 0.1}

@@ -78,6 +78,7 @@ class Backend:
         self.adapter = None if lora is None else Adapter(self.module, lora)
         if self.adapter and reference:
             self.adapter.keep_start()
+        self.module.eval()  # which an adapter's new layers are not
         # Only dropout in an adapter and checkpointing behave differently in training.
         self._train_mode = settings.gradient_checkpointing or bool(lora and lora.dropout)
         if settings.gradient_checkpointing:
