@@ -259,6 +259,17 @@ def test_a_misspelt_key_commits_and_rewards_nothing() -> None:
     assert (shipped.commits, sessions.open("one").reward) == ([], 1)
 
 
+def test_a_commit_of_a_session_and_of_another_task_is_refused() -> None:
+    async def script(client: httpx.AsyncClient) -> None:
+        await play(client, "a0", 1, task_id="a")
+        both = await client.post("/commit", json={"session_id": "a0", "task_id": "b"})
+        assert both.status_code == 400
+        assert "'a0' belongs to task 'a', and task_id is 'b': expected one" in both.text
+        assert await post(client, "commit", session_id="a0", task_id="a") == {"committed": 1}
+
+    assert len(serve(script)[0].commits) == 1
+
+
 def test_a_reply_of_another_session_than_the_named_one_gets_no_reward() -> None:
     async def script(client: httpx.AsyncClient) -> None:
         reply = (await post(client, f"s/one/{CHAT}", **asks("well?")))["id"]

@@ -199,7 +199,13 @@ class Sessions:
         if session not in self._sessions and session in self._past and self._past[session].sent:
             return []
         if session is not None:
-            task = self._known(session).group
+            group = self._known(session).group
+            if task not in (None, group):
+                raise ValueError(
+                    f"session '{session}' belongs to task '{group}', and task_id is '{task}': "
+                    "expected one of the two"
+                )
+            task = group
             if not self._known(session).rewarded:
                 raise ValueError(f"session '{session}' has no reward: give one by POST /feedback")
         chosen = [s for s in self._sessions.values() if s.rewarded and task in (None, s.group)]
