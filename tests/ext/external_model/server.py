@@ -26,6 +26,9 @@ class Api(BaseHTTPRequestHandler):
     told: ClassVar[int | None] = None
     """How many tokens each answer says that it has."""
 
+    failed: ClassVar[dict[str, Any] | None] = None
+    """Stands in each answer in place of its choices, with status 200."""
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append(body | {"key": self.headers["authorization"]})
@@ -45,6 +48,8 @@ class Api(BaseHTTPRequestHandler):
         if self.told is not None:
             used = {"prompt_tokens": 9, "completion_tokens": self.told, "total_tokens": 9}
             answer["usage"] = used
+        if self.failed is not None:
+            answer |= {"choices": None} | self.failed
         data = json.dumps(answer).encode()
         if self.refused in body:
             data = json.dumps({"error": {"message": f"'{self.refused}' is not supported"}}).encode()

@@ -143,6 +143,32 @@ def test_a_program_s_tool_choice_reaches_an_api(
     assert said["tool_calls"][0]["id"] == result["tool_call_id"] and result["content"] == "2"
 
 
+@pytest.mark.parametrize(
+    ("failed", "message"),
+    [
+        ({"error": {"message": "no provider is up", "code": 502}}, "no provider is up"),
+        ({"error": "busy"}, "busy"),
+        ({}, "its answer has no choices"),
+    ],
+)
+def test_an_answer_without_choices_fails_with_what_the_api_says(
+    api: str, monkeypatch: pytest.MonkeyPatch, failed: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(Api, "failed", failed)
+    tokenizer = byte_tokenizer()
+
+    async def main() -> None:
+        engine = ApiEngine(api, "adder", tokenizer=tokenizer, max_model_len=9999)
+        model = ApiModel(engine, ChatTokens(tokenizer), max_model_len=9999)
+        try:
+            await model.chat([{"role": "user", "content": "1 + 1?"}])
+        finally:
+            await engine.close()
+
+    with pytest.raises(RuntimeError, match=rf"adder \(http.*\) gave no reply: {message}"):
+        asyncio.run(main())
+
+
 def test_a_call_that_an_api_s_thinking_mentions_is_sent_back_as_text() -> None:
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     thinking = f"<think>I could {call} but no.</think>"

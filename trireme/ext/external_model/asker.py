@@ -129,7 +129,7 @@ class Asker:
                 raise RuntimeError(f"{where} gave no answer in {most:g} s") from None
             except Exception as error:  # a client has many kinds; the caller needs the model's name
                 raise RuntimeError(f"{where} gave no answer: {error}") from error
-        text = reply.choices[0].message.content or ""
+        text = choices_of(reply, where)[0].message.content or ""
         if text.lstrip().startswith("<think>") and "</think>" not in text:
             return ""  # it was cut off while it thought
         return text.rpartition("</think>")[2].strip()
@@ -202,3 +202,14 @@ def refuse_silent(who: str, url: str) -> None:
             f"{who} at {url} does not answer ({error}): expected an OpenAI-compatible endpoint "
             "there"
         ) from error
+
+
+def choices_of(answer: Any, whose: str) -> list[Any]:
+    """Return the choices of an API's answer. Raises RuntimeError for an answer without any: some
+    APIs report an error so, with status 200.
+    """
+    if not answer.choices:
+        error = getattr(answer, "error", None)
+        why = error if isinstance(error, str) else (error or {}).get("message")
+        raise RuntimeError(f"{whose} gave no reply: {why or 'its answer has no choices'}")
+    return answer.choices

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trireme.engines.engine import Completion, EngineTraits, OnToken, Sampling
 from trireme.engines.scripted import ScriptedEngine
+from trireme.ext.external_model.asker import choices_of
 from trireme.log import get_logger
 from trireme.text import as_json, joined
 
@@ -132,7 +133,7 @@ class ApiEngine(ScriptedEngine):
             **options,
         )
         made = []
-        for choice in answer.choices:
+        for choice in choices_of(answer, f"{self._model} ({self._base_url})"):
             calls = [call.function for call in choice.message.tool_calls or ()]
             if asked.tool_choice is not None and not calls and "tool_choice" not in self._told:
                 self._told.add("tool_choice")
