@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -160,6 +163,21 @@ def test_a_worker_finds_the_modules_that_this_process_finds(
             assert env.reset()[1] == {"start": 2}
     finally:
         pool.close()
+
+
+def test_a_worker_answers_where_a_thousand_files_are_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"a process may open {hard} files here")
+    with ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            files.enter_context(open(os.devnull, "rb"))
+        pool = EnvPool(FACTORY, workers=1, timeout_s=HANG_S)
+        files.callback(pool.close)
+        with pool.lend_blocking(start=1) as env:
+            assert env.reset()[1] == {"start": 1}
 
 
 def test_a_closed_pool_says_so() -> None:

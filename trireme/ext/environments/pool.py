@@ -261,9 +261,11 @@ class _Worker:
                 f"{what} failed: the worker is dead (exit code {process.wait()})"
             ) from None
         deadline = time.monotonic() + self._timeout
+        answers = select.poll()  # `select` itself knows no file number above 1023
+        answers.register(process.stdout, select.POLLIN)
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+            if left <= 0 or not answers.poll(left * 1000):
                 raise _Hung(f"{what} did not return within {self._timeout:g} s")
             chunk = os.read(process.stdout.fileno(), 1 << 16)
             if not chunk:
