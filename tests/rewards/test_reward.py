@@ -15,7 +15,7 @@ import pytest
 from tests.data.made import taskset_of
 from trireme.data.rows import load_rows
 from trireme.registry import REWARDS
-from trireme.rewards.reward import RewardFn, resolve, score
+from trireme.rewards.reward import RewardFn, examine_columns, resolve, score
 from trireme.task import Task
 from trireme.usercode import fault_of
 from trireme.workflows.single_turn import SimpleWorkflow
@@ -275,3 +275,27 @@ def test_a_column_is_an_attribute_of_its_task() -> None:
     assert copy.deepcopy(task).level == 3 and pickle.loads(pickle.dumps(task)).level == 3
     with pytest.raises(AttributeError, match="has no 'lever'; the columns of its row: prompt, lev"):
         _ = task.lever
+
+
+def test_an_option_that_has_its_default_and_the_name_of_a_column_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def by_place(task: Task, answer: str, level: int = 7, other: int = 1) -> float:
+        return level
+
+    def by_name(task: Task, answer: str, *, level: int = 7) -> float:
+        return level
+
+    task = Task(raw_task={"question": "q", "level": 3})
+    for reward, args in ((by_name, {}), (by_place, {"level": 5})):
+        examine_columns(task, _made(reward, args))
+    assert not caplog.text
+    for _ in range(2):  # once for all rows
+        examine_columns(task, _made(by_place, {}))
+    assert caplog.text.count("gets level=7, the default of an option, and not the column") == 1
+
+
+def _made(reward: Any, args: dict[str, Any]) -> Any:
+    made = resolve(reward, args)
+    assert made is not None
+    return made

@@ -20,10 +20,12 @@ from typing import Any
 from trireme.aio import call_user
 from trireme.config.dialect import adapted
 from trireme.config.options import accepted, fitting_options, parameters_of
+from trireme.log import get_logger
 from trireme.registry import REWARDS
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode, refuse_signature
 
+logger = get_logger("launcher")
 _LARGEST = 3.4e38  # of the float32 in which rewards are compared
 NOTE = "note/"
 """How the name of a part begins that is a metric and does not count."""
@@ -205,10 +207,27 @@ def _refuse_arguments(what: str, made: Any) -> None:
 
 
 def examine_columns(task: Task, reward: Callable[..., Any]) -> None:
-    """Raise Refused where a reward needs a column that a task's row does not have."""
-    if _is_function(reward):
-        with UserCode(f"reward '{_name(reward)}'", _inner(reward)):
-            columns_for(task, reward)
+    """Raise Refused where a reward needs a column that a task's row does not have. Warn where an
+    option has its default and the name of a column.
+    """
+    if not _is_function(reward):
+        return
+    inner, set_here = _inner(reward), getattr(reward, "keywords", {})
+    with UserCode(f"reward '{_name(reward)}'", inner):
+        columns_for(task, reward)
+    for name, argument in list(parameters_of(inner).items())[2:]:
+        by_place = argument.kind is argument.POSITIONAL_OR_KEYWORD
+        if by_place and name in task.raw_task and name not in {*set_here, *_GIVEN}:
+            _warn_of_column(_name(reward), name, repr(argument.default)[:60])
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_of_column(reward: str, name: str, default: str) -> None:
+    logger.warning(
+        "reward '%s' gets %s=%s, the default of an option, and not the column '%s' of the data: "
+        "for the column, write `*` before '%s' in its signature; to keep the default, set "
+        "reward_fn_args.%s", reward, name, default, name, name, name,
+    )  # fmt: skip
 
 
 def column_names(reward: Callable[..., Any]) -> list[str]:
