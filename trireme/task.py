@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -61,14 +61,90 @@ class Args(Keys):
         self[key] = value
 
 
+class WatchedKeys(Keys):
+    """A dictionary that notes which keys it was asked for, so that one that has no effect can be
+    reported. Whoever takes all keys at once may read each. Copies by `named` note together.
+    """
+
+    _asked: set[str]
+
+    @classmethod
+    def named(cls, name: str, values: dict[str, Any]) -> Self:
+        """Return a copy of `values` with this name."""
+        keys = super().named(name, dict(dict.items(values)))
+        vars(keys)["_asked"] = vars(values)["_asked"] if isinstance(values, cls) else set()
+        return keys
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The keys that it was asked for, those included that it does not have."""
+        return frozenset(self._asked)
+
+    def _all(self) -> Self:
+        self._asked.update(dict.keys(self))
+        return self
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, else `default`."""
+        self._asked.add(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Remove a key and return its value, else `default`."""
+        self._asked.add(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, which is set to `default` if it has none."""
+        self._asked.add(key)
+        return super().setdefault(key, default)
+
+    # `**section` and `dict(section)` go through a subclass that defines `__iter__` by these
+    def __iter__(self) -> Iterator[str]:
+        return super(WatchedKeys, self._all()).__iter__()
+
+    def keys(self) -> KeysView[str]:
+        """Return all keys."""
+        return super(WatchedKeys, self._all()).keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return all keys with their values."""
+        return super(WatchedKeys, self._all()).items()
+
+    def values(self) -> ValuesView[Any]:
+        """Return all values."""
+        return super(WatchedKeys, self._all()).values()
+
+    def copy(self) -> dict[str, Any]:
+        """Return all keys and values, unwatched."""
+        return dict(self.items())
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).named, (self._name, dict(self.items()))
+
+
 _KINDS = {
     **{"raw_task": Keys, "format_args": Args, "rollout_args": Args},
-    **{"workflow_args": Keys, "reward_fn_args": Keys},
+    **{"workflow_args": WatchedKeys, "reward_fn_args": Keys},
 }
 """The class of each dictionary of a task."""
 
 for _dumper in (yaml.SafeDumper, yaml.Dumper):  # YAML's dumpers know `dict`, but no subclass of it
-    for _kind in (Keys, Args):
+    for _kind in (Keys, Args, WatchedKeys):
         _dumper.add_representer(_kind, SafeRepresenter.represent_dict)
 
 
@@ -170,6 +246,19 @@ class Task:
     def to_dict(self) -> dict[str, Any]:
         """Return the data set's row."""
         return self.raw_task
+
+
+def without_effect(tasks: Iterable[Task]) -> dict[str, str]:
+    """Return the keys of `workflow_args` that no workflow of these tasks was seen to read, each
+    with the nearest key that one asked for and did not find, or "".
+    """
+    have, asked = dict[str, None](), set[str]()
+    for task in tasks:
+        if isinstance(args := task.workflow_args, WatchedKeys):
+            have |= dict.fromkeys(dict.keys(args))
+            asked |= args.asked
+    missed = asked - have.keys()
+    return {key: did_you_mean(key, missed, "{}") for key in have if key not in asked}
 
 
 def as_text(value: Any) -> Any:

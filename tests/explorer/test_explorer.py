@@ -48,6 +48,29 @@ def fails_for(*tasks: int) -> Any:
     return workflow
 
 
+async def reads_one(task: Any, model: Any) -> Any:
+    task.workflow_args.get("level", 1)
+    return await ask(task, model)
+
+
+async def reads_all(task: Any, model: Any) -> Any:
+    assert dict(**task.workflow_args) == {"levl": 2, "more": 3}
+    return await ask(task, model)
+
+
+@pytest.mark.parametrize(("workflow", "count"), [(reads_one, 2), (reads_all, 0)])
+def test_arguments_that_no_workflow_reads_are_reported_once(
+    workflow: Any, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    taskset = make_taskset(workflow=workflow, workflow_args={"levl": 2, "more": 3})
+    run(explored(taskset=taskset))
+    said = [r.getMessage() for r in caplog.records if "so that it has no effect" in r.getMessage()]
+    assert len(said) == count
+    if said:
+        assert said[0].startswith("step 1: no workflow has read workflow_args.levl, ")
+        assert said[0].endswith("effect: did you mean 'level'?") and said[1].endswith("effect")
+
+
 def test_an_engine_that_waits_long_for_the_code_of_workflows_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

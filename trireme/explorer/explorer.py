@@ -43,7 +43,7 @@ from trireme.monitor.figures import in_words
 from trireme.pipeline.operators import pass_rates
 from trireme.pipeline.pipeline import Pipeline, left_out_by
 from trireme.sync.synchronizer import ExplorerSync
-from trireme.task import Task, for_people
+from trireme.task import Task, for_people, without_effect
 from trireme.usercode import with_place
 
 logger = get_logger("explorer")
@@ -143,6 +143,8 @@ class Explorer:
         self._engine_wait = 0.0
         """What the steps so far have reported."""
         self._has_waited_long = False
+        self._examined: set[tuple[bool, Any]] = set()
+        """Tasksets whose `workflow_args` were looked at."""
         self._lately: deque[tuple[int, float]] = deque(maxlen=_RATE_STEPS)
         """The sampled tokens and the seconds of the last steps."""
         self._submitted = asyncio.Event()
@@ -291,6 +293,7 @@ class Explorer:
         self._last_end = time.monotonic()
         self.seconds["explore"] += elapsed
         self._look_at_failures(f"step {step}", outcomes, self.settings.max_failures)
+        self._look_at_arguments(f"step {step}", outcomes)
         if self._evaluates(step):
             # Before `put`: the trainer may change shared weights as soon as it has a batch.
             await self._finish_evaluation(step)
@@ -367,6 +370,24 @@ class Explorer:
                 logger.warning(f"{text} ({line})" if line else text)
         self._lost.add(wanted, causes)
 
+    def _look_at_arguments(self, when: str, outcomes: Sequence[Outcome]) -> None:
+        """Report keys of `workflow_args` without an effect, once for each taskset."""
+        by_taskset: dict[tuple[bool, Any], list[Task]] = {}
+        for outcome in outcomes:
+            if outcome.experiences:
+                task = outcome.task
+                by_taskset.setdefault((task.is_eval, task.index.get("taskset_id")), []).append(task)
+        for taskset, tasks in by_taskset.items():
+            if taskset in self._examined:
+                continue
+            self._examined.add(taskset)
+            for key, near in without_effect(tasks).items():
+                hint = f": did you mean '{near}'?" if near else ""
+                logger.warning(
+                    "%s: no workflow has read workflow_args.%s, so that it has no effect%s",
+                    when, key, hint,
+                )  # fmt: skip
+
     async def _submit_evaluation(self, step: int) -> None:
         self._evaluation_started[step] = time.monotonic()
         for taskset in self.eval_tasksets:
@@ -380,6 +401,7 @@ class Explorer:
             metrics = evaluation_metrics(outcomes, repeat_times=taskset.repeat_times)
             when = f"evaluation '{taskset.name}' at step {step}"
             self._look_at_failures(when, outcomes, limit=1.0)
+            self._look_at_arguments(when, outcomes)
             evaluation[taskset.name] = metrics
             examples = examples or _examples(outcomes)
             prefix = self.settings.eval_prefix
