@@ -253,7 +253,9 @@ class _LinearHead(torch.autograd.Function):
             for at in range(0, len(weight), width):
                 block = slice(at, at + width)
                 cast = weight[block].to(ctx.dtype)
-                if stored:
+                if len(stored) == 1:
+                    raw = stored[0][:, block]
+                elif stored:
                     raw = torch.cat([chunk[:, block] for chunk in stored])
                 else:
                     raw = _product(states, cast, None if bias is None else bias[block])
