@@ -123,7 +123,7 @@ class TasksetConfig(Section):
     rollout_args: GenerationConfig = GenerationConfig()
     """Sampling parameters of the rollouts."""
     workflow_args: dict[str, Any] = {}
-    """Given to the workflow as `task.workflow_args`; the run reports those that it does not read."""
+    """Given to the workflow as `task.workflow_args`; those that it does not read are reported."""
     reward_fn_args: dict[str, Any] = {}
     """Keyword arguments of the reward."""
     data_selector: DataSelectorConfig = DataSelectorConfig()
