@@ -14,6 +14,7 @@ import pytest
 
 from tests.ext.http.made import client_of, on_port, rollouts_over, torch_rollouts
 from tests.model.fake import TOKENIZER, FakeEngine
+from trireme.engines.scripted import ScriptedEngine
 from trireme.ext.multi_turn.scheduler import ChatMessage, RolloutResponseChoice
 from trireme.ext.multi_turn.tool_calls import read_calls
 
@@ -129,6 +130,32 @@ def test_an_engine_that_tells_no_tokens_streams_one_piece() -> None:
             assert deltas == ["hello", None]
 
     asyncio.run(main())
+
+
+class Breaks(ScriptedEngine):
+    """Samples one token, and fails."""
+
+    async def generate(self, ids: Any, sampling: Any, **options: Any) -> Any:
+        options["on_token"](0, 5, -1.0, {})
+        raise TimeoutError("no answer within 3 s")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "messages"])
+def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer: Any = TOKENIZER
+    asked = {"prompt": "a"} if path == "completions" else {"messages": USER}
+    body = asked | {"stream": True, "max_tokens": 9}
+
+    async def main() -> str:
+        rollouts = rollouts_over(Breaks([], tokenizer=tokenizer), tokenizer)
+        async with client_of(rollouts) as client:
+            return (await client.post(f"/v1/{path}", json=body)).text
+
+    events = [line for line in asyncio.run(main()).splitlines() if line.startswith("data: {")]
+    assert json.loads(events[-1][6:])["error"]["message"] == "no answer within 3 s"
+    assert "failed in the middle of a stream" in caplog.text
 
 
 def test_what_cannot_be_served_is_refused_before_a_stream_begins() -> None:

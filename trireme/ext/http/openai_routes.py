@@ -242,8 +242,8 @@ async def _all_of(
 async def _events(
     path: str, chunks: AsyncIterator[dict[str, Any]], body: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """Yield the chunks as events in the form of the path; a failure in the middle is the
-    last one.
+    """Yield the chunks as events in the form of the path; a failure in the middle is the last one,
+    since the status has been sent.
     """
     named = path.endswith(("/messages", "/responses"))
     if path.endswith("/messages"):
@@ -253,8 +253,10 @@ async def _events(
     try:
         async for chunk in chunks:
             yield f"event: {chunk['type']}\n{event(chunk)}" if named else event(chunk)
-    except (ValueError, RuntimeError) as error:
-        failure = {"type": "error", **error_body(500, str(error))}
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            logger.warning("%s failed in the middle of a stream: %s", path, error, exc_info=True)
+        failure = {"type": "error", **error_body(500, str(error) or type(error).__name__)}
         yield f"event: error\n{event(failure)}" if named else event(failure)
     if not named:
         yield DONE
