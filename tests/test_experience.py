@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from trireme import serialize
 from trireme.experience import EID, Experience, group_by
 from trireme.pictures import BEGIN
-from trireme.serialize import FORMAT, _packed, decode, encode, encode_each
+from trireme.serialize import FORMAT, Damaged, _packed, decode, encode, encode_each
 
 
 def test_response_length_fields_are_padded_to_the_tokens() -> None:
@@ -71,6 +71,35 @@ def test_experiences_survive_their_bytes() -> None:
     assert torch.equal(a.multi_modal_inputs["pixels"], torch.arange(6.0).reshape(2, 3))
     assert b.chosen is not None and b.chosen.tolist() == [1, 2] and b.logprobs is None
     assert decode(encode([])) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_recorded_experts_come_back_beside_samples_without(dtype: torch.dtype) -> None:
+    routing = torch.arange(3 * 2 * 4).view(3, 2, 4).to(dtype)
+    one = Experience([1, 2, 3], prompt_length=1, routed_experts=routing)
+    other = Experience([4, 5], prompt_length=1)
+    for data in (encode([other, one]), encode_each([[other, one], [other]])[0]):
+        none, back = decode(data)
+        assert none.routed_experts is None and back.routed_experts is not None
+        assert back.routed_experts.dtype == dtype and torch.equal(back.routed_experts, routing)
+    at = bytearray(encode([one]))
+    at[at.rindex(routing.numpy().tobytes())] ^= 1
+    with pytest.raises(Damaged, match="checksum"):
+        decode(bytes(at))
+
+
+@pytest.mark.parametrize(
+    ("routing", "says"),
+    [
+        (torch.zeros(2, 2, 4, dtype=torch.uint8), r"\[2, 2, 4\] in uint8: expected \[3, layers"),
+        (torch.zeros(3, 4, dtype=torch.uint8), r"\[3, 4\] in uint8"),
+        (torch.zeros(3, 2, 4), r"\[3, 2, 4\] in float32: .* in uint8 or int16"),
+        ([[[0]]], "list: expected"),
+    ],
+)
+def test_experts_of_other_sizes_than_the_tokens_are_refused(routing: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"routed_experts is {says}"):
+        Experience([1, 2, 3], prompt_length=1, routed_experts=routing)
 
 
 @pytest.mark.parametrize("begins", [0, 1])

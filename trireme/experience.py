@@ -8,6 +8,8 @@ Invariants, everywhere inside the code:
 - `logprobs[t]` is log-softmax(logits / temperature) of token t under the policy that sampled it,
   without truncation or penalties, so that the trainer can recompute it;
 - index 0 and unsampled tokens hold 0 in `logprobs` and never enter a ratio;
+- `routed_experts[t]` are the experts that computed token t in the engine; where they are not known
+  it has the largest number of its dtype, which is no expert's;
 - a token of a picture has an id that no vocabulary has (trireme/pictures.py), is never trained, and
   its picture is in `pictures`.
 """
@@ -39,6 +41,8 @@ TOKEN_FIELDS: dict[str, torch.dtype] = {
     "returns": torch.float32,
     "teacher_logprobs": torch.float32,
 }
+ROUTING_TYPES = (torch.uint8, torch.int16)
+"""The types of `routed_experts`."""
 REPORTED_TOKENS = "reported_tokens"
 """A key of `info` if an API sampled: the number of tokens that it reports, or None. `tokens` are
 ours."""
@@ -129,6 +133,9 @@ class Experience:
     multi_modal_inputs: dict[str, Tensor] | None
     pictures: tuple[Picture, ...]
     """The pictures of `tokens`, each once."""
+    routed_experts: Tensor | None
+    """[T, L, K] the numbers of the K experts that computed each token in each of L layers; None:
+    not recorded."""
 
     def __init__(
         self,
@@ -161,6 +168,7 @@ class Experience:
         rejected: Tensor | Sequence[int] | None = None,
         multi_modal_inputs: dict[str, Tensor] | None = None,
         pictures: Iterable[Picture] = (),
+        routed_experts: Tensor | None = None,
     ) -> None:
         self.tokens = _row(tokens, torch.int64)
         if self.tokens.dim() != 1 or self.tokens.shape[0] == 0:
@@ -198,6 +206,9 @@ class Experience:
         self.rejected = None if rejected is None else torch.as_tensor(rejected, dtype=torch.int64)
         self.multi_modal_inputs = multi_modal_inputs
         self.pictures = tuple(pictures)
+        self.routed_experts = routed_experts
+        if why := wrong_routing(self):
+            raise ValueError(f"Experience.routed_experts is {why}")
 
     def aligned(self, name: str, value: Tensor | Sequence[Any]) -> Tensor:
         """Return `value` at the length of `tokens`; a response-length one gets leading zeros
@@ -247,6 +258,22 @@ class Experience:
             f"trained={self.trained_tokens}, "
             f"reward={self.reward}, stop={self.stop_reason})"
         )
+
+
+def wrong_routing(experience: Experience) -> str:
+    """Return what `routed_experts` of an experience is and should be; '' if it is right, or None.
+
+    Code that has changed an experience may have left another length.
+    """
+    routing, size = experience.routed_experts, len(experience.tokens)
+    if routing is None:
+        return ""
+    expected = f"expected [{size}, layers, experts] in uint8 or int16"
+    if not isinstance(routing, Tensor):
+        return f"{type(routing).__name__}: {expected}"
+    if routing.ndim == 3 and len(routing) == size and routing.dtype in ROUTING_TYPES:
+        return ""
+    return f"{list(routing.shape)} in {str(routing.dtype)[6:]}: {expected}"
 
 
 def _row(values: Tensor | Sequence[Any], dtype: torch.dtype) -> Tensor:

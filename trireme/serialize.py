@@ -3,8 +3,9 @@
 No pickle: data from disk or network can contain tensors and JSON values and nothing else. All rows
 of numbers are concatenated in one tensor of 4-byte words, each in the shortest of three forms
 (unchanged; runs of equal words; nonzero words and their positions), bit for bit, ids of pictures as
-two words each; a picture's bytes are there once; text is
-compressed, since it contains a reply both as text and in its messages. Version 1 can still be read.
+two words each; a picture's bytes are there once; so
+are the experts that computed tokens; text is compressed, since it contains a reply both as text and
+in its messages. Version 1 can still be read.
 
 A flipped bit is detected: in the text by zlib, in the rest by a checksum (which older bytes lack).
 """
@@ -101,6 +102,8 @@ def _encoded(
     for index, e in enumerate(experiences):
         for key, value in (e.multi_modal_inputs or {}).items():
             images[f"mm/{index}/{key}"] = value.contiguous()
+        if e.routed_experts is not None:
+            images[f"routed_experts/{index}"] = e.routed_experts.contiguous()
         for picture in e.pictures if pictures else ():  # once, however many experiences show it
             data = torch.frombuffer(bytearray(picture.data), dtype=torch.uint8)
             images[f"picture/{picture.digest}"] = data
@@ -211,7 +214,11 @@ def _experiences(
         seen = [picture_of(*each) for each in header.get("pictures", ())]
         out.append(
             Experience(
-                **fields, eid=EID(*header["eid"]), multi_modal_inputs=images or None, pictures=seen
+                **fields,
+                eid=EID(*header["eid"]),
+                multi_modal_inputs=images or None,
+                pictures=seen,
+                routed_experts=tensors.get(f"routed_experts/{index}"),
             )
         )
     return out

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.buffer.samples import JumpingClock, run, sample, sql_buffer, step_of, uids
 from trireme.buffer.buffer import Buffer, Closed, Condition, WallClock
@@ -88,9 +89,12 @@ def test_experiences_come_in_the_order_of_the_puts_across_their_borders(make: Ma
 def test_what_comes_out_is_what_went_in(make: Make) -> None:
     async def main() -> None:
         buffer = make()
-        await buffer.put([sample(3, 1, 1)])
-        [out] = await buffer.take(1)
         wanted = sample(3, 1, 1)
+        wanted.routed_experts = torch.arange(len(wanted.tokens) * 6).view(-1, 2, 3).to(torch.uint8)
+        await buffer.put([wanted])
+        [out] = await buffer.take(1)
+        assert out.routed_experts is not None
+        assert torch.equal(out.routed_experts, wanted.routed_experts)
         assert out.tokens.tolist() == wanted.tokens.tolist()
         assert out.mask.tolist() == wanted.mask.tolist()
         assert out.logprobs is not None and wanted.logprobs is not None

@@ -10,13 +10,16 @@ import dataclasses
 import reprlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from trireme.pictures import Picture
 from trireme.registry import did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
 
 StopReason = Literal["stop", "length", "aborted"]
 
@@ -126,6 +129,10 @@ class Completion:
     reported_tokens: float | None = None
     """The number of sampled tokens that an API reports, since `ids` are not its own; NaN if it
     reports none. None for any other engine."""
+    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """[N, L, K] the numbers of the experts that computed tokens in each layer with experts: of the
+    last N tokens of prompt and reply before the reply's last one, which no pass computed. None if
+    they are not recorded."""
 
 
 OnToken = Callable[[int, int, float, dict[int, float]], None]

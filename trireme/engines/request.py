@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trireme.engines.engine import COLDEST, HOTTEST, Completion, Sampling, StopReason
@@ -53,6 +54,8 @@ class Request:
     error: BaseException | None = None
     """The error that ends this request alone."""
     stop: str | int | None = None
+    routed_experts: np.ndarray | None = None
+    """See Completion."""
 
     @property
     def ids(self) -> list[int]:
@@ -151,6 +154,7 @@ class Request:
             stop=self.stop,
             text=text,
             alternatives=self.alternatives[:n],
+            routed_experts=self.routed_experts,
         )
 
 

@@ -299,13 +299,16 @@ def _lengthened(experience: Experience, ids: Sequence[int]) -> Experience:
         if (row := getattr(experience, name)) is not None:
             more = row.new_full((len(ids),), -1 if name == "versions" else 0)
             setattr(experience, name, torch.cat([row, more]))
+    if (routing := experience.routed_experts) is not None:
+        unknown = routing.new_full((len(ids), *routing.shape[1:]), torch.iinfo(routing.dtype).max)
+        experience.routed_experts = torch.cat([routing, unknown])
     return experience
 
 
 def _cut(experience: Experience, length: int) -> Experience:
     if len(experience.tokens) <= length:
         return experience
-    for name in ("tokens", *TOKEN_FIELDS):
+    for name in ("tokens", *TOKEN_FIELDS, "routed_experts"):
         value = getattr(experience, name)
         setattr(experience, name, None if value is None else value[:length])
     experience.prompt_length = min(experience.prompt_length, length)

@@ -52,8 +52,15 @@ def cut(call: Call, count: int, decode: Decode) -> Call:
     c = call.completion
     ids = c.ids[:count]
     text = decode(ids)
+    routing = c.routed_experts
     shorter = Completion(
-        ids, c.logprobs[:count], c.sampler_logprobs[:count], c.versions[:count], "length", text=text
+        ids,
+        c.logprobs[:count],
+        c.sampler_logprobs[:count],
+        c.versions[:count],
+        "length",
+        text=text,
+        routed_experts=None if routing is None else routing[: len(routing) - len(c.ids) + count],
     )
     weights = None if call.weights is None else call.weights[:count]
     reply = {"role": "assistant", "content": text_before(call) + text}
@@ -198,9 +205,31 @@ def experience_of(
         messages=as_json_messages(last.conversation) or None,
         tools=last.tools,
         pictures=_pictures(path, ids),
+        routed_experts=_routing([c.completion for c in path], [end for _, _, end in places], total),
         metrics={"conversation/tools_dropped": 1.0} if last.tools_dropped else {},
         info=_reported([call for call in path if trained.get(call) == 0]),
     )
+
+
+def _routing(
+    completions: Sequence[Completion], ends: Sequence[int], total: int
+) -> torch.Tensor | None:
+    """Return the experts of the tokens of a conversation, whose calls end at `ends`: those of the
+    call that computed a token first, since later ones read what it computed.
+    """
+    parts = [
+        (c.routed_experts, end)
+        for c, end in zip(completions, ends, strict=True)
+        if c.routed_experts is not None
+    ]
+    if not parts:
+        return None
+    first = parts[0][0]
+    unknown = np.iinfo(first.dtype).max
+    routing = np.full((total, *first.shape[1:]), unknown, first.dtype)
+    for part, end in reversed(parts):
+        routing[end - 1 - len(part) : end - 1] = part
+    return torch.from_numpy(routing)
 
 
 def _reported(calls: Sequence[Call]) -> dict[str, Any]:

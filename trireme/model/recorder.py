@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trireme.engines.engine import Completion
@@ -88,6 +88,19 @@ class Call:
             messages = [*messages[:-1], whole]
         return Recorded(messages, c.ids or self.inserted, ended=ended)
 
+    def without_known_routing(self) -> Completion:
+        """Return the completion without the experts of tokens whose experts an earlier call of the
+        conversation has.
+        """
+        c = self.completion
+        count = len(self.inserted) + len(c.ids)
+        for call in self.path[-2::-1]:
+            if call.completion.routed_experts is not None:
+                assert c.routed_experts is not None
+                return replace(c, routed_experts=c.routed_experts[-count:].copy())
+            count += len(call.inserted) + len(call.completion.ids)
+        return c
+
 
 class Recorder:
     """All calls of one rollout, in the order in which they were made."""
@@ -104,6 +117,8 @@ class Recorder:
         """Record a reply, and its parent if that is a cut call."""
         if call.parent is not None and call.parent not in self._children:
             self.add(call.parent)
+        if call.completion.routed_experts is not None:
+            call.completion = call.without_known_routing()
         self.calls.append(call)
         self.calls.sort(key=lambda c: c.index)  # replies may arrive out of order
         self._children[call.parent].append(call)

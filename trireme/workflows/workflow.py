@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from trireme.aio import is_async
-from trireme.experience import TOKEN_FIELDS, Experience, python_number
+from trireme.experience import TOKEN_FIELDS, Experience, python_number, wrong_routing
 from trireme.model.blocking import BlockingModel
 from trireme.model.model import Model
 from trireme.registry import WORKFLOWS
@@ -293,6 +293,8 @@ def _check_numbers(experience: Experience, whose: str) -> None:
     """
     if not isinstance(experience.tokens, Tensor) or experience.tokens.dim() != 1:
         raise WrongExperience(f"{whose} whose tokens are not a tensor of ids [T]")
+    if why := wrong_routing(experience):
+        raise WrongExperience(f"{whose} whose routed_experts is {why}")
     size = experience.tokens.shape[0]
     for field in TOKEN_FIELDS:
         values = getattr(experience, field)

@@ -24,6 +24,7 @@ from trireme.engines.torch import forward as passes
 from trireme.engines.torch.composite import text_model
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
 from trireme.engines.torch.recurrent import is_recurrent
+from trireme.engines.torch.routing import carry_routing
 from trireme.engines.torch.rows import Pass, RowStore
 from trireme.engines.torch.vision import Sight, inputs_of, sight_of, vision_of
 from trireme.pictures import BEGIN, Picture
@@ -56,16 +57,21 @@ class Decoder:
         kv_tokens: int,
         prefix_tokens: int,
         fast: bool = False,
+        records_routing: bool = False,
     ) -> None:
-        """`fast`: by a pass of forward.py, where one suits the model."""
+        """`fast`: by a pass of forward.py, where one suits the model. `records_routing`: see
+        TorchSettings.
+        """
         self.model = model
         self.vision = vision_of(model)
-        self.forward = passes.make_pass(model) if fast and self.vision is None else None
+        routing = carry_routing(model) if records_routing else None
+        fast = fast and self.vision is None and routing is None
+        self.forward = passes.make_pass(model) if fast else None
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
         self._recurrent = is_recurrent(model.config)
         self.active: list[Request] = []
-        self.store = RowStore(kv_tokens)
+        self.store = RowStore(kv_tokens, routing)
         self.prefixes = PrefixCache(prefix_tokens)
         self.prompts = SharedPrompts(kv_tokens)
         self.version = 0
@@ -99,6 +105,8 @@ class Decoder:
                 finished = self._decode(most=end - self._steps)
         except Exception as error:
             finished = self._one_by_one(error)
+        if self.store.shape is not None:
+            self._note_routing(finished)
         self._park(finished)
         self._remove(finished)
         return finished
@@ -490,6 +498,19 @@ class Decoder:
             ids = request.ids
             mask[row, [t for t in ids if t < BEGIN] if request.pictures else ids] = True
         return mask
+
+    def _note_routing(self, finished: Sequence[Request]) -> None:
+        """Give finished requests the experts of their tokens, but for the last, which was never
+        computed.
+        """
+        routing = self.store.routing(self.device)
+        assert routing is not None
+        rows = {id(request): row for row, request in enumerate(self.active)}
+        for request in finished:
+            # after a failed pass nothing is computed
+            if request.error is None and request.cached == len(request.ids) - 1:
+                own = routing[rows[id(request)], :, : request.cached]
+                request.routed_experts = own.transpose(0, 1).contiguous().numpy(force=True)
 
     def _park(self, finished: Sequence[Request]) -> None:
         """Store finished rows' keys and values for prompts that continue them."""

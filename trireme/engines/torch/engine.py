@@ -66,6 +66,7 @@ class TorchEngine:
             kv_tokens=settings.kv_tokens,
             prefix_tokens=settings.prefix_tokens,
             fast=settings.fast,
+            records_routing=settings.records_routing,
         )
         self.traits = EngineTraits(sees=self._decoder.vision is not None)
         self._tokenizer = tokenizer

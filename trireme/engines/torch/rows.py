@@ -20,11 +20,14 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from trireme.engines.torch.recurrent import Call, State
+from trireme.engines.torch.routing import RoutingShape
 
 NAME = "trireme_rows"
 GRAIN = 64
 GPU = "cuda"
 _UNKNOWN = ("softcap", "position_bias")
+_ROUTING = -1
+"""The number of the layer that stands for the routing: see `RowStore.routing`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +71,14 @@ class SavedRow:
 class RowStore:
     """Stores what rows remember: keys and values [rows, Hkv, length, D] of each layer that attends,
     and the states [rows, ...] of other layers; grows to about `max_tokens`.
+
+    With a `shape` also the experts that computed each token: they lie in the first half of a
+    further layer, with a layer of the model in place of a head, and so go wherever keys go.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, shape: RoutingShape | None = None) -> None:
         self.max_tokens = max_tokens
+        self.shape = shape
         self._layers: dict[int, Tensor] = {}
         """Keys and values of each layer together [2, rows, Hkv, length, D]: moved in one
         operation."""
@@ -130,6 +137,13 @@ class RowStore:
             new = self._layers[index] = like.new_zeros(shape)
             self._views[index] = new[0], new[1]
         return self._views[index]
+
+    def routing(self, device: torch.device) -> Tensor | None:
+        """Return the experts of all tokens [rows, L, length, K]; None if they are not recorded."""
+        if self.shape is None:
+            return None
+        sizes = 0, self.shape.layers, 0, self.shape.chosen
+        return self.layer(_ROUTING, torch.empty(sizes, dtype=self.shape.dtype, device=device))[0]
 
     def states(self, layer: int, rows: Tensor | slice) -> State | None:
         """Return a layer's states of some rows, in a copy if `rows` is a tensor; None before its
@@ -269,6 +283,19 @@ class Pass:
             flat, x = x, x.new_zeros(batch * self.width, *x.shape[1:])
             x[self.entry * self.width + self.offset] = flat
         return x.view(batch, self.width, *x.shape[1:]).transpose(1, 2)
+
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Record the experts that a router chooses for the new tokens [B * S, K]."""
+        if (routing := self.store.routing(chosen.device)) is None:
+            return chosen
+        recorded = chosen.to(routing.dtype)
+        if self.rows is None:
+            rows = torch.arange(len(recorded), device=recorded.device)
+            routing[rows, layer, self.starts] = recorded
+        else:
+            new = recorded.view(len(self.starts), self.width, -1)[self.entry, self.offset]
+            routing[self.write_row, layer, self.write_at] = new
+        return chosen
 
     def carry(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
         """Call a mixer for the new tokens [B, S, W], from the state that each row has.

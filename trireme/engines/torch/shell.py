@@ -61,6 +61,8 @@ class TorchSettings:
     trust_remote_code: bool = False
     fast: bool = True
     """Whether a faster pass of forward.py, where one suits the model, replaces transformers'."""
+    records_routing: bool = False
+    """Whether completions have the experts that computed their tokens; for a mixture of experts."""
 
     def module(self, model: str | Path, share_with: PreTrainedModel | None) -> PreTrainedModel:
         """Make the engine's module: of a folder, or over the tensors of `share_with`."""
