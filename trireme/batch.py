@@ -183,6 +183,8 @@ class Batch:
     """Maps a field that not every experience has to the id of the first that lacks it."""
     pictures: Pictures = field(default_factory=dict)
     """The pictures of all samples, and perhaps of others."""
+    routed_experts: tuple[np.ndarray | None, ...] = ()
+    """See Experience; empty if no sample has them."""
 
     @property
     def num_samples(self) -> int:
@@ -239,6 +241,7 @@ class Batch:
             fields={name: value[index] for name, value in self.fields.items()},
             missing=self.missing,
             pictures=self.pictures,
+            routed_experts=tuple(self.routed_experts[i] for i in chosen if self.routed_experts),
         )
 
 
@@ -333,7 +336,22 @@ def flatten(experiences: Sequence[Experience]) -> Batch:
         fields=fields,
         missing=missing,
         pictures=pictures,
+        routed_experts=_routing(experiences),
     )
+
+
+def _routing(experiences: Sequence[Experience]) -> tuple[np.ndarray | None, ...]:
+    """Return the experts of each sample's tokens. Raises ValueError if they are of two models."""
+    rows = [e.routed_experts for e in experiences]
+    kinds = {(row.shape[1:], row.dtype): n for n, row in enumerate(rows) if row is not None}
+    if len(kinds) > 1:
+        (one, a), (two, b), *_ = kinds.items()
+        raise ValueError(
+            f"experience {experiences[a].eid.uid} has routed_experts of {list(one[0])} layers and "
+            f"experts in {str(one[1])[6:]}, and {experiences[b].eid.uid} of {list(two[0])} in "
+            f"{str(two[1])[6:]}: expected those of one model"
+        )
+    return tuple(row if row is None else row.numpy() for row in rows) if kinds else ()
 
 
 def of_tokens(

@@ -522,6 +522,29 @@ def test_what_comes_later_is_refused_with_its_key(tmp_path, override, key):
     assert "not supported yet" in found or "refused" in found
 
 
+REPLAY = "algorithm.enable_router_replay"
+RECORDS = "explorer.rollout_model.enable_return_routed_experts"
+
+
+@pytest.mark.parametrize("key", [REPLAY, RECORDS])
+def test_experts_are_recorded_of_a_mixture_in_the_runs_own_process(tmp_path, monkeypatch, key):
+    text = only_problem(tmp_path, f"{key}=true")
+    assert text == (f"{key} is true, and {tmp_path}/model is no mixture of experts: expected false")
+    write_model(tmp_path / "mixture", num_experts=8)
+    mixture = f"model.model_path={tmp_path}/mixture"
+    assert problems_of(tmp_path, f"{key}=true", mixture) == []
+    expected = "expected false, or explorer.rollout_model.engine_type torch in the run's own"
+    several = ("explorer.rollout_model.engine_type=torch", "explorer.rollout_model.engine_num=2")
+    text = only_problem(tmp_path, f"{key}=true", mixture, *several)
+    assert text.startswith(f"{key} is true, and the engine torch, in a process of its own, does")
+    assert expected in text
+    monkeypatch.setattr("trireme.engines.torch.kind.TorchKind.reports_experts", False)
+    text = only_problem(tmp_path, f"{key}=true", mixture)
+    assert text.startswith(f"{key} is true, and the engine torch does not report the experts that")
+    assert expected in text
+    assert problems_of(tmp_path, f"{key}=true", mixture, "mode=train") == []
+
+
 def test_ranks_that_share_a_sequence_divide_the_heads(tmp_path):
     found = only_problem(tmp_path, "trainer.ulysses_sequence_parallel_size=3")
     assert found == (

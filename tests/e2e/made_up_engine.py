@@ -49,6 +49,7 @@ class MadeUpKind:
     sizes = ()
     own_python = False
     sees_with = None
+    reports_experts = False
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         model = request.config.explorer.rollout_model

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.job import run, small_config
+from tests.e2e.job import run, small_config, started, weights
+from tests.e2e.test_modes import metrics
 from tests.tiny import make_model
 
 
@@ -36,3 +38,49 @@ def test_a_mixture_learns_what_its_engine_samples_and_is_exported(
     assert any(name.endswith(f"{router}.weight") for name in moved)
     sinks = [name for name in moved if name.endswith(".sinks")]
     assert len(sinks) == (2 if arch == "gpt_oss" else 0)
+
+
+def replaying(folder: Path) -> dict[str, Any]:
+    """A small run of a mixture that trains with the experts of its engine."""
+    config = small_config(folder)
+    config["model"]["model_path"] = str(make_model(folder / "mixture", "qwen3_moe", max_len=256))
+    config["algorithm"]["enable_router_replay"] = True
+    return config
+
+
+def test_a_run_with_replay_trains_by_recorded_experts_and_resumes_to_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    config = replaying(tmp_path)
+    for name in ("one", "other"):
+        done = run(tmp_path, config, f"name={name}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    started(tmp_path, config).kill_when(tmp_path / "checkpoints/tests/job/global_step_2")
+    done = run(tmp_path, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = [tmp_path / "checkpoints/tests" / name for name in ("one", "other", "job")]
+    assert len({weights(job, 4) for job in jobs}) == 1
+    rows = [row for row in metrics(jobs[0], "trainer") if "actor/loss" in row]
+    assert [row["rollout/routing_recorded"] for row in rows] == [1.0] * 4
+    assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-5
+
+
+def test_two_commands_hand_recorded_experts_on_through_a_database(tmp_path: Path) -> None:
+    config = replaying(tmp_path)
+    store = {"storage_type": "sql", "name": "shared"}
+    config["buffer"]["train_batch_size"] = 16
+    config["buffer"]["trainer_input"] = {"experience_buffer": store}
+    both = []
+    for mode in ("explore", "train"):
+        (tmp_path / mode).mkdir()
+        both.append(started(tmp_path / mode, config, f"mode={mode}"))
+    for one in both:
+        one.ends_well()
+    rows = metrics(tmp_path / "checkpoints/tests/job", "trainer")
+    shares = [row["rollout/routing_recorded"] for row in rows if "actor/loss" in row]
+    assert shares == [1.0] * 4
+
+
+def test_without_a_mixture_replay_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, small_config(tmp_path), "algorithm.enable_router_replay=true")
+    assert done.returncode != 0 and "is no mixture of experts: expected false" in done.stderr

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config
 from tests.tiny import make_model
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
+from trireme.trainer.empty import empty_model
 from trireme.trainer.lora import Lora
-from trireme.trainer.model import empty_model
 from trireme.trainer.ranks import Ranks, RankSpec, whole
 
 MB = 2**20

@@ -183,6 +183,7 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
     findings.add(_check_critic(stage))
     findings.add(_check_adapter(stage))
     findings.add(_check_towers(stage))
+    findings.add(_check_replay(stage))
     if facts.folder is None and stage.model_from is None:
         findings.note(
             f"model.model_path ({model.model_path}): not on this machine, will be downloaded"
@@ -237,6 +238,24 @@ def _check_towers(stage: StageFacts) -> Findings:
                 f"model.{key}",
                 "is false, and model.lora_configs trains an adapter of the language model alone: "
                 "expected true, or no adapter",
+            )
+    return findings
+
+
+def _check_replay(stage: StageFacts) -> Findings:
+    """Check that a model whose experts are to be recorded or replayed has some."""
+    findings, config = Findings(), stage.config
+    facts = model_config(config.model.model_path)
+    if facts and not experts_of(facts):
+        records = config.explorer.rollout_model.enable_return_routed_experts
+        asked = {
+            "algorithm.enable_router_replay": config.algorithm.enable_router_replay,
+            "explorer.rollout_model.enable_return_routed_experts": records,
+        }
+        for key in [key for key, is_asked in asked.items() if is_asked]:
+            findings.problem(
+                key,
+                f"is true, and {config.model.model_path} is no mixture of experts: expected false",
             )
     return findings
 
@@ -570,6 +589,16 @@ def note_idle(stage: StageFacts, steps: Steps) -> Findings:
 def _idle_in_training(stage: StageFacts, steps: Steps) -> list[str]:
     config, train, found = stage.config, steps.train, list[str]()
     optimizer, critic = config.algorithm.optimizer, config.algorithm.critic
+    if stage.reads_file and config.algorithm.enable_router_replay:
+        found.append(
+            "algorithm.enable_router_replay (true): no engine sampled the rows of a file, and the "
+            "trainer's routers choose their experts"
+        )
+    if config.algorithm.enable_router_replay and config.trainer.use_torch_compile:
+        found.append(
+            "trainer.use_torch_compile (true): blocks with experts are not compiled, because of "
+            "algorithm.enable_router_replay"
+        )
     if stage.reads_file:
         key, data = "experience_buffer", config.buffer.trainer_input.experience_buffer
         why = "read for tasks alone"

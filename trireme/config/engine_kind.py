@@ -36,6 +36,8 @@ REMOTE = "remote"
 """The value of `engine_type` for the user's servers, and the name in SERVERS of their client."""
 ELSEWHERE = (REMOTE, "external", "tinker")
 """Values of `engine_type` that name no kind, since the run does not start such engines."""
+ROUTING = "records_routing"
+"""The option of an engine's specification with which it records the experts that it chooses."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Keys that may multiply the places of one engine."""
 LEAST_SHARE = 0.25
@@ -129,6 +131,8 @@ class EngineKind(Protocol):
     sees_with: str | None
     """The rollout model's key with which it takes pictures in prompts; '': it always does; None:
     never."""
+    reports_experts: bool
+    """Whether, embedded, it can record the experts that a mixture's routers choose."""
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Return how it runs on this machine, and the problems of the configuration. If it cannot
@@ -231,7 +235,40 @@ def choose_engine(stage: StageFacts, places: Places) -> tuple[EnginePlan, Findin
         sleeps=choice.sleeps,
         largest_adapter=choice.largest_adapter,
     )
+    findings.add(_check_routing(stage, engine, places.spread))
     return engine, findings
+
+
+def records_routing(config: Config) -> bool:
+    """Return whether a run's engine records the experts that it chooses, for a trainer."""
+    asked = config.explorer.rollout_model.enable_return_routed_experts
+    asked = asked or config.algorithm.enable_router_replay
+    return asked and config.mode in ("both", "explore", "serve")
+
+
+def _check_routing(stage: StageFacts, engine: EnginePlan, spread: bool) -> Findings:
+    """Check that the engine can record the experts that it chooses, if it has to."""
+    findings, config = Findings(), stage.config
+    if stage.reads_file or not records_routing(config):
+        return findings
+    replay = "algorithm.enable_router_replay"
+    key = replay if config.algorithm.enable_router_replay else f"{KEY}.enable_return_routed_experts"
+    if stage.asks_api:
+        where = "the model of an API"
+    elif engine.urls:
+        where = f"the servers of {KEY}.base_urls"
+    elif not kind_named(engine.kind).reports_experts:
+        where = f"the engine {engine.kind}"
+    elif engine.hosts or spread:
+        where = f"the engine {engine.kind}, in a process of its own,"
+    else:
+        return findings
+    findings.problem(
+        key,
+        f"is true, and {where} does not report the experts that it chooses: expected false, or "
+        f"{KEY}.engine_type {EMBEDDED} in the run's own process",
+    )
+    return findings
 
 
 def runners_of(config: Config, engines: int, gpus: int) -> int:

@@ -115,8 +115,9 @@ class AlgorithmConfig(Section, place="algorithm"):
     """Take the sampler's log-probabilities as the old ones instead of computing them again."""
     rollout_correction: dict[str, Any] = {}
     """Correction between engine and trainer: rollout_is, rollout_rs, their thresholds."""
-    enable_router_replay: Annotated[bool, Refused()] = False
-    """Replay the engine's expert choices in mixture-of-experts models."""
+    enable_router_replay: bool = False
+    """Train a mixture of experts with the experts that the engine chose for each token; their
+    weights are computed anew. Only with the embedded engine, in the run's own process."""
 
 
 class LoraConfig(Section):

@@ -254,10 +254,9 @@ class RolloutModelConfig(Section, place="explorer.rollout_model"):
     """Not given: `model.rope_scaling`."""
     rope_theta: Annotated[float | None, Gt(0), Moved(to="model.rope_theta")] = None
     """Not given: `model.rope_theta`."""
-    enable_return_routed_experts: Annotated[
-        bool, Refused("is not supported yet: the engine's choice of experts is not recorded")
-    ] = False
-    """Give the trainer the experts that the engine chose."""
+    enable_return_routed_experts: bool = False
+    """Record the experts that the engine chooses, in `Experience.routed_experts`;
+    `algorithm.enable_router_replay` includes it."""
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
     enable_multimodal: Annotated[bool, NoEffect(on="engine")] = False

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trireme.config.engine_kind import EMBEDDED, kind_named
+from trireme.config.engine_kind import EMBEDDED, ROUTING, kind_named
 from trireme.engines.engine import Engine
 
 if TYPE_CHECKING:
@@ -86,5 +86,6 @@ def make_torch_engine(
             dtype=spec.dtype,
             device=spec.device,
             trust_remote_code=spec.trust_remote_code,
+            records_routing=bool(spec.options.get(ROUTING)),
         ),
     )

@@ -101,7 +101,8 @@ def make_models(
     backend = make(model_path, policy, ranks, reference=recipe.needs_reference)
     critic = Critic(
         config.model.critic_model_path or model_path,
-        replace(settings, optimizer=options.optimizer, lora=None),  # trained in full
+        # trained in full; its routers choose by themselves
+        replace(settings, optimizer=options.optimizer, lora=None, replays_routing=False),
         ranks,
         clip_range=options.cliprange_value,
     )
@@ -157,6 +158,7 @@ def _settings(plan: Plan) -> TrainSettings:
         moves_reference=config.algorithm.sync_ref_model,
         trains_tower=not config.model.freeze_vision_tower,
         trains_projector=not config.model.freeze_projector,
+        replays_routing=config.algorithm.enable_router_replay,
     )
 
 

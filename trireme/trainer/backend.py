@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,8 @@ class Backend:
         )
         root = self._reference if reference and self._reference is not None else self._root
         start = reference and root is self._root and self.adapter is not None
+        if reference:  # other weights, whose routers choose by themselves
+            batch = replace(batch, routed_experts=())
         compute = partial(self._logprobs, root, entropy=entropy)
         with self.adapter.reference() if start and self.adapter else nullcontext():
             return self._team.scores(batch, compute, num=3 if entropy else 1)

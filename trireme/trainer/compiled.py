@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trireme.engines.torch.recurrent import has_mixers
+from trireme.engines.torch.routing import has_routing
 
 _LARGEST_NUMBER_OF_GRAPHS = 64
 """The limit for one kind of block: with and without gradients, an adapter switched off, each
@@ -29,7 +30,8 @@ window.
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile each of a model's blocks at its first call. Blocks with a layer that has a state are
-    left as they are: how often it is called depends on the micro-batch.
+    left as they are: how often it is called depends on the micro-batch; and so are blocks whose
+    routers replay, since they choose outside of any graph.
     """
     from torch._inductor import config as inductor_config  # slow to import
 
@@ -38,7 +40,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     # what torch 2.13 writes for bfloat16 in vectors of 512 bits ends the process (SIGABRT)
     inductor_config.cpp.simdlen = inductor_config.cpp.simdlen or 256
     for block in blocks:
-        if has_mixers(block):
+        if has_mixers(block) or has_routing(block):
             continue
         block.forward = _compiled(block)
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
-from trireme.checkpoint.saved import ExpertRows, FileRows, assign
-from trireme.config.lookup import names_in, tensor_files
 from trireme.engines.sampling import log_probabilities
-from trireme.engines.torch.composite import auto_class, load_whole, text_model
+from trireme.engines.torch.composite import load_whole, text_model
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.recurrent import carry_states
+from trireme.engines.torch.routing import carry_routing, is_routing
 from trireme.engines.torch.specimen import make_specimen
 from trireme.trainer import attention, ulysses
 from trireme.trainer.head import score_entries
@@ -46,13 +45,14 @@ def load_model(
     device: str,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    replays: bool = False,
 ) -> PreTrainedModel:
     """Load a folder's model with packed attention; ValueError if its architecture cannot have
-    it, or tensors are missing.
+    it, or tensors are missing. `replays`: its routers take recorded experts.
     """
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    prove_architecture(path, device=device, trust_remote_code=trust_remote_code)
+    prove_architecture(path, device=device, trust_remote_code=trust_remote_code, replays=replays)
     model = load_whole(
         path, config, device=device, dtype=dtype, trust_remote_code=trust_remote_code
     )
@@ -61,96 +61,28 @@ def load_model(
     model.set_attn_implementation(attention.NAME)
     carry_states(model)
     without_dropout(model)
+    if replays:
+        carry_routing(model)
     return model
 
 
-def empty_model(
-    path: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
-) -> PreTrainedModel | None:
-    """Make a folder's model with packed attention, without its weights: see `fill_rows`.
-
-    They are in float32 without a device; with a `dtype`, in that dtype and on the CPU, so that an
-    adapter can be added. None if its files name tensors in a way that `names_in` does not know:
-    loading a whole model converts them. `prove_architecture` checks whether it supports packed
-    attention.
-    """
-    from accelerate import init_empty_weights  # slow to import, and needed only by ranks
-
-    attention.register()
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    with init_empty_weights(include_buffers=False):
-        model = auto_class(config).from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-    model.tie_weights()
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    files = tensor_files(path)
-    held = ((names_in(files, name), parameter) for name, parameter in model.named_parameters())
-    if set(model.state_dict()) != names or not all(
-        where in files if isinstance(where, str) else len(where) == len(parameter)
-        for where, parameter in held
-    ):
-        return None
-    if dtype is not None:  # all numbers of a weight are one and the same
-        replace_weights(model, lambda w: torch.zeros((), dtype=dtype).expand(w.shape))
-    model.set_attn_implementation(attention.NAME)
-    quicken(model)
-    carry_states(model)
-    without_dropout(model)
-    return model.eval()
-
-
-def replace_weights(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """Replace each weight by the result of `make`; tied ones stay tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if weight not in made:
-                made[weight] = nn.Parameter(make(weight), weight.requires_grad)
-            module.register_parameter(name, made[weight])
-
-
-def is_empty(weight: Tensor) -> bool:
-    """True for a weight of an `empty_model`."""
-    return weight.is_meta or weight.untyped_storage().nbytes() < weight.nbytes
-
-
-def drop_numbers(model: nn.Module) -> bool:
-    """Take the weights of an `empty_model` off their device; False if the model has none such."""
-    if not any(map(is_empty, model.parameters())):
-        return False
-
-    def off_device(weight: Tensor) -> Tensor:  # an adapter has numbers and exists already
-        return weight.new_empty(weight.shape, device="meta") if is_empty(weight) else weight
-
-    replace_weights(model, off_device)
-    return True
-
-
-@torch.no_grad()
-def fill_rows(named: Mapping[str, Tensor], path: str | Path) -> None:
-    """Read the rows of each weight that this rank has; tensors that the folder lacks stay."""
-    files = tensor_files(path)
-    for name, parameter in named.items():
-        held = names_in(files, name)
-        if not isinstance(held, str):
-            assign(parameter, ExpertRows(files, held))
-        elif held in files:  # opened each time: this releases the pages that were read
-            with safe_open(files[held], framework="pt") as file:
-                assign(parameter, FileRows(file, held))
-
-
 def prove_architecture(
-    path: str | Path, *, device: str = "cpu", trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    replays: bool = False,
 ) -> None:
     """Raise ValueError unless a folder's architecture gives the same log-probabilities with packed
-    attention, on a specimen of it.
+    attention, on a specimen of it; with `replays`, unless its routers take recorded experts.
     """
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     model = make_specimen(config, trust_remote_code=trust_remote_code)
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     prove_packed(model)
+    if replays:
+        prove_replay(model)
 
 
 def once(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -207,6 +139,36 @@ def prove_packed(model: PreTrainedModel) -> None:
             f"model_type '{name}': packed attention gives log-probabilities that differ by "
             f"{worst:.3g} from the model's own (at most {_AGREEMENT:g} allowed): the torch trainer "
             f"cannot train it"
+        )
+
+
+@torch.no_grad()
+def prove_replay(model: PreTrainedModel) -> None:
+    """Raise ValueError unless the routers of a model with packed attention give the experts that
+    are recorded.
+    """
+    shape = carry_routing(model)
+    tokens, device = _PROOF[0], next(model.parameters()).device
+    draws = torch.rand(
+        len(tokens), shape.layers, shape.experts, generator=torch.Generator().manual_seed(0)
+    )
+    recorded = draws.argsort(-1)[..., : shape.chosen].to(shape.dtype)
+    recorded[1] = torch.iinfo(shape.dtype).max  # a token without a record
+    batch = replace(of_tokens([tokens]), routed_experts=(recorded.numpy(),))
+    given: list[Tensor] = []
+    for module in model.modules():
+        if is_routing(module):
+            module.register_forward_hook(lambda _, inputs, out: given.append(out[-1]))
+    hidden_states(model, pack_for(model, device, batch))
+    known = [n for n in range(len(tokens) - 1) if n != 1]
+    agree = [
+        torch.equal(chosen[known].cpu(), recorded[known, layer].to(chosen.dtype))
+        for layer, chosen in enumerate(given)
+    ]
+    if len(agree) != shape.layers or not all(agree):
+        raise ValueError(
+            f"model_type '{model.config.model_type}' has routers that do not take recorded "
+            "experts: algorithm.enable_router_replay cannot be true for it"
         )
 
 

@@ -52,6 +52,9 @@ class PackedBatch:
     """
     pictures: Pictures = field(default_factory=dict)
     """The pictures that `tokens` have ids of."""
+    routed_experts: Tensor | None = None
+    """[T, L, K] the experts that compute each token, by those routers that replay them; see
+    Experience."""
     handle: Tensor = field(default_factory=Tensor)
     """The handle of `attention`, for blocks that are compiled. Callers omit it; FSDP, which casts a
     block's inputs, makes copies with a value for each field."""
@@ -67,6 +70,20 @@ class PackedBatch:
             return {"input_ids": self.tokens[None], "position_ids": places}
         return {**vision.inputs(self.tokens[None], self.pictures), "position_ids": places}
 
+    def route(self, layer: int, chosen: Tensor) -> Tensor:
+        """Return the recorded experts [T, K] of a layer; `chosen` for tokens without a record."""
+        if self.routed_experts is None:
+            return chosen
+        _, layers, count = self.routed_experts.shape
+        if layer >= layers or count != chosen.shape[1]:
+            raise ValueError(
+                f"routed_experts are {count} experts in {layers} layers, and the model's layer "
+                f"{layer} with experts takes {chosen.shape[1]}: expected those of the same model"
+            )
+        recorded = self.routed_experts[:, layer]
+        known = recorded[:, :1] != torch.iinfo(recorded.dtype).max
+        return torch.where(known, recorded.to(chosen.dtype), chosen)
+
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same micro-batch on `device`."""
         return PackedBatch(
@@ -77,6 +94,7 @@ class PackedBatch:
             None if self.nodes is None else self.nodes.to(device),
             None if self.rotary is None else self.rotary.to(device),
             self.pictures,
+            None if self.routed_experts is None else self.routed_experts.to(device),
         )
 
 
@@ -96,10 +114,11 @@ def pack(
     have multiples of 128 queries. This leaves more rows alone; a CPU attends with a mask as fast.
     """
     inputs = _inputs(batch)
-    order, shared = _sorted(inputs, share_prefix)
+    order, shared = _sorted(_compared(batch, inputs), share_prefix)
     paths: list[np.ndarray] = [np.empty(0, np.int64)] * len(inputs)
     spans: list[tuple[int, int]] = []  # (keys before the first query, sample) of each row
     tokens: list[np.ndarray] = []
+    routing = _Routing.of(batch)
     total = 0
     before = np.empty(0, np.int64)
     ends = np.empty(sum(map(len, inputs)), np.int64)
@@ -113,6 +132,8 @@ def pack(
             else:
                 spans.append((common, n))
             tokens.append(inputs[n][common:])
+            if routing is not None:
+                routing.add(n, common, len(inputs[n]))
         paths[n] = before = path
         total += new
     ends[before] = total
@@ -143,6 +164,7 @@ def pack(
         nodes=Nodes.of(trie) if nodes else None,
         rotary=rotary,
         pictures=pictures,
+        routed_experts=None if routing is None else routing.flat(),
     )
 
 
@@ -174,7 +196,8 @@ def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator
     """
     inputs = _inputs(batch)
     paired = "pair_ids" in batch.fields
-    order, shared = _sorted(inputs, share_prefix and not paired)  # as given: pairs are neighbours
+    # as given: pairs are neighbours
+    order, shared = _sorted(_compared(batch, inputs), share_prefix and not paired)
     sizes = [len(inputs[n]) for n in order]
     added = [size - common for size, common in zip(sizes, shared, strict=True)]
     chosen: list[int] = []
@@ -202,7 +225,7 @@ def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator
 def packed_tokens(batch: Batch, *, share_prefix: bool = True) -> int:
     """Return the number of tokens that the model computes if the whole batch is one micro-batch."""
     inputs = _inputs(batch)
-    _, shared = _sorted(inputs, share_prefix)
+    _, shared = _sorted(_compared(batch, inputs), share_prefix)
     return sum(len(row) for row in inputs) - sum(shared)
 
 
@@ -216,6 +239,56 @@ def _inputs(batch: Batch) -> list[np.ndarray]:
         row[: positions[end - 1] if count else 0]
         for row, end, count in zip(batch.tokens, ends, batch.counts, strict=True)
     ]
+
+
+class _Routing:
+    """The experts of the flat tokens."""
+
+    def __init__(self, rows: Sequence[np.ndarray | None], like: np.ndarray) -> None:
+        self._rows, self._like = rows, like
+        self._parts: list[np.ndarray] = []
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Routing | None:
+        """Return those of a batch, still empty; None if none are recorded."""
+        like = next((row for row in batch.routed_experts if row is not None), None)
+        return None if like is None else cls(batch.routed_experts, like)
+
+    def of_sample(self, sample: int, begin: int, end: int) -> np.ndarray:
+        """Return those of some tokens of a sample; of one without them all are unknown."""
+        row = self._rows[sample]
+        if row is not None:
+            return row[begin:end]
+        shape = (end - begin, *self._like.shape[1:])
+        return np.full(shape, np.iinfo(self._like.dtype).max, self._like.dtype)
+
+    def add(self, sample: int, begin: int, end: int) -> None:
+        """Append tokens of a sample to the flat ones."""
+        self._parts.append(self.of_sample(sample, begin, end))
+
+    def flat(self) -> Tensor:
+        """Return the experts [T, L, K] of the flat tokens."""
+        return torch.from_numpy(np.concatenate(self._parts))
+
+
+def _compared(batch: Batch, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """Return the numbers by which tokens are compared: their ids, or, where experts are recorded,
+    a number for each token and its experts, since other experts make another token of it.
+    """
+    routing = _Routing.of(batch)
+    if routing is None:
+        return inputs
+    numbers: dict[bytes, int] = {}
+    out = []
+    for sample, ids in enumerate(inputs):
+        experts = routing.of_sample(sample, 0, len(ids)).reshape(len(ids), -1)
+        rows = np.concatenate(
+            [np.ascontiguousarray(part).view(np.uint8) for part in (ids[:, None], experts)], 1
+        )
+        keys = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0].tolist()
+        each = (numbers.setdefault(key, len(numbers)) for key in keys)
+        out.append(np.fromiter(each, np.int64, len(keys)))
+    return out
 
 
 def _sorted(inputs: Sequence[np.ndarray], share: bool) -> tuple[list[int], list[int]]:

@@ -17,11 +17,9 @@ from trireme.engines.torch.composite import towers
 from trireme.engines.torch.vision import seeing
 from trireme.trainer import attention, ulysses
 from trireme.trainer.compiled import compile_blocks
+from trireme.trainer.empty import drop_numbers, empty_model, fill_rows
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.model import (
-    drop_numbers,
-    empty_model,
-    fill_rows,
     load_model,
     prove_architecture,
 )
@@ -68,6 +66,8 @@ class TrainSettings:
     """Whether the tower of a model that sees is trained."""
     trains_projector: bool = False
     """Whether what turns the tower's features into the language model's is trained."""
+    replays_routing: bool = False
+    """Whether tokens are computed by the experts that their engine recorded."""
 
     def load(
         self, path: str | Path, ranks: Ranks | None, *, frozen: bool = False
@@ -79,17 +79,29 @@ class TrainSettings:
         as it is.
         """
         trust = self.trust_remote_code
+        replays = self.replays_routing and not frozen
         model = None
         # A base that is not trained needs no float32 copy.
         dtype = torch.bfloat16 if self.half and self.lora else torch.float32
         if ranks and (self.lora is None or self.lora.leaves_base_alone):
-            model = empty_model(path, dtype=dtype if self.lora else None, trust_remote_code=trust)
+            model = empty_model(
+                path,
+                dtype=dtype if self.lora else None,
+                trust_remote_code=trust,
+                replays=replays,
+            )
         if ranks and model is not None:
-            prove = partial(prove_architecture, path, trust_remote_code=trust)
+            prove = partial(prove_architecture, path, trust_remote_code=trust, replays=replays)
             self.team(ranks).attempt(prove if ranks.rank == 0 else lambda: None)
         else:
             device = "cpu" if ranks else self.device
-            model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
+            model = load_model(
+                path,
+                device=device,
+                dtype=dtype,
+                trust_remote_code=trust,
+                replays=replays,
+            )
         if self.compile:
             compile_blocks(blocks(model))
         if ranks and frozen and self.half and not self.moves_reference:

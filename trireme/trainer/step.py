@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -298,7 +299,20 @@ def _sizes(batch: Batch, version: int) -> dict[str, float]:
         ages = (version - sampled).float()
         metrics["rollout/staleness_mean"] = float(ages.mean())
         metrics["rollout/staleness_max"] = float(ages.max())
+    if batch.routed_experts:
+        metrics["rollout/routing_recorded"] = _recorded(batch)
     return metrics
+
+
+def _recorded(batch: Batch) -> float:
+    """Return the share of entries whose predecessors have recorded experts."""
+    each = np.split(batch.positions.numpy() - 1, np.cumsum(batch.counts)[:-1])
+    count = 0
+    for routing, predecessors in zip(batch.routed_experts, each, strict=True):
+        if routing is not None:
+            known = routing[predecessors, 0, 0] != np.iinfo(routing.dtype).max
+            count += int(known.sum())
+    return count / batch.num_tokens
 
 
 Sums = dict[str, dict[str, Any]]

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,11 +76,16 @@ def sliced(
     padding = length * sequence.size - len(layout.tokens)
     begin = sequence.rank * length
     my_slice = slice(begin, begin + length)
+    packed = layout
+    if (experts := layout.routed_experts) is not None:
+        unknown = torch.iinfo(experts.dtype).max
+        padded = F.pad(experts, (0, 0, 0, 0, 0, padding), value=unknown)
+        packed = replace(layout, routed_experts=padded[my_slice])
     hidden = text_model(model)(
         input_ids=F.pad(layout.tokens, (0, padding))[None, my_slice],
         position_ids=F.pad(layout.positions, (0, padding))[None, my_slice],
         use_cache=False,
-        packed=layout,
+        packed=packed,
         sequence=sequence,
     ).last_hidden_state[0]
     owners = layout.predecessors // length

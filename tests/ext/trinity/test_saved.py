@@ -82,7 +82,7 @@ def test_in_other_files_such_a_key_is_unknown(base: dict[str, Any], tmp_path: Pa
     ("key", "value", "says"),
     [
         ("explorer.rollout_model.nnodes", 2, "expected 1"),
-        ("explorer.rollout_model.enable_return_routed_experts", True, "is not supported yet"),
+        ("explorer.rollout_model.enable_return_routed_experts", True, "is no mixture of experts"),
         ("explorer.rollout_model.trust_remote_code", True, "they are one, set either"),
         ("explorer.rollout_model.temperature", 0.5, "they are one, set either"),
         ("trainer.trainer_config_path", "verl.yaml", "under trainer.trainer_config"),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trireme.config.engine_kind import EMBEDDED, KEY, EngineChoice, EngineRequest, Interpreter
+from trireme.config.engine_kind import (
+    EMBEDDED,
+    KEY,
+    ROUTING,
+    EngineChoice,
+    EngineRequest,
+    Interpreter,
+    records_routing,
+)
 from trireme.extensions import missing
 
 if TYPE_CHECKING:
@@ -24,6 +32,7 @@ class TorchKind:
     sizes = ("tensor_parallel_size",)
     own_python = False
     sees_with = ""
+    reports_experts = True
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Choose how many embedded engines run; several run in separate processes."""
@@ -48,8 +57,8 @@ class TorchKind:
         return Interpreter(sys.executable, "the embedded engine")
 
     def options(self, plan: Plan) -> dict[str, Any]:
-        """Return no options."""
-        return {}
+        """Return whether the experts that it chooses are recorded."""
+        return {ROUTING: True} if records_routing(plan.config) else {}
 
     async def make(
         self,

@@ -125,6 +125,7 @@ class VllmKind:
     sizes = SIZES
     own_python = True
     sees_with = SEES
+    reports_experts = False
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Decide whether the run's engines are vLLM's, and list what prevents it."""
