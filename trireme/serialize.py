@@ -341,6 +341,18 @@ def _unpacked(name: str, form: str, words: Words) -> torch.Tensor:
     return row.view(torch.float32) if kind == torch.float32 else row.to(kind)
 
 
+def array_to_wire(array: np.ndarray) -> dict[str, Any]:
+    """Convert an array of numbers to JSON."""
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
+
+
+def array_from_wire(wire: Mapping[str, Any]) -> np.ndarray:
+    """Return the array that `array_to_wire` converted. Raises ValueError if its size is wrong."""
+    data = base64.b64decode(wire["data"])
+    return np.frombuffer(data, np.dtype(wire["dtype"])).reshape(wire["shape"])
+
+
 _WIRE_ROWS = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
 _WIRE_FIELDS = (
     *("prompt_length", "temperature", "stop_reason", "truncate_status", "reward"),

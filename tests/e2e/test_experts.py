@@ -65,6 +65,16 @@ def test_a_run_with_replay_trains_by_recorded_experts_and_resumes_to_the_same_we
     assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-5
 
 
+def test_engines_in_processes_of_their_own_send_recorded_experts(tmp_path: Path) -> None:
+    config = replaying(tmp_path)
+    config["explorer"]["rollout_model"] = {"engine_type": "torch", "engine_num": 2}
+    done = run(tmp_path, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(tmp_path / "checkpoints/tests/job", "trainer")
+    shares = [row["rollout/routing_recorded"] for row in rows if "actor/loss" in row]
+    assert shares == [1.0] * 4
+
+
 def test_two_commands_hand_recorded_experts_on_through_a_database(tmp_path: Path) -> None:
     config = replaying(tmp_path)
     store = {"storage_type": "sql", "name": "shared"}

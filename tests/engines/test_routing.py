@@ -157,3 +157,30 @@ def test_conversations_have_the_experts_of_one_fresh_pass(tmp_path: Path) -> Non
             end = int(e.mask.nonzero()[-1])
             assert known[:end].all() and not known[end:].any(), name
             assert (end < len(known) - 1) == (name == "edit at the end")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_update_in_flight_records_anew_what_is_computed_anew(
+    keeps: bool, tmp_path: Path
+) -> None:
+    old, new = (make_model(tmp_path / str(n), "qwen3_moe", layers=3, seed=n) for n in (0, 1))
+    weights = AutoModelForCausalLM.from_pretrained(new).state_dict()
+
+    async def main(engine: TorchEngine) -> Any:
+        sampling = Sampling(max_tokens=120, ignore_eos=True)
+        going = asyncio.ensure_future(engine.generate(PROMPTS[2], sampling))
+        while engine.health().generated_tokens < 5:
+            await asyncio.sleep(0)
+        await engine.update_weights(weights, 1)
+        return await going
+
+    [reply] = run(old, main, records_routing=True, keep_kv=keeps)
+    first = len(PROMPTS[2]) + reply.versions.index(1) - 1  # the first token that new weights saw
+    assert len(PROMPTS[2]) < first < len(PROMPTS[2]) + 119
+    ids, recorded = PROMPTS[2] + reply.ids, np.sort(reply.routed_experts, -1)
+    anew = (recorded == chosen(new, ids)[:-1]).all((1, 2))
+    if keeps:
+        assert (recorded[:first] == chosen(old, ids)[:first]).all()
+        assert not anew[:first].all()
+    else:
+        assert anew.all()

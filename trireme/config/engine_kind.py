@@ -132,7 +132,7 @@ class EngineKind(Protocol):
     """The rollout model's key with which it takes pictures in prompts; '': it always does; None:
     never."""
     reports_experts: bool
-    """Whether, embedded, it can record the experts that a mixture's routers choose."""
+    """Whether it can record the experts that a mixture's routers choose."""
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Return how it runs on this machine, and the problems of the configuration. If it cannot
@@ -235,7 +235,7 @@ def choose_engine(stage: StageFacts, places: Places) -> tuple[EnginePlan, Findin
         sleeps=choice.sleeps,
         largest_adapter=choice.largest_adapter,
     )
-    findings.add(_check_routing(stage, engine, places.spread))
+    findings.add(_check_routing(stage, engine))
     return engine, findings
 
 
@@ -246,7 +246,7 @@ def records_routing(config: Config) -> bool:
     return asked and config.mode in ("both", "explore", "serve")
 
 
-def _check_routing(stage: StageFacts, engine: EnginePlan, spread: bool) -> Findings:
+def _check_routing(stage: StageFacts, engine: EnginePlan) -> Findings:
     """Check that the engine can record the experts that it chooses, if it has to."""
     findings, config = Findings(), stage.config
     if stage.reads_file or not records_routing(config):
@@ -259,14 +259,12 @@ def _check_routing(stage: StageFacts, engine: EnginePlan, spread: bool) -> Findi
         where = f"the servers of {KEY}.base_urls"
     elif not kind_named(engine.kind).reports_experts:
         where = f"the engine {engine.kind}"
-    elif engine.hosts or spread:
-        where = f"the engine {engine.kind}, in a process of its own,"
     else:
         return findings
     findings.problem(
         key,
-        f"is true, and {where} does not report the experts that it chooses: expected false, or "
-        f"{KEY}.engine_type {EMBEDDED} in the run's own process",
+        f"is true, and the experts that compute a token are not reported by {where}: expected "
+        f"false, or {KEY}.engine_type {EMBEDDED}",
     )
     return findings
 

@@ -30,6 +30,7 @@ from tests.ext.ray.clusters import (
     start,
     where,
 )
+from tests.tiny import make_model
 from trireme.checkpoint.layout import JobFolder
 from trireme.monitor.monitor import read_metrics
 
@@ -91,6 +92,17 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
     names = {path.name for path in (tmp_path / "alone" / JOB / "log").iterdir()}
     assert names <= {path.name for path in (job / "log").iterdir()}
     assert not left_behind(tmp_path)
+
+
+def test_recorded_experts_reach_a_trainer_on_another_node(tmp_path: Path, cluster: Any) -> None:
+    add_nodes(cluster, 2)
+    config = small_config(tmp_path)
+    config["model"]["model_path"] = str(make_model(tmp_path / "mixture", "qwen3_moe", max_len=256))
+    config["algorithm"]["enable_router_replay"] = True
+    ended(start(tmp_path, cluster, config=config))
+    trained = metrics(tmp_path / JOB, "trainer")
+    assert [row["rollout/routing_recorded"] for row in trained] == [1.0] * 4
+    assert max(row["rollout/logprob_diff_max"] for row in trained) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from trireme.ext.remote.servers import RequestBatcher, Servers, Silent
 from trireme.ext.remote.shelf import UNKNOWN
 from trireme.ext.remote.weight_group import buckets
 from trireme.pictures import KnownPictures, Picture
-from trireme.serialize import picture_to_wire
+from trireme.serialize import array_from_wire, picture_to_wire
 
 BUCKET_BYTES = 256 * 2**20
 CONNECT_S = 30.0
@@ -454,4 +454,6 @@ def _without_repeats(on_token: OnToken) -> Restarts:
 def _completion(wire: Mapping[str, Any]) -> Completion:
     rows = wire["alternatives"]
     alternatives = [{int(token): p for token, p in row.items()} for row in rows]
-    return Completion(**{**wire, "alternatives": alternatives})
+    routing = wire.get("routed_experts")
+    routed_experts = None if routing is None else array_from_wire(routing)
+    return Completion(**{**wire, "alternatives": alternatives, "routed_experts": routed_experts})

@@ -32,6 +32,7 @@ from trireme.ext.openai.wire import Ids
 from trireme.ext.remote.group_engine import EmbeddedGroup, GroupEngine, refuse_no_weights
 from trireme.ext.remote.shelf import PictureBody, Shelf
 from trireme.ext.remote.weight_group import Meeting
+from trireme.serialize import array_to_wire
 
 
 class GenerateBody(BaseModel):
@@ -101,7 +102,7 @@ def steering_router(rollouts: Rollouts) -> APIRouter:
         sampling = with_options(Sampling(), body.sampling)
         more = _shown(engine, shelf, body.pictures)
         work = engine.generate(body.ids, sampling, key=as_key(body.key), **more)
-        return [vars(completion) for completion in await until_gone(request, work)]
+        return [_wire(completion) for completion in await until_gone(request, work)]
 
     @router.post("/logprobs")
     async def logprobs(body: LogprobsBody, request: Request) -> list[list[float]]:
@@ -284,12 +285,19 @@ async def _in_order_of_end(tasks: Tasks, events: Events) -> AsyncIterator[str]:
         yield "".join(json.dumps(line) + "\n" for line in lines)
 
 
+def _wire(completion: Completion) -> dict[str, Any]:
+    """Return a completion as JSON."""
+    if completion.routed_experts is None:
+        return vars(completion)
+    return vars(completion) | {"routed_experts": array_to_wire(completion.routed_experts)}
+
+
 def _line(index: int, task: asyncio.Task[list[Completion]]) -> dict[str, Any]:
     if task.cancelled():
         return {"index": index, "aborted": True}
     error = task.exception()
     if error is None:
-        return {"index": index, "completions": [vars(c) for c in task.result()]}
+        return {"index": index, "completions": [_wire(c) for c in task.result()]}
     status = 400 if isinstance(error, ValueError) else 500
     return {"index": index, "error": str(error), "status": status}
 
