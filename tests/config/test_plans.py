@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.config.made import SEEDS, config_of, values
+from tests.config.made import SEEDS, config_of, values, write_model
 from trireme.cli.check import plan_rows
 from trireme.config import ConfigError, load_config
 from trireme.config.check import UNASKED_SAVE_INTERVAL
@@ -528,6 +528,16 @@ def test_what_changes_nothing_is_noted(tmp_path, overrides, told):
     steps = ["buffer.total_steps=4", "trainer.total_steps=4"]
     assert told not in plan_of(tmp_path, *steps).notes
     assert plan_of(tmp_path, *steps, *overrides).notes.count(told) == 1
+
+
+def test_replay_notes_that_blocks_are_not_compiled(tmp_path):
+    write_model(tmp_path / "mixture", num_experts=8)
+    given = [f"model.model_path={tmp_path}/mixture", "trainer.use_torch_compile=true"]
+    replay = "algorithm.enable_router_replay=true"
+    note = "trainer.use_torch_compile (true): blocks with experts are not compiled"
+    for more, count in (([], 0), ([replay], 1)):
+        notes = plan_of(tmp_path, *given, *more).notes
+        assert len([each for each in notes if each.startswith(note)]) == count
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.engines.test_torch_engine import PROMPTS, run
 from tests.hybrids import make_hybrid
@@ -20,6 +20,7 @@ from tests.tiny import make_model, make_tokenizer
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.torch.routing import carry_routing
 from trireme.engines.torch.shell import TorchSettings
 from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens
@@ -96,6 +97,14 @@ def test_more_experts_than_a_byte_has_numbers_for_take_two_bytes(tmp_path: Path)
 def test_a_model_without_routers_is_refused(tiny_dir: Path) -> None:
     with pytest.raises(ValueError, match="'qwen3' has no router that is known"):
         run(tiny_dir, lambda engine: None, records_routing=True)  # pyright: ignore
+
+
+def test_a_router_that_chooses_otherwise_than_by_topk_is_refused() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 90}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phimoe", **sizes))
+    with pytest.raises(ValueError, match="'phimoe' has no router that is known"):
+        carry_routing(model)
 
 
 def test_conversations_have_the_experts_of_one_fresh_pass(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ the router itself, from its live scores, so that a gradient reaches it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -89,7 +90,10 @@ def has_routing(module: nn.Module) -> bool:
 
 
 def _is_router(module: nn.Module) -> bool:
-    return type(module).__name__.lower().endswith(_ENDING)
+    """Return whether a module is a router of transformers' that chooses by `topk`."""
+    kind = type(module)
+    named = kind.__name__.lower().endswith(_ENDING)
+    return named and "topk" in inspect.unwrap(kind.forward).__code__.co_names
 
 
 @cache
