@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.hybrids import make_hybrid
-from tests.tiny import make_model, make_tokenizer, make_with_sinks
+from tests.hybrids import HYBRIDS, make_hybrid
+from tests.tiny import WITH_SINKS, make_model, make_tokenizer, make_with_sinks
 
-HYBRIDS = ("qwen3_next", "kimi_linear", "lfm2_moe", "minimax")
-SINKS = ("flint", "granitemoe_swa", "mimo_v2_flash")
 _GLM = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GLM |= {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
@@ -28,7 +26,7 @@ def make_mixture(folder: Path, family: str) -> Path:
     """A folder with a tiny mixture of three layers, whose routers differ clearly between tokens."""
     if family in ("qwen3_moe", "mixtral", "gpt_oss"):
         return make_model(folder, family, layers=3)
-    if family in SINKS:
+    if family in WITH_SINKS:
         return make_with_sinks(folder, family)
     if family in HYBRIDS:
         return make_hybrid(folder, family)

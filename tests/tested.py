@@ -30,6 +30,7 @@ ONE_OF_EACH = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2", "minim
 
 TRAINER = "trainer: packed and shared is single, with gradients"
 ENGINE = "embedded engine samples what transformers computes"
+REPLAY = "router replay"
 LORA, RANKS, RESUME, VLLM = "LoRA", "FSDP2, two ranks", "kill -9 and resume by bytes", "vLLM (CPU)"
 DEMO = "learns the demo"
 TESTED: dict[str, tuple[str, ...]] = {
@@ -40,6 +41,10 @@ TESTED: dict[str, tuple[str, ...]] = {
     RESUME: ("gemma3", "qwen3_vl", "qwen3_5", "gpt_oss", "qwen3_5_text", "granitemoehybrid"),
     VLLM: ("idefics3", "lfm2", "granitemoehybrid"),
     DEMO: ("gpt_oss", "qwen3_5_text"),
+    REPLAY: (
+        *("gpt_oss", "flint", "granitemoe_swa", "mimo_v2_flash"),
+        *("qwen3_next", "kimi_linear", "lfm2_moe", "minimax"),
+    ),
 }
 
 

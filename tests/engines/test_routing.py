@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.engines.test_torch_engine import PROMPTS, run
 from tests.hybrids import make_hybrid
-from tests.mixtures import HYBRIDS, SINKS, make_mixture, routers_of
+from tests.mixtures import make_mixture, routers_of
+from tests.tested import REPLAY, TESTED
 from tests.tiny import make_model, make_tokenizer
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
@@ -42,7 +43,7 @@ def chosen(folder: Path, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3", *SINKS, *HYBRIDS]
+    "family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", *TESTED[REPLAY]]
 )
 def test_recorded_experts_are_those_of_one_fresh_pass(family: str, tmp_path: Path) -> None:
     """Ragged company, replies of one prompt, rows that move, and prompts from the prefix cache."""
@@ -135,6 +136,8 @@ def test_conversations_have_the_experts_of_one_fresh_pass(tmp_path: Path) -> Non
         for text in ("two", "three", "four"):
             chat += [(await turns.chat(chat)).message, user(text)]
         out["turns"] = turns.experiences(reward=1.0)
+        blocking = turns.blocking(asyncio.get_running_loop())
+        out["turns as messages"] = [blocking.convert_messages_to_experience(chat)]
         out["turns, per call"] = turns.experiences(reward=1.0, per_call=True)
         calls = [*turns.recorder]
         sizes = [len(call.inserted) + len(call.completion.ids) for call in calls]
@@ -155,7 +158,7 @@ def test_conversations_have_the_experts_of_one_fresh_pass(tmp_path: Path) -> Non
         return out
 
     made = asyncio.run(go())
-    assert [len(each) for each in made.values()] == [1, 3, 3, 1, 1]
+    assert [len(each) for each in made.values()] == [1, 1, 3, 3, 1, 1]
     for name, each in made.items():
         for e in each:
             assert e.routed_experts is not None, name
@@ -165,7 +168,7 @@ def test_conversations_have_the_experts_of_one_fresh_pass(tmp_path: Path) -> Non
             # no pass computed the last sampled token, and text after it that nothing followed
             end = int(e.mask.nonzero()[-1])
             assert known[:end].all() and not known[end:].any(), name
-            assert (end < len(known) - 1) == (name == "edit at the end")
+            assert (end < len(known) - 1) == (name in ("edit at the end", "turns as messages"))
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.test_torch_engine import PROMPTS
 from tests.engines.test_torch_engine import run as run_engine
-from tests.mixtures import HYBRIDS, make_mixture, routers_of
+from tests.mixtures import make_mixture, routers_of
+from tests.tested import REPLAY, TESTED
 from tests.tiny import make_model
 from tests.trainer.own_pass import gradients
 from tests.trainer.ranks import run
@@ -148,8 +149,10 @@ def test_replayed_training_is_that_of_a_model_with_forced_routers(
     assert apart(again, expected) < 2e-5
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_layers_with_a_state_share_prefixes_with_replay_too(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", TESTED[REPLAY])
+def test_other_families_replay_alike_with_and_without_shared_prefixes(
+    family: str, tmp_path: Path
+) -> None:
     folder = make_mixture(tmp_path / family, family)
     layers = len(routers_of(AutoModelForCausalLM.from_pretrained(folder)))
     batch = flatten(with_routing(experiences(), layers))

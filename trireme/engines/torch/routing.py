@@ -9,7 +9,7 @@ the router itself, from its live scores, so that a gradient reaches it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -75,6 +75,7 @@ def carry_routing(model: PreTrainedModel) -> RoutingShape:
         router.routed_layer = layer  # pyright: ignore[reportArgumentType]
         if not isinstance(block, _RoutedBlock):
             block.__class__ = _routed_block(type(block))
+        block.routers = (*getattr(block, "routers", ()), router)  # pyright: ignore
     [(experts, chosen)] = shapes
     return RoutingShape(len(blocks), int(experts), int(chosen))  # pyright: ignore
 
@@ -128,6 +129,8 @@ class _Routing(nn.Module):
 class _RoutedBlock(nn.Module):
     """A block that has routers. Recomputing its activations calls it with the same carrier."""
 
+    routers: tuple[_Routing, ...]
+
     def forward(
         self,
         *args: Any,
@@ -136,15 +139,14 @@ class _RoutedBlock(nn.Module):
         **options: Any,
     ) -> Any:
         """Compute the block's output for the tokens of the carrier."""
-        routers = [part for part in self.modules() if isinstance(part, _Routing)]
-        carriers: Mapping[str, RoutingCarrier | None] = {"rows": rows, "packed": packed}
-        given = {name: carrier for name, carrier in carriers.items() if carrier is not None}
-        for router in routers:
-            router.carrier = next(iter(given.values()), None)
+        both = {"rows": rows, "packed": packed}
+        given = {name: carrier for name, carrier in both.items() if carrier is not None}
+        for router in self.routers:
+            router.carrier = rows if packed is None else packed
         try:
             return super().forward(*args, **given, **options)
         finally:
-            for router in routers:
+            for router in self.routers:
                 router.carrier = None
 
 
