@@ -527,7 +527,7 @@ RECORDS = "explorer.rollout_model.enable_return_routed_experts"
 
 
 @pytest.mark.parametrize("key", [REPLAY, RECORDS])
-def test_experts_are_recorded_of_a_mixture_by_the_embedded_engine_alone(tmp_path, monkeypatch, key):
+def test_experts_are_recorded_of_a_mixture_by_engines_that_can(tmp_path, monkeypatch, key):
     text = only_problem(tmp_path, f"{key}=true")
     assert text == (f"{key} is true, and {tmp_path}/model is no mixture of experts: expected false")
     write_model(tmp_path / "mixture", num_experts=8)

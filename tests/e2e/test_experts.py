@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.job import run, small_config, started, weights
 from tests.e2e.test_modes import metrics
 from tests.tiny import make_model
+from tests.vllm import needs_vllm
 
 
 @pytest.mark.parametrize(("arch", "router"), [("qwen3_moe", "mlp.gate"), ("gpt_oss", "mlp.router")])
@@ -73,6 +74,20 @@ def test_engines_in_processes_of_their_own_send_recorded_experts(tmp_path: Path)
     rows = metrics(tmp_path / "checkpoints/tests/job", "trainer")
     shares = [row["rollout/routing_recorded"] for row in rows if "actor/loss" in row]
     assert shares == [1.0] * 4
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_sends_recorded_experts(tmp_path: Path) -> None:
+    config = replaying(tmp_path)
+    make_model(tmp_path / "mixture", "qwen3_moe", max_len=256, head_dim=32)
+    config["explorer"]["rollout_model"] = {"engine_type": "vllm", "enable_prefix_caching": True}
+    done = run(tmp_path, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(tmp_path / "checkpoints/tests/job", "trainer")
+    trained = [row for row in rows if "actor/loss" in row]
+    assert [row["rollout/routing_recorded"] for row in trained] == [1.0] * 4
+    assert max(row["rollout/logprob_diff_max"] for row in trained) < 1e-4
 
 
 def test_two_commands_hand_recorded_experts_on_through_a_database(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class AlgorithmConfig(Section, place="algorithm"):
     """Correction between engine and trainer: rollout_is, rollout_rs, their thresholds."""
     enable_router_replay: bool = False
     """Train a mixture of experts with the experts that the engine chose for each token; their
-    weights are computed anew. Only with the embedded engine."""
+    weights are computed anew. `check` refuses it with an engine that does not report them."""
 
 
 class LoraConfig(Section):

@@ -17,7 +17,7 @@ import pytest
 from tests.config.made import plan_of, problems_of
 from tests.limits import HANG_S
 from tests.tiny import make_model, make_tokenizer
-from trireme.config.engine_kind import adapter_rank_of
+from trireme.config.engine_kind import ROUTING, adapter_rank_of
 from trireme.engines.engine import Sampling
 from trireme.engines.request import make_requests
 from trireme.ext.vllm import kind as vllm_kind
@@ -241,6 +241,19 @@ def test_temperatures_that_vllm_changes_or_refuses_are_named(tmp_path: Path) -> 
     within = "expected 0 (greedy), or 0.01 to 2, at which vLLM samples, or engine_type torch"
     assert said == [f"model.temperature is 0.001: {within}", f"{args} is 3: {within}"]
     assert not problems_of(tmp_path, VLLM, "model.temperature=0", f"{args}=0.01", head_dim=64)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_experts_are_recorded_by_an_engine_that_has_all_tokens_and_layers(tmp_path: Path) -> None:
+    replay, mixture = "algorithm.enable_router_replay=true", {"head_dim": 64, "num_experts": 8}
+    assert not problems_of(tmp_path, VLLM, replay, **mixture)
+    options = plan_of(tmp_path, VLLM, replay, **mixture)
+    assert vllm_kind.VllmKind().options(options)[ROUTING] is True
+    assert ROUTING not in vllm_kind.VllmKind().options(plan_of(tmp_path, VLLM, **mixture))
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        said = problems_of(tmp_path, VLLM, replay, f"{key(name)}=2", **mixture)
+        text = f"{key(name)} is 2, and the experts that vLLM chooses are recorded by one"
+        assert [each for each in said if each.startswith(text)] == [f"{text}: expected 1"]
 
 
 @pytest.mark.usefixtures("vllm")

@@ -22,11 +22,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trireme.aio import first_failure
+from trireme.config.engine_kind import ROUTING
 from trireme.config.lookup import model_shapes, names_in, need_weight_files
 from trireme.data.picture_reader import reader_for
 from trireme.engines.adapter import ENDS, is_adapter
@@ -38,6 +40,7 @@ from trireme.ext.remote.weight_group import Meeting, WeightGroup
 from trireme.ext.vllm.options import (
     ADAPTER,
     OTHER_TEMPERATURE,
+    ROUTED,
     SEES,
     STREAM,
     arguments,
@@ -45,6 +48,7 @@ from trireme.ext.vllm.options import (
 )
 from trireme.ext.vllm.pictures import PictureInputs
 from trireme.pictures import BEGIN, Picture
+from trireme.serialize import array_from_wire
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is another, see vllm/sampler.py
@@ -83,14 +87,16 @@ class VllmEngine:
         gives_up: bool = False,
         adapts: bool = False,
         pictures: PictureInputs | None = None,
+        records_routing: bool = False,
     ) -> None:
         """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
         them, and `sockets` go with it. `keep_kv` continues with old keys and values after an update
         in flight. `sleeps`: while paused, its keys and values are freed and its weights are in the
         machine's memory, or nowhere if it `gives_up` old ones and new ones follow. `adapts`: pushes
         bring a LoRA adapter. `pictures` makes the inputs of prompts that show some; None: it has no
-        tower.
+        tower. `records_routing`: completions have the experts that computed their tokens.
         """
+        self._records_routing = records_routing
         self.traits = EngineTraits(sees=pictures is not None)
         self._pictures = pictures
         self.group_size = group_size
@@ -158,6 +164,8 @@ class VllmEngine:
         # pushes of an adapter, or of a composite's text, leave out what level 2 would drop
         partial = "max_lora_rank" in options or is_composite(AutoConfig.from_pretrained(model))
         gives_up = options.pop("sleep_level", 1) == 2 and not partial
+        if records := bool(options.pop(ROUTING, False)):
+            options["enforce_eager"] = True  # what is captured does not run again in a CUDA graph
         if "max_lora_rank" in options:
             # with an adapter on the head vLLM cannot score prompts: it treats them as one row each
             shapes = model_shapes(Path(model)).items()
@@ -192,8 +200,11 @@ class VllmEngine:
             pictures=None
             if reader is None
             else PictureInputs(llm.renderer.get_mm_processor(), reader),
+            records_routing=records,
         )
         await llm.collective_rpc("trireme_prepare", args=(sorted(engine._names), dtype))
+        if records:
+            await llm.collective_rpc("trireme_record_routing")
         return engine
 
     async def generate(
@@ -390,6 +401,8 @@ class VllmEngine:
     ) -> Completion:
         name = f"{next(self._count)}"
         params = _params(request, at_once=1 if on_token is not None else AT_ONCE)
+        if self._records_routing:
+            params.extra_args[ROUTED] = name
         if request.pictures and self._pictures is not None:
             params._bad_words_token_ids = [[token] for token in self._pictures.reader.unsampled]
         stream = self._llm.generate(dict(prompt), params, name, lora_request=self._adapter)
@@ -416,7 +429,28 @@ class VllmEngine:
                 await self._llm.abort(name)  # it may be on its way past a stop string
         if request.stop_reason is None:
             raise RuntimeError(f"vLLM has ended request {request.key} without a reason")
+        if self._records_routing and self._failure is None:
+            request.routed_experts = await self._routing(request, name)
         return request.completion(self._tokenizer)
+
+    async def _routing(self, request: Request, name: str) -> np.ndarray | None:
+        """Return the experts of a request's tokens; None if vLLM has lost them, or computes them
+        again. Raises RuntimeError if its kernels reported none.
+        """
+        try:
+            wire = (await self._rpc("trireme_routing", name))[0]
+        except Exception as error:
+            raise self._failed(error) from error
+        length = len(request.ids) - 1
+        if wire is None or len(experts := array_from_wire(wire)) < length:
+            return None
+        experts = experts[:length]
+        if experts.shape[2] > 1 and (experts[:, :, 0] == experts[:, :, 1]).any():
+            raise RuntimeError(
+                "vLLM has recorded one expert twice for a token: its kernels for this model do not "
+                "report experts, expected algorithm.enable_router_replay false"
+            )
+        return experts
 
     def _take(self, request: Request, part: Any, on_token: OnToken | None) -> bool:
         """Add new tokens; returns whether they end the request."""

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 from trireme.config import Problem
 from trireme.config.engine_kind import (
     KEY,
+    ROUTING,
     SIZES,
     EngineChoice,
     EngineRequest,
     Interpreter,
+    records_routing,
     size_of,
 )
 from trireme.config.lookup import model_config
@@ -125,7 +127,7 @@ class VllmKind:
     sizes = SIZES
     own_python = True
     sees_with = SEES
-    reports_experts = False
+    reports_experts = True
 
     def examine(self, request: EngineRequest) -> EngineChoice:
         """Decide whether the run's engines are vLLM's, and list what prevents it."""
@@ -178,6 +180,7 @@ class VllmKind:
                 *_check_arguments(config, vllm),
                 *_check_heads(config, gpus),
                 *_check_temperatures(config),
+                *_check_routing(config),
                 *(_check_libraries(request, vllm) if gpus else ()),
             ],
         )
@@ -206,6 +209,8 @@ class VllmKind:
             options["enable_sleep_mode"] = True
             options["sleep_level"] = of(model, VllmModel).sleep_level
             options["gpu_memory_utilization"] = plan.memory.engine_share or LEAST_SHARE
+        if records_routing(plan.config):
+            options[ROUTING] = True
         return options
 
     async def make(
@@ -240,6 +245,15 @@ class SglangKind(VllmKind):
         if not request.gpus:
             return self.embedded("this machine has no GPU")
         return super().examine(request)
+
+
+def _check_routing(config: Config) -> Iterator[Problem]:
+    """Yield what prevents vLLM from recording the experts that it chooses."""
+    model = config.explorer.rollout_model
+    for key in ("pipeline_parallel_size", "data_parallel_size"):
+        if records_routing(config) and (size := getattr(model, key)) > 1:
+            text = f"is {size}, and the experts that vLLM chooses are recorded by one: expected 1"
+            yield Problem(f"{KEY}.{key}", text)
 
 
 def _wrong(key: str, text: str) -> EngineChoice:

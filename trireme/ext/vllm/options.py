@@ -12,6 +12,8 @@ TRANSFER = "trireme"
 """The name of our weight transfer in vLLM."""
 STREAM = "trireme_stream"
 """Name of a request's random stream among vLLM's `extra_args`."""
+ROUTED = "trireme_routed"
+"""Name there of the name by which a request's experts are asked for."""
 ADAPTER = ("trireme", 1)
 """Name and number, for vLLM, of the one LoRA adapter."""
 SEES = "enable_multimodal"

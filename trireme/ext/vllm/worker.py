@@ -29,7 +29,9 @@ from trireme.engines.sampling import inverse_cdf, log_probabilities, uniforms
 from trireme.engines.weights import fingerprint
 from trireme.ext.vllm.adapter_files import write_adapter
 from trireme.ext.vllm.options import ADAPTER, STREAM
+from trireme.ext.vllm.routing import SlotRouting
 from trireme.ext.vllm.transfer import Arriving, GroupTransfer, read
+from trireme.serialize import array_to_wire
 
 _outputs: Any = import_module("vllm.v1.outputs")
 _ops: Any = import_module("vllm.v1.sample.ops.topk_topp_sampler")
@@ -202,6 +204,15 @@ class TriremeWorker:
         self._trireme_dtype = dtype
         self._trireme_marks: dict[str, float] | None = None
         self._trireme_base: dict[str, float] | None = None
+
+    def trireme_record_routing(self) -> None:
+        """Record the experts of all tokens from now on."""
+        self._trireme_routing = SlotRouting(self.model_runner)
+
+    def trireme_routing(self, name: str) -> dict[str, Any] | None:
+        """Return the experts of a request's tokens, once: see SlotRouting."""
+        taken = self._trireme_routing.take(name)
+        return None if taken is None else array_to_wire(taken)
 
     def trireme_set_version(self, version: int) -> None:
         """Set the version of tokens sampled from now on."""
