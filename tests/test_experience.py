@@ -88,6 +88,16 @@ def test_recorded_experts_come_back_beside_samples_without(dtype: torch.dtype) -
         decode(bytes(at))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_arrays_come_back_from_json(dtype: type) -> None:
+    array = np.arange(24, dtype=dtype).reshape(2, 3, 4).transpose(1, 0, 2)
+    wire = json.loads(json.dumps(serialize.array_to_wire(array)))
+    back = serialize.array_from_wire(wire)
+    assert back.dtype == array.dtype and (back == array).all()
+    with pytest.raises(ValueError, match="reshape"):
+        serialize.array_from_wire(wire | {"shape": [5, 5]})
+
+
 @pytest.mark.parametrize(
     ("routing", "says"),
     [
