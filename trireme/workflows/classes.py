@@ -49,6 +49,13 @@ class Workflow:
     """
     calls: tuple[str, ...] = ()
     """Methods that `run` calls besides those of every workflow: a subclass may define them."""
+    workflow_options: Mapping[str, Any] | None = None
+    """The options of `workflow_args` with their types: any other option, and a value of another
+    type, is refused before the run. None: all are accepted. It holds for the class that sets it
+    alone, since a subclass may read further ones."""
+    rewards_itself: bool = False
+    """True if it does not use the task's reward, so that a YAML that names one is refused before
+    the run. It holds for the class that sets it alone."""
 
     task_desc: Any
     truth: Any

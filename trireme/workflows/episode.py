@@ -15,7 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from trireme.envs.env import (
     OpenEnv,
@@ -31,6 +33,8 @@ from trireme.task import Task
 from trireme.usercode import UserCode
 from trireme.workflows.classes import Workflow
 
+Steps = Annotated[int, Ge(1)]
+"""The type of `workflow_args.max_env_steps` and the like."""
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
@@ -213,6 +217,19 @@ class EpisodeWorkflow(MultiTurnWorkflow):
             for experience, facts in zip(experiences, lived, strict=False):
                 experience.info |= facts
         return experiences
+
+
+def row_number(task: Task) -> int:
+    """Return the number in the prompt column, by which an environment knows the episode. Raises
+    ValueError for anything else.
+    """
+    try:
+        return int(task.prompt)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the row's column '{task.prompt_key}' (format.prompt_key) is {task.prompt!r:.60}: "
+            "expected the number of an episode"
+        ) from None
 
 
 def parse_action(reply: str) -> str:

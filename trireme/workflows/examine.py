@@ -41,6 +41,7 @@ def examine_taskset(taskset: Taskset | Mixture, plan: Plan, recipe: Recipe) -> N
                 "default_reward_fn_type of its taskset, or reward_fn_args.funcs"
             )
         refuse_missing(spec.needs(task))
+        spec.refuse_unused(task)
         if spec.examine is not None:
             spec.examine(task)
         elif not is_grouped(task.reward_fn, task.reward_fn_args):

@@ -21,10 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from trireme.aio import is_async
+from trireme.config.options import checked_value
 from trireme.experience import TOKEN_FIELDS, Experience, python_number, wrong_routing
 from trireme.model.blocking import BlockingModel
 from trireme.model.model import Model
-from trireme.registry import WORKFLOWS
+from trireme.registry import WORKFLOWS, refuse_unknown_options
 from trireme.rewards.reward import number
 from trireme.serialize import JSON_FIELDS, TEXT_FIELDS
 from trireme.task import Task
@@ -164,6 +165,22 @@ class WorkflowSpec:
                 f"{self.label} gives rewards without parts, and {asked_by} compares the rewards "
                 "one by one: expected a workflow of reward functions, such as simple_workflow or "
                 "multi_turn_scheduler, or advantage_fn grpo"
+            )
+
+    def refuse_unused(self, task: Task) -> None:
+        """Raise ValueError for an option of `workflow_args` that a class does not have, and for a
+        reward that it does not use: see `Workflow.workflow_options` and `rewards_itself`.
+        """
+        declared = vars(self.code) if inspect.isclass(self.code) else {}
+        if (kinds := declared.get("workflow_options")) is not None:
+            refuse_unknown_options(f"{self.label}: workflow_args", task.workflow_args, kinds)
+            for name, value in task.workflow_args.items():
+                checked_value(f"{self.label}: workflow_args", name, kinds[name], value)
+        if declared.get("rewards_itself") and task.reward_fn is not None:
+            raise ValueError(
+                f"default_reward_fn_type is {task.reward_fn!r}, which {self.label} does not use: "
+                "its reward is the environment's. Leave it out, or name it only at the tasksets "
+                "that use it"
             )
 
     @property

@@ -15,6 +15,7 @@ from trireme.ext.alfworld.workflow import (
     parse_action,
 )
 from trireme.task import Task
+from trireme.workflows.workflow import resolve
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,20 @@ def test_a_subclass_that_gives_the_reward_alone_is_asked_for_it(
     monkeypatch.setattr("trireme.ext.alfworld.workflow.create_environment", lambda *given: Room())
     found = call(Counted, ["<action>look</action>"] * 2)
     assert [e.reward for e in found] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [
+        *("alfworld_workflow", "step_wise_alfworld_workflow", "RAFT_alfworld_workflow"),
+        *("RAFT_reflect_alfworld_workflow", "RAFT_household_workflow"),
+        "RAFT_reflect_household_workflow",
+    ],
+)
+def test_a_misspelt_option_and_a_reward_are_refused(workflow: str) -> None:
+    spec = resolve(workflow)
+    spec.refuse_unused(Task({"prompt": "1"}, workflow_args={"max_env_steps": 30}))
+    with pytest.raises(ValueError, match=r"no option 'max_env_step' .did you mean 'max_env_steps'"):
+        spec.refuse_unused(Task({"prompt": "1"}, workflow_args={"max_env_step": 30}))
+    with pytest.raises(ValueError, match=r"'math_reward', which workflow .* does not use"):
+        spec.refuse_unused(Task({"prompt": "1"}, reward_fn="math_reward"))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.config.test_problems import problems_of
+from trireme.algorithms.recipes import get_recipe
+from trireme.config.schema import AlgorithmConfig
+from trireme.ext.environments.workflow import HouseholdWorkflow
 from trireme.task import Task
+from trireme.workflows.examine import examine_taskset
 from trireme.workflows.workflow import resolve
 
 WORKFLOW = "buffer.explorer_input.taskset.default_workflow_type"
@@ -38,3 +44,62 @@ def test_a_lake_may_have_rows_without_a_prompt() -> None:
     lake.examine(Task(raw_task={"seed": 1, "size": 4}))
     with pytest.raises(ValueError, match="the column 'seed' or 'prompt'"):
         lake.examine(Task(raw_task={"size": 4}))
+
+
+def examined(task: Task) -> None:
+    tasks: Any = SimpleNamespace(kinds=lambda: [task])
+    explorer = SimpleNamespace(auxiliary_models=[])
+    plan: Any = SimpleNamespace(config=SimpleNamespace(explorer=explorer))
+    examine_taskset(tasks, plan, get_recipe(AlgorithmConfig()))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "prompt", "args", "reward", "said"),
+    [
+        ("sudoku_workflow", 1, {"emty": 3}, None, r"no option 'emty' \(did you mean 'empty'\?\)"),
+        ("sudoku_workflow", 1, {"size": 5}, None, "a Sudoku of size 5: expected 4 or 9"),
+        ("sudoku_workflow", "who?", {}, None, "'prompt' .* is 'who\\?': expected the number"),
+        ("household_workflow", 1, {"max_env_steps": 0}, None, "max_env_steps is 0: .* at least 1"),
+        ("household_workflow", 1, {"max_env_step": 5}, None, "did you mean 'max_env_steps'"),
+        ("household_workflow", 1, {}, "math_reward", "'math_reward', which workflow 'household_"),
+    ],
+)
+def test_what_an_environment_would_not_read_is_refused(
+    workflow: str, prompt: Any, args: dict[str, Any], reward: str | None, said: str
+) -> None:
+    task = Task({"prompt": prompt}, workflow=workflow, workflow_args=args, reward_fn=reward)
+    with pytest.raises(ValueError, match=said):
+        examined(task)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "args"),
+    [
+        ("sudoku_workflow", {"size": 9, "empty": 40, "max_env_steps": 60, "per_step": True}),
+        ("household_workflow", {"max_env_steps": 10}),
+    ],
+)
+def test_the_options_of_an_environment_are_no_problem(workflow: str, args: dict[str, Any]) -> None:
+    examined(Task({"prompt": 3}, workflow=workflow, workflow_args=args))
+
+
+def test_a_subclass_may_read_options_and_a_reward_of_its_own() -> None:
+    class Mine(HouseholdWorkflow):
+        pass
+
+    task = Task({"prompt": 1}, workflow=Mine, workflow_args={"rooms": 2}, reward_fn="math_reward")
+    examined(task)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "said"),
+    [
+        ("gym_workflow", "gym_workflow needs workflow_args.env_id"),
+        ("textarena_workflow", "textarena_workflow needs workflow_args.env_id"),
+    ],
+)
+def test_an_environment_without_a_name_is_refused(workflow: str, said: str) -> None:
+    examine = resolve(workflow).examine
+    assert examine is not None
+    with pytest.raises(ValueError, match=said):
+        examine(Task({"prompt": 3}))

@@ -527,3 +527,12 @@ def test_the_workflow_hands_its_arguments_to_the_shop(folder: Path) -> None:
     assert said[0].startswith("Observation: WebShop [SEP] Instruction: [SEP] i need a lamp with")
     assert "Page 1 (Total results: 2)" in said[1] and "[SEP] Attributes [SEP]" in said[2]
     assert e.reward == -0.1  # nothing was bought
+
+
+def test_a_misspelt_option_of_the_workflow_is_refused() -> None:
+    spec = resolve("webshop_workflow")
+    args = {"original": "auto", "num_products": 100, "observation_mode": "text", "nouns": "simple"}
+    spec.refuse_unused(Task({"prompt": 0}, workflow_args=args))
+    for wrong in ({"human_goal": False}, {"observation_mode": "rich"}, {"max_env_steps": "many"}):
+        with pytest.raises(ValueError, match=f"workflow_args.*{next(iter(wrong))}"):
+            spec.refuse_unused(Task({"prompt": 0}, workflow_args=wrong))

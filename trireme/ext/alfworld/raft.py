@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trireme.experience import Experience
-from trireme.ext.alfworld.workflow import AlfworldWorkflow
+from trireme.ext.alfworld.workflow import OPTIONS, AlfworldWorkflow
 from trireme.ext.environments.workflow import HouseholdWorkflow
 from trireme.model.model import Model
 from trireme.workflows.episode import EpisodeWorkflow
@@ -36,6 +36,8 @@ class RaftAlfworldWorkflow(AlfworldWorkflow):
     """The `alfworld_workflow` of which only successful episodes are trained."""
 
     max_env_steps = 50
+    workflow_options = OPTIONS
+    rewards_itself = True
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return successes(await super()._play(env, call, told))
@@ -45,6 +47,8 @@ class RaftReflectAlfworldWorkflow(AlfworldWorkflow):
     """The `RAFT_alfworld_workflow`, in which a failed episode is repeated after a reflection."""
 
     max_env_steps = 50
+    workflow_options = OPTIONS
+    rewards_itself = True
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return await with_reflection(self, partial(super()._play, env, call))
@@ -53,12 +57,18 @@ class RaftReflectAlfworldWorkflow(AlfworldWorkflow):
 class RaftHouseholdWorkflow(HouseholdWorkflow):
     """The `household_workflow` of which only successful episodes are trained."""
 
+    workflow_options = HouseholdWorkflow.workflow_options
+    rewards_itself = True
+
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return successes(await super()._play(env, call, told))
 
 
 class RaftReflectHouseholdWorkflow(HouseholdWorkflow):
     """The `RAFT_household_workflow`, in which a failed episode is repeated after a reflection."""
+
+    workflow_options = HouseholdWorkflow.workflow_options
+    rewards_itself = True
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return await with_reflection(self, partial(super()._play, env, call))

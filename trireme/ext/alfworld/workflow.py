@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
 
 from trireme.envs.env import Seen, after_step
 from trireme.experience import Experience
 from trireme.ext.environments.pool import BlockingEnv, EnvPool, shared_pool
 from trireme.task import Task
-from trireme.workflows.episode import EpisodeWorkflow, parse_action
+from trireme.workflows.episode import EpisodeWorkflow, Steps, parse_action
 from trireme.workflows.step_wise import RewardPropagationWorkflow
 
 SYSTEM_PROMPT = """You act in a house that you know only through text. Solve the task that you are \
@@ -41,6 +43,10 @@ slice (object) with (object)
 An example:
 <think>The mug may be in the cabinet, which is closed.</think>
 <action>open cabinet 1</action>"""
+OPTIONS = {
+    **{"max_env_steps": Steps, "env_workers": Annotated[int, Ge(1)]},
+    **{"env_timeout": Annotated[float, Gt(0)], "show_admissible": bool, "remind_task": bool},
+}
 TASK = "Your task is to:"
 HINT = "That is not possible here. Use one of the actions, with names as they were shown."
 
@@ -64,6 +70,8 @@ class AlfworldWorkflow(EpisodeWorkflow):
     unfinished_reward = -0.1
     default_system_prompt = SYSTEM_PROMPT
     tagged_actions = True
+    workflow_options: Mapping[str, Any] | None = OPTIONS
+    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
@@ -87,6 +95,9 @@ class AlfworldWorkflow(EpisodeWorkflow):
 
 class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
     """Every step an experience; all of an episode have the reward of its end."""
+
+    workflow_options: Mapping[str, Any] | None = OPTIONS
+    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:

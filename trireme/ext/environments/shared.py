@@ -19,7 +19,7 @@ from trireme.ext.environments.generated import VERIFIERS, environment
 from trireme.task import Task
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow
-from trireme.workflows.episode import EpisodeWorkflow
+from trireme.workflows.episode import EpisodeWorkflow, row_number
 
 
 class VerifiersWorkflow(Workflow):
@@ -27,6 +27,9 @@ class VerifiersWorkflow(Workflow):
 
     The conversation and the reward are the environment's; its single rewards become metrics.
     """
+
+    workflow_options: Mapping[str, Any] | None = {}
+    rewards_itself = True
 
     async def run(self) -> list[Experience]:
         """Let the environment call the model until it ends."""
@@ -120,11 +123,15 @@ class OpenEnvWorkflow(EpisodeWorkflow):
     """
 
     blocking_env = False
+    rewards_itself = True
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a wrong option, or if the package is not installed."""
+        """Raise ValueError for a wrong option, a row without a seed, or if the package is not
+        installed.
+        """
         _settings(task)
+        row_number(task)
         extra("openenv.core.generic_client", "OpenEnv", "openenv")
 
     def bind(self, task: Task) -> None:
@@ -135,7 +142,7 @@ class OpenEnvWorkflow(EpisodeWorkflow):
 
     def make_env(self) -> Remote:
         """Open the episode's own connection."""
-        return Remote(_settings(self.task), int(self.task_desc))
+        return Remote(_settings(self.task), row_number(self.task))
 
     def final_reward(self, seen: Seen, total: float) -> float:
         """Return the sum of all steps."""

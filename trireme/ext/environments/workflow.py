@@ -13,15 +13,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from trireme.config.options import Share
 from trireme.envs.env import Seen
 from trireme.ext.environments.generated import problems
 from trireme.ext.environments.gyms import ArenaGame, TextGym
 from trireme.ext.environments.household import Household, Layout
-from trireme.ext.environments.sudoku import Sudoku, make_puzzle
+from trireme.ext.environments.sudoku import Grid, Sudoku, make_puzzle
 from trireme.task import Task
-from trireme.workflows.episode import EpisodeWorkflow, parse_action
+from trireme.workflows.episode import EpisodeWorkflow, Steps, parse_action, row_number
 from trireme.workflows.single_turn import THINK_ANSWER, SimpleWorkflow
 
+_EPISODE = {"max_env_steps": Steps, "per_step": bool}
+_MADE_BY_ID = {**_EPISODE, "env_id": str, "env_args": Mapping}
 _log = logging.getLogger(__name__)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -34,11 +37,20 @@ class GymWorkflow(EpisodeWorkflow):
     """
 
     unfinished_reward = 0.0
+    workflow_options = _MADE_BY_ID | {"actions": list}
+    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
         """Name the package that the environments need."""
         return {"gymnasium": "gymnasium"}
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row without a seed, and if the YAML names no environment."""
+        row_number(task)
+        if cls.make_env is GymWorkflow.make_env:
+            _env_id(task, "gym_workflow", "FrozenLake-v1")
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
@@ -48,11 +60,9 @@ class GymWorkflow(EpisodeWorkflow):
     def make_env(self) -> Any:
         """Make the environment that the YAML names, at the task's seed."""
         args = self.workflow_args
-        if "env_id" not in args:
-            raise ValueError("gym_workflow needs workflow_args.env_id, FrozenLake-v1 for example")
         return TextGym(
-            args["env_id"],
-            seed=int(self.task_desc),
+            _env_id(self.task, "gym_workflow", "FrozenLake-v1"),
+            seed=row_number(self.task),
             actions=args.get("actions", ()),
             env_args=args.get("env_args"),
         )
@@ -75,6 +85,11 @@ class FrozenLakeWorkflow(GymWorkflow):
     """
 
     reads_prompt = False
+    workflow_options = _EPISODE | {
+        **{"is_slippery": bool, "agent_max_steps": Steps, "env_max_steps": Steps},
+        **{"size": int, "p": Share, "seed": int},
+    }
+    rewards_itself = True
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
@@ -117,10 +132,17 @@ class HouseholdWorkflow(EpisodeWorkflow):
     blocking_env = False
     max_env_steps = 10
     unfinished_reward = 0.0
+    workflow_options: Mapping[str, Any] | None = {"max_env_steps": Steps}
+    rewards_itself = True
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row without a layout's number."""
+        row_number(task)
 
     def make_env(self) -> Household:
         """Make the household of the task's layout."""
-        return Household(Layout.numbered(int(self.task_desc)))
+        return Household(Layout.numbered(row_number(self.task)))
 
 
 class SudokuWorkflow(GymWorkflow):
@@ -129,10 +151,17 @@ class SudokuWorkflow(GymWorkflow):
     A puzzle is filled in, one move a turn. `workflow_args`: size (4 or 9), empty (cells), per_step.
     """
 
+    workflow_options = _EPISODE | {"size": int, "empty": Steps}
+    rewards_itself = True
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a puzzle that cannot be made."""
+        _puzzle(task)
+
     def make_env(self) -> Sudoku:
         """Make the puzzle of the task's number."""
-        options = {k: int(v) for k, v in self.workflow_args.items() if k in ("size", "empty")}
-        return Sudoku(make_puzzle(int(self.task_desc), **options))
+        return Sudoku(_puzzle(self.task))
 
 
 class TextArenaWorkflow(GymWorkflow):
@@ -141,19 +170,26 @@ class TextArenaWorkflow(GymWorkflow):
     A textarena game for one player. `workflow_args`: env_id, env_args, per_step.
     """
 
+    workflow_options = _MADE_BY_ID
+    rewards_itself = True
+
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
         """Name the package that the games need."""
         return {"textarena": "textarena"}
 
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row without a seed, and if the YAML names no game."""
+        row_number(task)
+        if cls.make_env is TextArenaWorkflow.make_env:
+            _env_id(task, "textarena_workflow", "GuessTheNumber-v0")
+
     def make_env(self) -> ArenaGame:
         """Make the game that the YAML names, at the task's seed."""
-        args = self.workflow_args
-        if "env_id" not in args:
-            raise ValueError(
-                "textarena_workflow needs workflow_args.env_id, GuessTheNumber-v0 for example"
-            )
-        return ArenaGame(args["env_id"], seed=int(self.task_desc), env_args=args.get("env_args"))
+        game = _env_id(self.task, "textarena_workflow", "GuessTheNumber-v0")
+        env_args = self.workflow_args.get("env_args")
+        return ArenaGame(game, seed=row_number(self.task), env_args=env_args)
 
 
 class ReasoningGymWorkflow(SimpleWorkflow):
@@ -164,6 +200,8 @@ class ReasoningGymWorkflow(SimpleWorkflow):
     """
 
     default_system_prompt = THINK_ANSWER
+    workflow_options: Mapping[str, Any] | None = {"run_answers": bool}
+    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
@@ -195,3 +233,14 @@ class ReasoningGymWorkflow(SimpleWorkflow):
         except Exception:  # foreign code: some raise for an answer that is out of shape
             _log.debug("no score for %r", said, exc_info=True)
             return {"score": 0.0}
+
+
+def _env_id(task: Task, workflow: str, example: str) -> str:
+    if "env_id" not in task.workflow_args:
+        raise ValueError(f"{workflow} needs workflow_args.env_id, {example} for example")
+    return task.workflow_args["env_id"]
+
+
+def _puzzle(task: Task) -> Grid:
+    options = {k: int(v) for k, v in task.workflow_args.items() if k in ("size", "empty")}
+    return make_puzzle(row_number(task), **options)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from trireme.envs.env import Seen
 from trireme.ext.webshop.env import OriginalEnv, WebShopEnv, open_shop
 from trireme.task import Task
-from trireme.workflows.episode import EpisodeWorkflow
+from trireme.workflows.episode import EpisodeWorkflow, Steps, row_number
 
 SYSTEM_PROMPT = """You shop online for a customer, through text pages. Find and buy what the \
 instruction asks for, within 15 actions.
@@ -78,12 +78,24 @@ class WebShopWorkflow(EpisodeWorkflow):
     max_env_steps = 15
     default_system_prompt = SYSTEM_PROMPT
     tagged_actions = True
+    workflow_options: Mapping[str, Any] | None = {
+        **{"max_env_steps": Steps, "per_step": bool, "sparse": bool, "show_attrs": bool},
+        **{"original": bool | str, "data": str | None, "nouns": str, "human_goals": bool},
+        **{"num_products": int | None, "limit_goals": int},
+        "observation_mode": Literal["text", "text_rich", "html", "url"],
+    }
+    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
         """Name the packages that our own shop needs; the original brings its own."""
         ours = not task.workflow_args.get("original", False)
         return dict.fromkeys(("Stemmer", "rapidfuzz"), "the WebShop environment") if ours else {}
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row without a session's number."""
+        row_number(task)
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
@@ -97,7 +109,7 @@ class WebShopWorkflow(EpisodeWorkflow):
 
     def make_env(self) -> Any:
         """Open a session of the shop."""
-        args, session = self.workflow_args, int(self.task_desc)
+        args, session = self.workflow_args, row_number(self.task)
         human, products = bool(args.get("human_goals", True)), args.get("num_products")
         limit, page = int(args.get("limit_goals", -1)), args.get("observation_mode", "text_rich")
         attributes = bool(args.get("show_attrs", False))
