@@ -296,11 +296,20 @@ def test_variables_of_the_environment_and_of_the_verifier(tmp_path: Path) -> Non
 
 def test_absolute_paths_need_bubblewrap(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    assert absolute_path(folder) is None  # the example's take variables first
+    assert absolute_path(read_task(folder)) is None  # the example's take variables first
     (folder / "tests" / "check.py").write_text("x = 1\nopen('/app/count.txt')\n")
-    assert absolute_path(folder) == "tests/check.py, line 2: /app"
+    assert absolute_path(read_task(folder)) == "tests/check.py, line 2: /app"
     with pytest.raises(ValueError, match=r"names a folder of the root \(tests/check.py, line 2"):
         play(folder, [])
+
+
+@pytest.mark.parametrize("docker", ["WORKDIR /workspace", "COPY files /workspace/files"])
+def test_paths_below_other_folders_of_the_root_need_it_too(tmp_path: Path, docker: str) -> None:
+    folder = folder_of(tmp_path, environment__Dockerfile=f"FROM a\n{docker}\n")
+    (folder / "environment" / "files").mkdir(exist_ok=True)
+    assert absolute_path(read_task(folder)) is None
+    (folder / "tests" / "check.py").write_text("open('/workspace/count.txt')\n")
+    assert absolute_path(read_task(folder)) == "tests/check.py, line 1: /workspace"
 
 
 def test_without_bubblewrap_nothing_runs_unasked(

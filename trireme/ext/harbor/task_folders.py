@@ -159,12 +159,14 @@ def read_task(folder: Path, *, skip_run: bool = False, file_mb: int = FILE_MB) -
     return _of_dockerfile(made, docker, skip_run)
 
 
-def absolute_path(folder: Path) -> str | None:
-    """Return where a task's scripts name a folder of the root; None if nowhere.
+def absolute_path(task: TaskFolder) -> str | None:
+    """Return where a task's scripts name a folder of the root that is the task's; None if nowhere.
 
     `${LOGS_DIR:-/logs}` names none, because the variable takes precedence.
     """
-    named = re.compile(rf"(?<![\w.\-/}}])(?<!:-)/({'|'.join((*OWN, 'root'))})(?![\w-])")
+    folder, roots = task.folder, dict.fromkeys([*OWN, *task.roots])
+    names = "|".join(map(re.escape, sorted(roots, key=len, reverse=True)))
+    named = re.compile(rf"(?<![\w.\-/}}])(?<!:-)/({names})(?![\w-])")
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or path.stat().st_size > _LARGEST:
             continue

@@ -201,7 +201,7 @@ class HarborWorkflow(Workflow):
                 raise ValueError(f"workflow_args.command: no program '{inner.command[0]}'")
         for toml in sorted(Path(str(folder)).parent.glob(f"*/{TOML}")):
             one = _task(toml.parent, settings)
-            path = absolute_path(toml.parent) if settings.no_sandbox else None
+            path = absolute_path(one) if settings.no_sandbox else None
             if path is not None:
                 raise ValueError(
                     f"task {one.folder.name} names a folder of the root ({path}), which only "
