@@ -205,6 +205,7 @@ def test_behind_bubblewrap_there_is_no_other_file_and_nothing_stays(tmp_path: Pa
         ({"task_toml": "[agent]\ntimeout_sec = inf"}, "agent.timeout_sec is inf: expected seconds"),
         ({"environment__Dockerfile": "FROM a\nENV A='"}, "line 2, .*No closing quotation"),
         ({"environment__Dockerfile": 'FROM a\nCOPY ["a", b]'}, "line 2, .* is not JSON"),
+        ({"environment__Dockerfile": "FROM a\nCOPY --chmod=u+x a /b"}, "expected digits, --chmod"),
         ({"environment__Dockerfile": 'FROM a\nCOPY ["a", 1]'}, "line 2, .*not a list of texts"),
         ({"environment__Dockerfile": "FROM a\nCOPY **bad /app/"}, r"task-0: .*line 2, .*\*\*"),
     ],
@@ -227,18 +228,39 @@ def test_what_a_dockerfile_comes_to(tmp_path: Path) -> None:
     task = read_task(folder, skip_run=True)
     assert task.workdir == "/srv/app" and task.variables == {"A": "1", "B": "2 3", "C": "4"}
     files = [("words.txt", "/srv/app/list.txt"), ("words.txt", "/data/words.txt")]
-    assert list(task.copies) == [*files, (".", "/srv/app")]
+    assert [copy[:2] for copy in task.copies] == [*files, (".", "/srv/app")]
     assert task.roots == ["app", "tests", "logs", "root", "srv", "data"]
     script = f'ls list.txt ../../data/words.txt && echo $C > {VERDICT}reward.txt"'
     (folder / "tests" / "test.sh").write_text(script)
     assert earned(folder, solve=False, skip_run=True) == {"reward": 4.0}
 
 
+@pytest.mark.parametrize("line", ["COPY words.txt /words.txt", "COPY words.txt /"])
+def test_a_file_may_lie_in_the_root_itself(tmp_path: Path, line: str) -> None:
+    folder = folder_of(tmp_path, environment__Dockerfile=f"FROM a\n{line}\n")
+    box = TaskBox(read_task(folder), tmp_path / "box", sandbox=False)
+    copied = (box.root / "words.txt").read_text()
+    assert copied == (folder / "environment" / "words.txt").read_text()
+
+
+def test_a_last_line_that_goes_on_to_nothing_is_an_instruction(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, environment__Dockerfile="FROM a\nCOPY words.txt \\\n /app/a \\\n")
+    assert [target for _, target, _ in read_task(folder).copies] == ["/app/a"]
+
+
+def test_copies_have_the_permissions_of_their_line(tmp_path: Path) -> None:
+    text = "FROM a\nCOPY --chmod=755 words.txt /app/run\nCOPY --chmod=0700 more /app/more\n"
+    folder = folder_of(tmp_path, environment__Dockerfile=text, environment__more__b="b")
+    box = TaskBox(read_task(folder), tmp_path / "box", sandbox=False)
+    modes = [(box.cwd / name).stat().st_mode & 0o777 for name in ("run", "more", "more/b")]
+    assert modes == [0o755, 0o700, 0o700]
+
+
 def test_nothing_is_copied_out_of_the_rollouts_files(tmp_path: Path) -> None:
     text = "FROM a\nWORKDIR /app/../../srv\nCOPY words.txt ../../../victim/a\n"
     folder = folder_of(tmp_path / "tasks", environment__Dockerfile=text)
     task = read_task(folder)
-    assert task.workdir == "/srv" and task.copies == (("words.txt", "/victim/a"),)
+    assert task.workdir == "/srv" and task.copies == (("words.txt", "/victim/a", None),)
     TaskBox(task, tmp_path / "a" / "b" / "box", sandbox=False)
     assert not [path for path in tmp_path.rglob("victim") if path.parent.name != "box"]
     for line in ("COPY words.txt ../usr/x", "COPY words.txt //usr/x"):

@@ -54,14 +54,14 @@ class TaskBox:
         self._tmp_mb = tmp_mb
         self.task, self.root, self.sandbox = task, root, sandbox
         self._visible = [str(Path(path).expanduser().absolute()) for path in visible]
-        for name in task.roots:
+        for name in (*OWN[:3], "root"):
             (root / name).mkdir(parents=True)
         for name in ("agent", "verifier"):
             (root / "logs" / name).mkdir()
         self.cwd.mkdir(parents=True, exist_ok=True)
-        for source, target in task.copies:
+        for source, target, mode in task.copies:
             context = task.folder / "environment"
-            _copy(context / source, self.at(target), root, context)
+            _copy(context / source, self.at(target), root, context, mode)
         for path in root.rglob("*"):  # later writes must not go through a link either
             if path.is_symlink():
                 _inside(path, root)
@@ -164,10 +164,11 @@ def _number(value: Any, what: str) -> float:
     return number(value, what, NoReward)
 
 
-def _copy(source: Path, target: Path, root: Path, context: Path) -> None:
+def _copy(source: Path, target: Path, root: Path, context: Path, mode: int | None = None) -> None:
     """Copy as COPY does: a folder's contents, or a file. Raises ValueError outside `root`.
 
     Links that stay within `context` are copied as links, others as the files that they lead to.
+    `mode`: the permissions of all copies; this user can always list and write the folders.
     """
     _inside(target, root)
     if not source.is_dir():
@@ -175,7 +176,9 @@ def _copy(source: Path, target: Path, root: Path, context: Path) -> None:
         if source.is_symlink() and not source.exists():  # to nothing, or to itself
             target.symlink_to(os.readlink(source))
         else:
-            shutil.copy2(source, target)
+            copied = Path(shutil.copy2(source, target))
+            if mode is not None:
+                copied.chmod(mode)
         return
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
@@ -183,8 +186,10 @@ def _copy(source: Path, target: Path, root: Path, context: Path) -> None:
         if path.is_symlink() and _stays(path, context):
             to.symlink_to(os.readlink(path))
         else:
-            _copy(path, to, root, context)
+            _copy(path, to, root, context, mode)
     shutil.copystat(source, target)
+    if mode is not None:
+        target.chmod(mode | 0o700)
 
 
 def _stays(link: Path, context: Path) -> bool:

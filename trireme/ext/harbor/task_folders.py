@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from trireme.config.lookup import located
 from trireme.data.rows import DataSet, NoRows, Rows
@@ -42,6 +42,17 @@ _LARGEST = 1 << 20
 """Bytes of a file that is looked through for absolute paths."""
 
 
+class Copy(NamedTuple):
+    """A file or folder that the task's environment has."""
+
+    source: str
+    """Its path below `environment/`."""
+    target: str
+    """Its absolute destination."""
+    mode: int | None = None
+    """The permissions of the copies; None: those of the files."""
+
+
 @dataclass(frozen=True)
 class TaskFolder:
     """One task, as it runs without a container."""
@@ -51,14 +62,15 @@ class TaskFolder:
     verifier_seconds: float
     verifier_env: dict[str, str]
     workdir: str = "/app"
-    copies: tuple[tuple[str, str], ...] = ()
-    """Paths below `environment/`, each with its absolute destination."""
+    copies: tuple[Copy, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def roots(self) -> list[str]:
-        """The folders of the root that it has."""
-        named = (path.split("/")[1] for path in (self.workdir, *(to for _, to in self.copies)))
+        """The names in the root that are its own."""
+        named = (
+            path.split("/")[1] for path in (self.workdir, *(copy.target for copy in self.copies))
+        )
         return list(dict.fromkeys([*OWN[:3], "root", *filter(None, named)]))
 
 
@@ -155,7 +167,7 @@ def read_task(folder: Path, *, skip_run: bool = False, file_mb: int = FILE_MB) -
     docker = folder / "environment" / "Dockerfile"
     if not docker.is_file():
         files = sorted(path.name for path in (folder / "environment").glob("*"))
-        return _with(made, copies=tuple((file, f"/app/{file}") for file in files))
+        return _with(made, copies=tuple(Copy(file, f"/app/{file}") for file in files))
     return _of_dockerfile(made, docker, skip_run)
 
 
@@ -304,7 +316,7 @@ def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
     A variable of `task.toml` takes precedence over one of the same name here.
     """
     workdir = PurePosixPath("/app")
-    copies: list[tuple[str, str]] = []
+    copies: list[Copy] = []
     variables: dict[str, str] = {}
     stages = 0
     try:
@@ -361,11 +373,14 @@ def _instructions(text: str) -> Iterator[tuple[int, str]]:
         if not line.rstrip().endswith("\\"):
             yield begun, " ".join(parts)
             parts = []
+    if parts:  # the last line goes on to nothing
+        yield begun, " ".join(parts)
 
 
-def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[tuple[str, str]]:
-    """Yield each file or folder that a COPY names, with its destination."""
+def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[Copy]:
+    """Yield each file or folder that a COPY names."""
     words = [word for word in rest.split() if not word.startswith(("--chown", "--chmod"))]
+    modes = [_mode(word) for word in rest.split() if word.startswith("--chmod")]
     if " ".join(words).startswith("["):
         words = _listed(" ".join(words))
     if len(words) < 2 or words[0].startswith("--"):
@@ -380,7 +395,14 @@ def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[tuple[
         inside = last.endswith(("/", ".")) or len(sources) > 1 or len(found) > 1
         for path in found:
             to = target if path.is_dir() or not inside else target / path.name
-            yield str(path.relative_to(context)), str(to)
+            yield Copy(str(path.relative_to(context)), str(to), *modes[-1:])
+
+
+def _mode(option: str) -> int:
+    """Return the permissions of `--chmod=755`. Raises ValueError for another form."""
+    if (match := re.fullmatch("--chmod=([0-7]{3,4})", option)) is None:
+        raise ValueError(f"{option} is not possible here: expected digits, --chmod=755")
+    return int(match[1], 8)
 
 
 def _listed(text: str) -> list[str]:
