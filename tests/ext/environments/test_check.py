@@ -44,6 +44,9 @@ def test_a_lake_may_have_rows_without_a_prompt() -> None:
     lake.examine(Task(raw_task={"seed": 1, "size": 4}))
     with pytest.raises(ValueError, match="the column 'seed' or 'prompt'"):
         lake.examine(Task(raw_task={"size": 4}))
+    for wrong in ({"p": 0.0}, {"p": 80}, {"size": 1}, {"size": "big"}):
+        with pytest.raises(ValueError, match=f"a lake of size .*{next(iter(wrong.values()))}"):
+            lake.examine(Task(raw_task={"seed": 1, **wrong}))
 
 
 def examined(task: Task) -> None:

@@ -54,11 +54,22 @@ def test_what_is_no_action_brings_the_names() -> None:
     [
         ({"actions": ["a"]}, "FrozenLake-v1 has 4 actions, and 1 names were given"),
         ({"env_id": "Pendulum-v1", "env_args": {}}, "expected Discrete or Text"),
+        ({"env_id": "FrozenLak-v1"}, "FrozenLak-v1 cannot be made: .*doesn't exist"),
+        ({"env_args": {"is_slipery": True}}, "FrozenLake-v1 cannot be made: .*'is_slipery'"),
+        ({"actions": ["left", True, "a", "b"]}, "the action True is no text: write .* in quotes"),
     ],
 )
 def test_what_does_not_fit_is_said(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TextGym(**{**LAKE, "seed": 0, **args})
+
+
+def test_an_environment_that_cannot_be_made_is_refused_before_the_run() -> None:
+    examine = resolve("gym_workflow").examine
+    assert examine is not None
+    examine(Task({"prompt": 3}, workflow_args=LAKE))
+    with pytest.raises(ValueError, match="FrozenLak-v1 cannot be made"):
+        examine(Task({"prompt": 3}, workflow_args={**LAKE, "env_id": "FrozenLak-v1"}))
 
 
 def test_an_episode_is_that_of_its_seed() -> None:

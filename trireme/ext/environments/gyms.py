@@ -27,9 +27,18 @@ class TextGym:
         actions: Sequence[str] = (),
         env_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """`seed` is the episode's. Raises ModuleNotFoundError, and ValueError for other spaces."""
+        """`seed` is the episode's. Raises ModuleNotFoundError, and ValueError for an
+        environment that cannot be made, and for other spaces.
+        """
         gymnasium = extra("gymnasium", "gymnasium")
-        self._env = gymnasium.make(env_id, **(env_args or {}))
+        if wrong := [name for name in actions if not isinstance(name, str)]:
+            raise ValueError(
+                f"{env_id}: the action {wrong[0]!r} is no text: write its name in quotes"
+            )
+        try:
+            self._env = gymnasium.make(env_id, **(env_args or {}))
+        except (gymnasium.error.Error, TypeError) as error:
+            raise ValueError(f"{env_id} cannot be made: {error}") from error
         self._seed = seed
         size = int(getattr(self._env.action_space, "n", 0))
         text = type(self._env.action_space).__name__ == "Text"

@@ -47,10 +47,12 @@ class GymWorkflow(EpisodeWorkflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a row without a seed, and if the YAML names no environment."""
+        """Raise ValueError for a row without a seed, and for an environment that cannot be
+        made.
+        """
         row_number(task)
         if cls.make_env is GymWorkflow.make_env:
-            _env_id(task, "gym_workflow", "FrozenLake-v1")
+            _gym(task).close()
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
@@ -59,13 +61,7 @@ class GymWorkflow(EpisodeWorkflow):
 
     def make_env(self) -> Any:
         """Make the environment that the YAML names, at the task's seed."""
-        args = self.workflow_args
-        return TextGym(
-            _env_id(self.task, "gym_workflow", "FrozenLake-v1"),
-            seed=row_number(self.task),
-            actions=args.get("actions", ()),
-            env_args=args.get("env_args"),
-        )
+        return _gym(self.task)
 
     def parse_action(self, reply: str) -> str:
         """Return the content of <action>, or else the whole reply."""
@@ -104,13 +100,13 @@ class FrozenLakeWorkflow(GymWorkflow):
                 f"the row has no number to draw the lake from: expected the column 'seed' or "
                 f"'{task.prompt_key}' (format.prompt_key). It has: {', '.join(task.raw_task)}"
             )
+        _lake_of(task)
 
     def make_env(self) -> TextGym:
         """Make the lake of the row."""
         maps = importlib.import_module("gymnasium.envs.toy_text.frozen_lake")
         given = {**self.workflow_args, **self.task.raw_task}
-        seed = int(given.get("seed", self.task_desc))
-        size, frozen = int(given.get("size", 4)), float(given.get("p", 0.8))
+        size, frozen, seed = _lake_of(self.task)
         lake: dict[str, Any] = {
             "desc": maps.generate_random_map(size, frozen, seed),
             "is_slippery": bool(given.get("is_slippery", False)),
@@ -239,6 +235,35 @@ def _env_id(task: Task, workflow: str, example: str) -> str:
     if "env_id" not in task.workflow_args:
         raise ValueError(f"{workflow} needs workflow_args.env_id, {example} for example")
     return task.workflow_args["env_id"]
+
+
+def _lake_of(task: Task) -> tuple[int, float, int]:
+    """Return size, share of frozen cells, and seed of a row's lake. Raises ValueError for values
+    that no lake has; one is drawn again and again until there is a way over it.
+    """
+    given = {**task.workflow_args, **task.raw_task}
+    size, frozen, seed = given.get("size", 4), given.get("p", 0.8), given.get("seed", task.prompt)
+    try:
+        lake = int(size), float(frozen), int(seed)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"a lake of size {size!r:.60}, p {frozen!r:.60} and seed {seed!r:.60}: expected numbers"
+        ) from None
+    if lake[0] < 2 or not 0 < lake[1] <= 1:
+        raise ValueError(
+            f"a lake of size {size} whose cells are frozen with the probability p {frozen}: "
+            "expected a size of at least 2, and a p above 0 and at most 1"
+        )
+    return lake
+
+
+def _gym(task: Task) -> TextGym:
+    return TextGym(
+        _env_id(task, "gym_workflow", "FrozenLake-v1"),
+        seed=row_number(task),
+        actions=task.workflow_args.get("actions", ()),
+        env_args=task.workflow_args.get("env_args"),
+    )
 
 
 def _puzzle(task: Task) -> Grid:
