@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,3 +101,24 @@ def test_a_misspelt_option_and_a_reward_are_refused(workflow: str) -> None:
         spec.refuse_unused(Task({"prompt": "1"}, workflow_args={"max_env_step": 30}))
     with pytest.raises(ValueError, match=r"'math_reward', which workflow .* does not use"):
         spec.refuse_unused(Task({"prompt": "1"}, reward_fn="math_reward"))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "begin"),
+    [("alfworld_workflow", "make_env"), ("step_wise_alfworld_workflow", "open")],
+)
+def test_the_engine_ends_no_episode_before_max_env_steps(
+    workflow: str, begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[dict[str, Any]] = []
+
+    def lend(**given: Any) -> Room:
+        lent.append(given)
+        return Room()
+
+    pool = SimpleNamespace(lend=lend, lend_blocking=lend)
+    monkeypatch.setattr("trireme.ext.alfworld.workflow._pool", lambda *given: pool)
+    task = Task({"prompt": "game"}, workflow_args={"max_env_steps": 300})
+    played = resolve(workflow).code(task=task, model=None)
+    getattr(played, begin)()
+    assert lent[0]["max_steps"] > 300

@@ -57,9 +57,14 @@ def format_observation(observation: str) -> str:
     return f"{text}\n{HINT}" if "Nothing happens" in observation else text
 
 
-def create_environment(game_file: str, workers: int = 2, timeout_s: float = 120) -> BlockingEnv:
-    """Make a game in a worker process, for code in another thread."""
-    return _pool(workers, timeout_s).lend_blocking(key=game_file, game_file=game_file)
+def create_environment(
+    game_file: str, workers: int = 2, timeout_s: float = 120, max_steps: int = 200
+) -> BlockingEnv:
+    """Make a game in a worker process, for code in another thread. The engine ends it after
+    `max_steps` actions.
+    """
+    pool = _pool(workers, timeout_s)
+    return pool.lend_blocking(key=game_file, game_file=game_file, max_steps=max_steps)
 
 
 class AlfworldWorkflow(EpisodeWorkflow):
@@ -80,8 +85,9 @@ class AlfworldWorkflow(EpisodeWorkflow):
 
     def make_env(self) -> Any:
         """Make the game of the task, in a worker process."""
-        pool = _pool(*_workers(self.workflow_args))
-        return pool.lend(key=str(self.task_desc), game_file=str(self.task_desc))
+        pool, game = _pool(*_workers(self.workflow_args)), str(self.task_desc)
+        # the engine's own end would count as that of the task, with a reward of 0
+        return pool.lend(key=game, game_file=game, max_steps=self.max_env_steps + 1)
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
@@ -107,7 +113,8 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
     def open(self) -> None:
         """Begin the game."""
         args = self.workflow_args
-        self.env = create_environment(str(self.task_desc), *_workers(args))
+        most = self.max_step_num + 1  # the engine's own end would count as that of the task
+        self.env = create_environment(str(self.task_desc), *_workers(args), most)
         self.observation, self._info = self.env.reset()
         self._shown = _Shown(args)
         self.memory: list[dict[str, Any]] = [
