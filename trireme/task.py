@@ -216,11 +216,17 @@ class Task:
         A number becomes text, since replies are text: CSV, JSON and Parquet give `42` as an
         integer.
         """
+        outer, inner = self._truth_place
+        value = self.raw_task.get(outer)
+        return as_text(value if inner is None else dict(value or {}).get(inner))
+
+    @property
+    def _truth_place(self) -> tuple[str, str | None]:
+        """The column of the right answer, and its entry there if it is not the whole column."""
         key, row = self.truth_key, self.raw_task
         outer, _, inner = key.partition(".")
-        if inner and key not in row and isinstance(row.get(outer), dict):
-            return as_text(row[outer].get(inner))
-        return as_text(row.get(key))
+        nested = inner and key not in row and isinstance(row.get(outer), dict)
+        return (outer, inner) if nested else (key, None)
 
     @property
     def task_desc(self) -> Any:
@@ -270,6 +276,15 @@ def as_text(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return str(value) if isinstance(value, int | float) else value
+
+
+def without_truth(task: Task) -> dict[str, Any]:
+    """Return the task's row without the right answer, wherever `format.response_key` finds it."""
+    outer, inner = task._truth_place
+    row = {name: value for name, value in task.raw_task.items() if name != outer}
+    if inner is not None:
+        row[outer] = {name: value for name, value in task.raw_task[outer].items() if name != inner}
+    return row
 
 
 def for_people(task: Task) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from trireme.ext.agents.command import (
     Settings,
     reward_of,
     settings_of,
+    task_json,
 )
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
@@ -392,3 +394,19 @@ def test_rollouts_of_a_group_run_one_after_the_other() -> None:
     task.repeat_times = 3
     outcome = play(task)
     assert [e.eid.run for e in outcome.experiences] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("key", ["answer", "reward_model.ground_truth", "reward_model"])
+def test_the_task_that_a_program_reads_is_without_the_right_answer(key: str) -> None:
+    judged = {"style": "rule", "ground_truth": "never-seen"}
+    row = {"prompt": "?", "level": 2, "reward_model": judged, "answer": "never-seen"}
+    if key != "answer":
+        del row["answer"]
+    else:
+        judged["ground_truth"] = "another"
+    task = Task(row, format_args={"response_key": key})
+    known = task_json(task)
+    assert "never-seen" not in known and json.loads(known)["row"]["level"] == 2
+    assert task.raw_task["reward_model"] == judged
+    if key == "reward_model.ground_truth":
+        assert json.loads(known)["row"]["reward_model"] == {"style": "rule"}

@@ -37,7 +37,7 @@ from trireme.model.address import Address
 from trireme.registry import did_you_mean
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.reward import examine_columns, number, resolve, score
-from trireme.task import Task, as_text
+from trireme.task import Task, as_text, without_truth
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow
 
@@ -289,9 +289,7 @@ def task_json(task: Task) -> str:
     """Return the part of the task that the program may read, as JSON: the row without the right
     answer.
     """
-    hidden = task.truth_key
-    row = {name: value for name, value in task.raw_task.items() if name != hidden}
-    known = {"task_id": task.task_id, "prompt": task.prompt, "row": row}
+    known = {"task_id": task.task_id, "prompt": task.prompt, "row": without_truth(task)}
     return as_json(known, default=str)
 
 
