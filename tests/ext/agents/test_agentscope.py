@@ -42,7 +42,7 @@ def plain(task: dict[str, Any], model: Any) -> float:
 def examine(name: str, *, reward: str | None = None, **args: Any) -> None:
     spec = resolve(name)
     assert spec.examine is not None
-    spec.examine(Task({"prompt": "1 + 1?"}, reward_fn=reward, workflow_args=args))
+    spec.examine(Task({"prompt": "1 + 1?", "response": "2"}, reward_fn=reward, workflow_args=args))
 
 
 @pytest.fixture(autouse=True)

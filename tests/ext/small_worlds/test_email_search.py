@@ -96,6 +96,16 @@ def test_a_judge_that_says_something_else_is_a_failure(mailbox: Path) -> None:
         play(mailbox, final("7", KEY), judge="Perhaps")
 
 
+def test_a_judge_without_a_right_answer_to_compare_is_refused(mailbox: Path) -> None:
+    with pytest.raises(ValueError, match=r"'answer' \(format.response_key\), which is None"):
+        play(mailbox, final("7", KEY), judge="false", answer=None)
+    examine = resolve("email_search_workflow").examine
+    assert examine is not None
+    task = Task(ROW, workflow_args={"mailbox": str(mailbox)})
+    with pytest.raises(ValueError, match=r"'response' \(format.response_key\), which is None"):
+        examine(replace(task, reward_fn_args={"llm_as_a_judge": True}))
+
+
 def test_a_mailbox_shows_its_owner_alone_and_takes_any_word(mailbox: Path, tmp_path: Path) -> None:
     mine = Mailbox(mailbox, ROW["inbox_address"])
     found = {
@@ -141,6 +151,7 @@ def test_a_judge_that_there_is_not_is_refused(mailbox: Path) -> None:
     task = Task(
         ROW,
         workflow="email_search_workflow",
+        format_args={"response_key": "answer"},
         workflow_args={"mailbox": str(mailbox)},
         reward_fn_args={"llm_as_a_judge": True},
     )

@@ -24,7 +24,7 @@ from trireme.aio import is_async
 from trireme.config.options import accepted, fitting_options
 from trireme.envs.env import extra
 from trireme.experience import Experience
-from trireme.ext.external_model.asker import judged_right
+from trireme.ext.external_model.asker import judged_right, refuse_no_truth
 from trireme.ext.multi_turn.tool_calls import Tool, as_text, python_tool
 from trireme.model.blocking import BlockingModel
 from trireme.model.conversation import with_metrics
@@ -249,6 +249,7 @@ class AgentScopeSearchWorkflow(Workflow):
                 f"default_reward_fn_type is {task.reward_fn!r}, which this workflow does not "
                 "use: the first of explorer.auxiliary_models judges the answer"
             )
+        refuse_no_truth(task)
         _agentscope("mcp")
         program, variable = settings.program
         _installed(program)

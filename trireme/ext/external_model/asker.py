@@ -180,8 +180,9 @@ class Asker:
 async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
     """Return True if the first of the models accepts an answer as the task's truth in other words.
 
-    Raises ValueError for a reply that is neither yes nor no.
+    Raises ValueError for a reply that is neither yes nor no, and for a task without a truth.
     """
+    refuse_no_truth(task)
     text = TRUTH.format(question=task.prompt, truth=task.truth, answer=answer)
     said = (await Asker().ask([{"role": "user", "content": text}], models)).strip().lower()
     if said[:4] == "true":
@@ -189,6 +190,15 @@ async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
     if said[:5] == "false":
         return False
     raise ValueError(f"the judge said {said!r:.80}: expected true or false")
+
+
+def refuse_no_truth(task: Task) -> None:
+    """Raise ValueError for a task without a truth: a judge would reject every answer."""
+    if task.truth is None:
+        raise ValueError(
+            f"a judge compares the answer with the row's column '{task.truth_key}' "
+            "(format.response_key), which is None: expected the right answer"
+        )
 
 
 def refuse_silent(who: str, url: str) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trireme.experience import Experience
 from trireme.ext.agents.command import options_of
-from trireme.ext.external_model.asker import judged_right
+from trireme.ext.external_model.asker import judged_right, refuse_no_truth
 from trireme.ext.multi_turn.scheduled import samples
 from trireme.ext.multi_turn.scheduler import RolloutInferRequest, RolloutResponseChoice, request_of
 from trireme.ext.multi_turn.tool_calls import ToolCallScheduler, read_calls
@@ -131,6 +131,8 @@ class EmailSearchWorkflow(Workflow):
             raise ValueError(
                 f"reward_fn_args.llm_as_a_judge is {judged!r:.60}: expected true or false"
             )
+        if judged:
+            refuse_no_truth(task)
         if task.reward_fn is not None:
             raise ValueError("email_search_workflow judges answers by itself: name no reward")
 
