@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from tests.workflows.test_workflow import call
 from trireme.envs.env import Seen
 from trireme.experience import Experience
+from trireme.ext.alfworld.game import KEYS
 from trireme.ext.alfworld.workflow import (
     HINT,
     AlfworldWorkflow,
@@ -122,3 +125,17 @@ def test_the_engine_ends_no_episode_before_max_env_steps(
     played = resolve(workflow).code(task=task, model=None)
     getattr(played, begin)()
     assert lent[0]["max_steps"] > 300
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    ["alfworld_workflow", "step_wise_alfworld_workflow", "RAFT_reflect_alfworld_workflow"],
+)
+def test_a_row_without_a_game_is_refused_before_the_run(workflow: str, tmp_path: Path) -> None:
+    examine = resolve(workflow).examine
+    assert examine is not None
+    with pytest.raises(ValueError, match=r"gone.tw-pddl: there is no such file"):
+        examine(Task({"prompt": str(tmp_path / "gone.tw-pddl")}))
+    game = tmp_path / "game.tw-pddl"
+    game.write_text(json.dumps(dict.fromkeys(KEYS, "")))
+    examine(Task({"prompt": str(game)}))

@@ -536,3 +536,18 @@ def test_a_misspelt_option_of_the_workflow_is_refused() -> None:
     for wrong in ({"human_goal": False}, {"observation_mode": "rich"}, {"max_env_steps": "many"}):
         with pytest.raises(ValueError, match=f"workflow_args.*{next(iter(wrong))}"):
             spec.refuse_unused(Task({"prompt": 0}, workflow_args=wrong))
+
+
+def test_a_shop_without_products_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEBSHOP_DATA", raising=False)
+    examine = resolve("webshop_workflow").examine
+    assert examine is not None
+    with pytest.raises(ValueError, match=r"WEBSHOP_DATA is not set: set it"):
+        examine(Task({"prompt": 0}))
+    task = Task({"prompt": 0}, workflow_args={"data": str(tmp_path)})
+    with pytest.raises(ValueError, match="it has no items_shuffle"):
+        examine(task)
+    make_catalogue(tmp_path, 3, 0)
+    examine(task)

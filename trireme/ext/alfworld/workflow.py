@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt
 
 from trireme.envs.env import Seen, after_step
 from trireme.experience import Experience
+from trireme.ext.alfworld.game import check_game
 from trireme.ext.environments.pool import BlockingEnv, EnvPool, shared_pool
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, Steps, parse_action
@@ -83,6 +84,12 @@ class AlfworldWorkflow(EpisodeWorkflow):
         """Name the packages that the games need."""
         return {"textworld": "ALFWorld", "alfworld": "ALFWorld"}
 
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row without a game's file."""
+        if cls.make_env is AlfworldWorkflow.make_env:
+            check_game(str(task.prompt))
+
     def make_env(self) -> Any:
         """Make the game of the task, in a worker process."""
         pool, game = _pool(*_workers(self.workflow_args)), str(self.task_desc)
@@ -109,6 +116,12 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
     def needs(cls, task: Task) -> Mapping[str, str]:
         """Name the packages that the games need."""
         return AlfworldWorkflow.needs(task)
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row without a game's file."""
+        if cls.open is StepWiseAlfworldWorkflow.open:
+            check_game(str(task.prompt))
 
     def open(self) -> None:
         """Begin the game."""

@@ -285,15 +285,7 @@ def open_shop(
 
     Raises ValueError with the remedy if it is missing.
     """
-    path = folder or os.environ.get("WEBSHOP_DATA")
-    if not path:
-        raise ValueError(f"WEBSHOP_DATA is not set: {HOW}")
-    if not Path(path).is_dir():
-        raise ValueError(f"WEBSHOP_DATA is {path}: there is no such folder; {HOW}")
-    items, about, people = (
-        _only(Path(path), pattern)
-        for pattern in ("items_shuffle*.json", "items_ins_v2*.json", "items_human_ins*.json")
-    )
+    items, about, people = shop_files(folder)
     source = random.Random(seed)
     products = load_products(items, about, source, num_products=num_products)
     goals = human_goals(products, people, source) if human else synthetic_goals(products, source)
@@ -303,6 +295,20 @@ def open_shop(
     if not goals:
         raise ValueError(f"filter_goals and limit_goals={limit_goals} leave no goal of {people}")
     return Shop(products, goals, noun_tagger(nouns), seed)
+
+
+def shop_files(folder: str | None) -> list[Path]:
+    """Return the files of products, attributes and instructions in a folder, else in $WEBSHOP_DATA.
+
+    Raises ValueError with the remedy if one is missing.
+    """
+    path = folder or os.environ.get("WEBSHOP_DATA")
+    if not path:
+        raise ValueError(f"WEBSHOP_DATA is not set: {HOW}")
+    if not Path(path).is_dir():
+        raise ValueError(f"WEBSHOP_DATA is {path}: there is no such folder; {HOW}")
+    patterns = ("items_shuffle*.json", "items_ins_v2*.json", "items_human_ins*.json")
+    return [_only(Path(path), pattern) for pattern in patterns]
 
 
 def _only(folder: Path, pattern: str) -> Path:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from trireme.envs.env import Seen
-from trireme.ext.webshop.env import OriginalEnv, WebShopEnv, open_shop
+from trireme.ext.webshop.env import OriginalEnv, WebShopEnv, open_shop, shop_files
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, Steps, row_number
 
@@ -80,7 +80,12 @@ class WebShopWorkflow(EpisodeWorkflow):
     tagged_actions = True
     workflow_options: Mapping[str, Any] | None = {
         **{"max_env_steps": Steps, "per_step": bool, "sparse": bool, "show_attrs": bool},
-        **{"original": bool | str, "data": str | None, "nouns": str, "human_goals": bool},
+        **{
+            "original": bool | Literal["auto"],
+            "data": str | None,
+            "nouns": str,
+            "human_goals": bool,
+        },
         **{"num_products": int | None, "limit_goals": int},
         "observation_mode": Literal["text", "text_rich", "html", "url"],
     }
@@ -89,22 +94,21 @@ class WebShopWorkflow(EpisodeWorkflow):
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
         """Name the packages that our own shop needs; the original brings its own."""
-        ours = not task.workflow_args.get("original", False)
+        ours = not _original(task)
         return dict.fromkeys(("Stemmer", "rapidfuzz"), "the WebShop environment") if ours else {}
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a row without a session's number."""
+        """Raise ValueError for a row without a session's number, and if there are no products."""
         row_number(task)
+        if cls.make_env is WebShopWorkflow.make_env and not _original(task):
+            shop_files(task.workflow_args.get("data"))
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
         super().bind(task)
         self.per_step = bool(task.workflow_args.get("per_step", False))
-        asked = task.workflow_args.get("original", False)
-        if asked not in (True, False, "auto"):
-            raise ValueError(f"workflow_args.original is {asked!r}: expected true, false or auto")
-        self.original = find_spec("web_agent_site") is not None if asked == "auto" else asked
+        self.original = _original(task)
         self.blocking_env = self.original  # ours takes no time
 
     def make_env(self) -> Any:
@@ -142,3 +146,11 @@ class WebShopWorkflow(EpisodeWorkflow):
         if self.workflow_args.get("sparse") and reward >= 0:
             return float(reward >= 0.99)
         return reward
+
+
+def _original(task: Task) -> bool:
+    """Return whether the YAML asks for the package web_agent_site."""
+    asked = task.workflow_args.get("original", False)
+    if asked not in (True, False, "auto"):
+        raise ValueError(f"workflow_args.original is {asked!r}: expected true, false or auto")
+    return find_spec("web_agent_site") is not None if asked == "auto" else asked
