@@ -106,6 +106,21 @@ def test_a_judge_without_a_right_answer_to_compare_is_refused(mailbox: Path) -> 
         examine(replace(task, reward_fn_args={"llm_as_a_judge": True}))
 
 
+@pytest.mark.parametrize("day", ["2025/01/01", "01-01-2025", "January 1", "2025-1-1", "yesterday"])
+def test_a_day_in_another_form_is_an_error_and_finds_nothing_by_chance(
+    day: str, mailbox: Path
+) -> None:
+    mine = Mailbox(mailbox, ROW["inbox_address"])
+    for after, before, name in ((day, None, "sent_after"), (None, day, "sent_before")):
+        with pytest.raises(ValueError, match=f"{name} is '{day}': expected a day as YYYY-MM-DD"):
+            mine.search(WORDS, after, before)
+    assert mine.search(WORDS, "20250101", "") == mine.search(WORDS, "2025-01-01", None) != []
+    assert mine.search(WORDS, "2025-01-01T08:00:00", None) == mine.search(WORDS, None, None)
+    wrong = call("search_emails", keywords=WORDS, sent_after=day)
+    e = play(mailbox, wrong, final("I don't know"))
+    assert any("expected a day" in m["content"] for m in e.messages or [] if m["role"] == "tool")
+
+
 def test_a_mailbox_shows_its_owner_alone_and_takes_any_word(mailbox: Path, tmp_path: Path) -> None:
     mine = Mailbox(mailbox, ROW["inbox_address"])
     found = {
@@ -115,7 +130,7 @@ def test_a_mailbox_shows_its_owner_alone_and_takes_any_word(mailbox: Path, tmp_p
     assert found and not found & set(theirs)
     assert mine.search(['x" OR the'], None, None) == []
     day = EMAILS[0].date[:10]
-    assert mine.search(WORDS, "2030-01-01", None) == mine.search(WORDS, None, day[:4]) == []
+    assert mine.search(WORDS, "2030-01-01", None) == mine.search(WORDS, None, "2025-01-01") == []
     assert KEY in [one["message_id"] for one in mine.search(WORDS, day, None)]
     assert mine.search(" ".join(WORDS), None, None) == mine.search(WORDS, None, None) != []
     for none in ([], [""], " "):

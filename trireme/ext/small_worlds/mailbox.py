@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ class Mailbox:
     ) -> list[dict[str, Any]]:
         """Return id and snippet of e-mails with all the words, the newest first.
 
-        Raises ValueError for keywords that are not words, or none.
+        Raises ValueError for keywords that are not words, or none, and for days in another form
+        than YYYY-MM-DD.
         """
         given = keywords.split() if isinstance(keywords, str) else keywords
         if not isinstance(given, Sequence) or not all(isinstance(word, str) for word in given):
@@ -68,13 +69,14 @@ class Mailbox:
         words = " ".join('"{}"'.format(word.replace('"', '""')) for word in given if word.strip())
         if not words:
             raise ValueError("expected at least one keyword")
+        after, before = _day("sent_after", sent_after), _day("sent_before", sent_before)
         found = self._ask(
             "SELECT e.message_id, e.date, snippet(emails_fts, -1, '', '', ' ... ', 15)"
             " FROM emails e JOIN emails_fts ON e.id = emails_fts.rowid"
             " WHERE emails_fts MATCH ? AND e.date >= ? AND e.date < ? AND (e.from_address = ?"
             " OR EXISTS (SELECT 1 FROM recipients r WHERE r.email_id = e.id"
             " AND r.recipient_address = ?)) ORDER BY e.date DESC, e.id LIMIT ?",
-            (words, sent_after or "", sent_before or "9999", self._owner, self._owner, MOST),
+            (words, after or "", before or "9999", self._owner, self._owner, MOST),
         )
         return [{"message_id": key, "date": day, "snippet": text} for key, day, text in found]
 
@@ -96,6 +98,16 @@ class Mailbox:
         address = f"file:{self._file.absolute()}?mode=ro"
         with closing(sqlite3.connect(address, uri=True)) as base:
             return base.execute(query, values).fetchall()
+
+
+def _day(name: str, text: str | None) -> str | None:
+    """Return a day in the form of the e-mails' dates. Raises ValueError for another form: as text
+    it would be before or after all of them.
+    """
+    try:
+        return datetime.fromisoformat(text).date().isoformat() if text else None
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {text!r:.40}: expected a day as YYYY-MM-DD") from None
 
 
 def write_mailbox(file: Path, emails: Iterable[Email]) -> None:
