@@ -6,14 +6,16 @@ import asyncio
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.limits import HANG_S
-from trireme.ext.environments.pool import EnvError, EnvLost, EnvPool
+from trireme.ext.environments.pool import EnvError, EnvLost, EnvPool, shared_pool
 
 FACTORY = "tests.ext.environments.fakes:make"
 
@@ -185,3 +187,19 @@ def test_a_closed_pool_says_so() -> None:
     pool.close()
     with pool.lend_blocking() as env, pytest.raises(EnvLost, match="closed"):
         env.reset()
+
+
+def test_episodes_that_begin_at_once_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Slow(EnvPool):
+        def __init__(self, factory: str, **options: float) -> None:
+            time.sleep(0.05)
+            made.append(factory)
+
+    monkeypatch.setattr("trireme.ext.environments.pool.EnvPool", Slow)
+    monkeypatch.setattr("atexit.register", lambda close: None)
+    with ThreadPoolExecutor(8) as threads:
+        pools = set(threads.map(lambda _: shared_pool("made:at_once"), range(8)))
+    assert len(pools) == len(made) == 1
+    assert {shared_pool("made:at_once", workers=2, timeout_s=60)} == pools

@@ -25,7 +25,6 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 CLOSED = "the pool of environments is closed"
@@ -303,12 +302,18 @@ class _Hung(EnvLost):
     """No answer in time."""
 
 
-@cache
+_shared: dict[tuple[str, int, float], EnvPool] = {}
+_sharing = threading.Lock()
+
+
 def shared_pool(factory: str, *, workers: int = 2, timeout_s: float = 60.0) -> EnvPool:
     """Return the pool of a factory for all episodes of this process; it ends with the process."""
-    pool = EnvPool(factory, workers=workers, timeout_s=timeout_s)
-    atexit.register(pool.close)
-    return pool
+    key = factory, workers, timeout_s
+    with _sharing:  # the first episodes begin at once, in threads
+        if key not in _shared:
+            _shared[key] = EnvPool(factory, workers=workers, timeout_s=timeout_s)
+            atexit.register(_shared[key].close)
+        return _shared[key]
 
 
 def _pair(returned: Any) -> tuple[Any, ...]:
