@@ -551,3 +551,15 @@ def test_a_shop_without_products_is_refused_before_the_run(
         examine(task)
     make_catalogue(tmp_path, 3, 0)
     examine(task)
+
+
+def test_the_prompt_has_the_number_of_actions_of_the_yaml() -> None:
+    def prompt_of(row: dict[str, Any], **args: Any) -> str:
+        task = Task(
+            {"prompt": 0, **row}, format_args={"system_prompt_key": "system"}, workflow_args=args
+        )
+        return resolve("webshop_workflow").code(task=task, model=None).system_prompt
+
+    assert "within 15 actions" in prompt_of({})
+    assert "within 40 actions" in prompt_of({}, max_env_steps=40)
+    assert prompt_of({"system": "Buy within 15 actions."}, max_env_steps=40).endswith("15 actions.")

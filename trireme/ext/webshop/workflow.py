@@ -18,8 +18,8 @@ from trireme.ext.webshop.env import OriginalEnv, WebShopEnv, open_shop, shop_fil
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, Steps, row_number
 
-SYSTEM_PROMPT = """You shop online for a customer, through text pages. Find and buy what the \
-instruction asks for, within 15 actions.
+_PROMPT = """You shop online for a customer, through text pages. Find and buy what the \
+instruction asks for, within {steps} actions.
 
 Before each action think briefly. Answer with your thoughts between <think> and </think> and one \
 action between <action> and </action>.
@@ -31,6 +31,9 @@ click[name]     any button or option of the page, by its name
 Choose the options that the instruction asks for before you click[buy now]. An example:
 <think>I begin with what it is and its colour.</think>
 <action>search[navy blue table lamp]</action>"""
+ACTIONS = 15
+"""Most actions of an episode, unless `workflow_args.max_env_steps` overrides it."""
+SYSTEM_PROMPT = _PROMPT.format(steps=ACTIONS)
 
 
 def format_observation(observation: str) -> str:
@@ -75,8 +78,7 @@ class WebShopWorkflow(EpisodeWorkflow):
     """The reward is the shop's, 0 to 1, at the purchase; -0.1 where nothing was bought."""
 
     blocking_env = False
-    max_env_steps = 15
-    default_system_prompt = SYSTEM_PROMPT
+    max_env_steps = ACTIONS
     tagged_actions = True
     workflow_options: Mapping[str, Any] | None = {
         **{"max_env_steps": Steps, "per_step": bool, "sparse": bool, "show_attrs": bool},
@@ -107,6 +109,7 @@ class WebShopWorkflow(EpisodeWorkflow):
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
         super().bind(task)
+        self.system_prompt = self.system_prompt or _PROMPT.format(steps=self.max_env_steps)
         self.per_step = bool(task.workflow_args.get("per_step", False))
         self.original = _original(task)
         self.blocking_env = self.original  # ours takes no time
