@@ -18,7 +18,7 @@ from trireme.algorithms.recipes import get_recipe, row_of
 from trireme.batch import Columns, flatten
 from trireme.buffer.buffer import Closed
 from trireme.experience import EID, Experience
-from trireme.ext.trinity.classes import GroupAdvantage, aggregate_loss
+from trireme.ext.trinity.classes import GroupAdvantage, aggregate_loss, as_function
 from trireme.registry import ADVANTAGES, ALGORITHMS, ENTROPIES, KLS, POLICY_LOSSES, SAMPLES
 
 
@@ -494,3 +494,44 @@ def test_a_limit_that_no_batch_waits_for_is_refused() -> None:
     with pytest.raises(ValueError, match="max_resample_times") as caught:
         get_recipe(SimpleNamespace(**algorithm))
     assert "is a class that keeps and leaves out" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("of", "says"),
+    [
+        (lambda loss: loss, r"returned tensor.*: expected a tuple of a loss and a dictionary"),
+        (lambda loss: (loss, None), r"returned \(tensor.*: expected a tuple of a loss"),
+        (lambda loss: (loss, {"a": [1, 2]}), r"gave the metric 'a' as \[1, 2\]: expected a number"),
+        (lambda loss: (loss.expand(2, 3), {}), r"gave a loss of the shape \[2, 3\]: expected one"),
+    ],
+)
+def test_a_loss_class_that_returns_another_form_is_named(plugin: Any, of: Any, says: str) -> None:
+    class Odd(plugin.PolicyLossFn):
+        def __call__(self, logprob, action_mask, advantages):
+            return of((-advantages * logprob * action_mask).sum() / action_mask.sum())
+
+    loss = as_function("policy_loss_fn", "odd", Odd)
+    values = torch.ones(4, requires_grad=True)
+    with pytest.raises(ValueError, match=f"Odd' {says}"):
+        loss(torch.zeros(4, dtype=torch.long), logprobs=values, advantages=values.detach())
+
+
+@pytest.mark.parametrize(
+    ("of", "says"),
+    [
+        (lambda exps: None, "returned None: expected a tuple of experiences and a dictionary"),
+        (lambda exps: exps, r"returned \[Experience.*: expected a tuple of experiences"),
+        (lambda exps: (exps, {"a": None}), "gave the metric 'a' as None: expected a number"),
+    ],
+)
+def test_an_advantage_class_that_returns_another_form_is_named(
+    plugin: Any, of: Any, says: str
+) -> None:
+    class Odd(GroupAdvantage):
+        def calculate_group_advantage(self, group_id, exps):
+            return of(exps)
+
+    advantage = as_function("advantage_fn", "odd", Odd)
+    e = Experience([1, 2, 3], prompt_length=1, reward=1.0, eid=EID(1, 0, 0))
+    with pytest.raises(ValueError, match=f"Odd' {says}"):
+        advantage([e, e])

@@ -49,6 +49,7 @@ _OURS = {
 _TAKEN = "taken"  # among the counts of what a strategy reads: its experiences, which no metric is
 _MODE = "loss_agg_mode"
 """How a loss averages: an option of the class, of each call, or of neither."""
+_ADVANTAGE = "algorithm.advantage_fn '{}'"
 _NO_OPTION = ("self", "backend", "buffer_config", "kl_coef", "adaptive", "target_kl", "horizon")
 
 
@@ -117,10 +118,11 @@ class GroupAdvantage(AdvantageFn):
         kept: list[Experience] = []
         seen: dict[str, list[float]] = {}
         for group_id, members in self.group_experiences(exps).items():
-            stay, metrics = self.calculate_group_advantage(group_id, members)
+            returned = self.calculate_group_advantage(group_id, members)
+            stay, metrics = _split(returned, _ADVANTAGE.format(type(self).__name__), "experiences")
             kept += stay
             for name, value in metrics.items():
-                seen.setdefault(name, []).append(float(value))
+                seen.setdefault(name, []).append(value)
         return kept, {name: sum(values) / len(values) for name, values in seen.items()}
 
 
@@ -374,6 +376,7 @@ def as_function(kind: str, name: str, part: Any) -> Any:
 
 
 def _average(part: type) -> Callable[..., Any]:
+    whose = f"the loss '{part.__name__}'"
     wanted, made = _arguments(part.__call__), _made_once(part)
     per_call = wanted.pop(_MODE, None) is not None
     others = {} if _MODE in inspect.signature(part).parameters or not per_call else {_MODE: None}
@@ -390,17 +393,45 @@ def _average(part: type) -> Callable[..., Any]:
         mask = pad_sequence(list(ones), batch_first=True)
         mode = given.pop(_MODE, None) if others else given.get(_MODE)
         named = {_MODE: mode} if per_call and mode else {}  # else it has a default of its own
-        average, metrics = made(**given)(**rows, action_mask=mask, **named)
+        returned = made(**given)(**rows, action_mask=mask, **named)
+        average, metrics = _split(returned, whose, "a loss")
+        if not isinstance(average, Tensor) or average.numel() != 1:
+            shape = list(average.shape) if isinstance(average, Tensor) else type(average).__name__
+            raise Refused(
+                f"{whose} gave a loss of the shape {shape}: expected one number, the average over "
+                "the mask"
+            )
         reported = {
-            name.rpartition("/")[2]: torch.full(sample_ids.shape, float(value))
+            name.rpartition("/")[2]: torch.full(sample_ids.shape, value)
             for name, value in metrics.items()
         }
-        return average.expand(sample_ids.shape), reported
+        return average.reshape(()).expand(sample_ids.shape), reported
 
     loss.averages = True
     names = {_OURS.get(name, name): required for name, required in wanted.items()}
     _sign(loss, part, {"sample_ids": True, **names}, others)
     return loss
+
+
+def _split(returned: Any, whose: str, what: str) -> tuple[Any, dict[str, float]]:
+    """Return the two values that a class returned, metrics as numbers. Raises Refused for any other
+    form.
+    """
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    if not pair or not isinstance(returned[1], Mapping) or returned[0] is None:
+        raise Refused(
+            f"{whose} returned {returned!r:.80}: expected a tuple of {what} and a dictionary of "
+            "metrics"
+        )
+    metrics: dict[str, float] = {}
+    for name, value in returned[1].items():
+        try:
+            metrics[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise Refused(
+                f"{whose} gave the metric '{name}' as {value!r:.60}: expected a number"
+            ) from None
+    return returned[0], metrics
 
 
 def _refuse_tensors(name: str, part: type) -> None:
@@ -429,11 +460,12 @@ def _advantage(part: type) -> Callable[..., Any]:
     def advantages(
         experiences: list[Experience], **options: Any
     ) -> tuple[list[Experience], dict[str, float]]:
-        kept, metrics = made(**options)(experiences)
+        whose = _ADVANTAGE.format(part.__name__)
+        kept, metrics = _split(made(**options)(experiences), whose, "experiences")
         for e in kept:
             for name in ("advantages", "returns"):
                 setattr(e, name, _padded(e, name, part.__name__))
-        return kept, {name: float(value) for name, value in metrics.items()}
+        return kept, metrics
 
     advantages.of_experiences = True
     _sign(advantages, part, {"groups": True})
