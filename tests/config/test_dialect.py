@@ -176,6 +176,7 @@ class Flags:
     names = ("batleth",)
     idle = MappingProxyType({"qapla": "honour needs no flag"})
     several = ()
+    switches = ()
 
     def instead(self, name: str) -> str | None:
         return "trainer.grad_clip" if name == "honour" else None

@@ -62,6 +62,8 @@ class FlagDialect(Protocol):
     """Flags that are accepted and change nothing, each with the reason."""
     several: Collection[str]
     """Flags with several values."""
+    switches: Collection[str]
+    """Flags that need no value: alone they stand for `true`."""
 
     def instead(self, name: str) -> str | None:
         """Suggest what to set in place of a flag of that system which is not taken here; None:
@@ -158,6 +160,7 @@ def _taken(
     """Return the flags with their values, and all other words; `own_flags` are a command's own."""
     taken = {*own_flags, *(flag for one in dialects for flag in (*one.names, *one.idle))}
     repeated = {*own_flags, *(flag for one in dialects for flag in one.several)}
+    switches = {flag for one in dialects for flag in (*one.switches, *one.idle)}
     chosen: dict[str, list[str]] = {}
     rest: list[str] = []
     words = list(args)
@@ -169,17 +172,27 @@ def _taken(
         if not known and not (several and word.startswith("--")):
             rest.append(word)
             continue
-        values = [value] if equals else words[:1]
-        del words[: 0 if equals else 1]
+        following = words[0].removeprefix("--").partition("=")[0] if words else ""
+        if equals:
+            values = [value]
+        elif known and name in switches and is_alone(words):
+            values = ["true"]
+        elif known and (not words or (words[0] == f"--{following}" and following in taken)):
+            raise typer.BadParameter(f"--{name} needs a value")
+        else:
+            values = [words.pop(0)] if words else []
         while several and words and not _is_other(words[0]):
             values.append(words.pop(0))
-        if known and not values:
-            raise typer.BadParameter(f"--{name} needs a value")
         if known:
             chosen[name] = [*chosen.get(name, []), *values] if several else values
         else:
             rest += [part for one in values for part in (f"--{name}", one)]
     return chosen, rest
+
+
+def is_alone(words: Sequence[str]) -> bool:
+    """Return whether a switch has no value, given the words after it."""
+    return not words or _is_other(words[0])
 
 
 def _is_other(word: str) -> bool:

@@ -22,7 +22,7 @@ def test_the_rollout_server_takes_flags_of_vllm(monkeypatch: pytest.MonkeyPatch)
     )
     words = (
         "rollout --model m --vllm_max_model_len 512 --vllm_gpu_memory_utilization=0.5 "
-        "--vllm_enforce_eager true --vllm_enable_lora true --tool-call-parser hermes"
+        "--vllm_enforce_eager --vllm_enable_lora --tool-call-parser hermes"
     )
     done = CliRunner().invoke(app, words.split())
     [options] = seen

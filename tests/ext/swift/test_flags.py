@@ -178,6 +178,21 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "run.yaml --bf16 --sync_ref_model --num_generations 4",
+        "run.yaml --num_generations 4 --sync_ref_model --bf16",
+        "--num_generations 4 --bf16 --sync_ref_model run.yaml",
+        "--sync_ref_model --bf16 algorithm.repeat_times=4 run.yaml",
+    ],
+)
+def test_a_switch_needs_no_value(keys: Any, words: str) -> None:
+    config, said = keys(*words.split())
+    assert (config.algorithm.sync_ref_model, config.algorithm.repeat_times) == (True, 4)
+    assert "--bf16 has no effect here" in said
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (("run.yaml", "--trainer.grad_clip", "0.5"), "as KEY=VALUE: trainer.grad_clip=0.5"),
@@ -207,6 +222,7 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
         ),
         (("run.yaml", "--max_turns", "two"), "--max_turns two: expected a whole number"),
         (("run.yaml", "--reward_funcs"), "--reward_funcs needs a value"),
+        (("run.yaml", "--beta", "--max_turns", "2"), "--beta needs a value"),
         (("run.yaml", "seed"), "seed: expected KEY=VALUE, or a YAML"),
         (("run.yaml", "other.yaml"), "other.yaml: expected KEY=VALUE; the YAML is run.yaml"),
         (("run.yaml", "--vllm_server_port", "1", "2"), "--vllm_server_port has 2 values"),

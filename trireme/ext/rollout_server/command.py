@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from trireme.cli.arguments import flag_dialects, with_options
+from trireme.cli.arguments import flag_dialects, is_alone, with_options
 from trireme.ext.rollout_server.options import RolloutOptions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -16,6 +16,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
 _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
 """Options of vLLM's engine that `trireme rollout` passes on."""
+_SWITCHES = ("enforce_eager", "enable_prefix_caching", "enable_expert_parallel")
+"""Those that are true or false, and need no value."""
 _IDLE = {"max_length": "each request sets how much it may sample; --vllm_max_model_len limits both"}
 """Further flags without effect on it."""
 
@@ -41,9 +43,12 @@ class WithEngineFlags(TyperCommand):
             if not word.startswith("--") or name in own or (key not in _VLLM and name not in idle):
                 rest.append(word)
                 continue
-            if not equals and not words:
-                raise typer.BadParameter(f"--{name} needs a value")
-            value = value if equals else words.pop(0)
+            if not equals and is_alone(words):
+                if key not in _SWITCHES and name not in idle:
+                    raise typer.BadParameter(f"--{name} needs a value")
+                value = "true"
+            elif not equals:
+                value = words.pop(0)
             if key in _VLLM:
                 ctx.obj[key] = yaml.safe_load(value)
             else:

@@ -290,6 +290,12 @@ SEVERAL += ("callbacks",)
 SEVERAL += (*REWARD_MODELS, "target_modules", "loss_type", "loss_weights")
 SEVERAL += SERVERS
 """Flags with several values."""
+SWITCHES = ("gradient_checkpointing", "sync_ref_model", "freeze_vit", "freeze_aligner")
+SWITCHES += ("vllm_enforce_eager", "vllm_enable_prefix_caching", "enable_thinking")
+SWITCHES += ("fipo_clip_high_only", "rlsd_negative_only", "chord_enable_phi_function")
+SWITCHES += ("dataset_shuffle", "freeze_llm")
+SWITCHES += tuple(name for name, choices in CHOICES.items() if "true" in choices)
+"""Flags that are true or false."""
 
 
 def elsewhere(name: str) -> str | None:

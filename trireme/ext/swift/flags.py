@@ -26,6 +26,7 @@ from trireme.ext.swift.flag_names import (
     REWEIGHT_OPTIONS,
     SERVERS,
     SEVERAL,
+    SWITCHES,
     TASKSETS,
     TRANSLATED,
     elsewhere,
@@ -50,6 +51,7 @@ class SwiftFlags:
     names = (*KEYS, *TASKSETS, *TRANSLATED)
     idle = IDLE
     several = SEVERAL
+    switches = SWITCHES
 
     def instead(self, name: str) -> str | None:
         """Return what to set in place of a flag that is not accepted."""
