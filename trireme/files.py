@@ -349,7 +349,8 @@ def whole_file(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
             sync(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        if os.path.lexists(temporary):  # false also where no file can be under that name
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -458,6 +458,7 @@ def test_switches_of_other_sections(keys: Any, tmp_path: Path) -> None:
 def rlhf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs `trireme rlhf` with these words; the configuration that it would run, or its words."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").touch()
     seen: list[Any] = []
     monkeypatch.setattr("trireme.cli.run.run", lambda *given, **_: seen.append(given) or 0)
 
@@ -546,6 +547,10 @@ def test_rlhf_shuffles_unless_asked_not_to(rlhf: Any, words: str, order: str) ->
     ("words", "sentence"),
     [
         ("--model m", "--dataset is not given"),
+        ("--model m n --dataset d", "n: expected KEY=VALUE, or a flag before it"),
+        ("run.yaml", "a YAML is run by `trireme run run.yaml`"),
+        ("--model m --dataset d seed[=3", "error: seed[ cannot be set: the file has no list seed"),
+        ("--model m --dataset d --output_dir a_file", "error: cannot write a_file/rlhf.yaml: "),
         ("--model m --dataset d --dataset_shuffle no", "--dataset_shuffle no: expected true or f"),
         ("--model m --dataset d --rlhf_type dpo --dataset_shuffle false",
          "--dataset_shuffle false has no effect on dpo"),

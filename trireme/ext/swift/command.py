@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from trireme.cli.arguments import Keys, PluginDirs, WithFlags
+from trireme.cli.arguments import Keys, PluginDirs, WithFlags, is_yaml
 from trireme.text import say
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -25,9 +25,20 @@ class WithAllFlags(WithFlags):
 @app.command(cls=WithAllFlags)
 def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) -> None:
     """Run GRPO, DPO or KTO from ms-swift's flags; print the YAML they stand for."""
+    from trireme.cli.run import complain
     from trireme.cli.run import run as command
+    from trireme.config import ConfigError
+    from trireme.files import CannotWrite
     from trireme.ext.swift.rlhf import yaml_of
 
-    path = yaml_of(ctx.obj, words or [])
+    for word in words or ():
+        if "=" not in word:
+            also = f"; a YAML is run by `trireme run {word}`" if is_yaml(word) else ""
+            raise typer.BadParameter(f"{word}: expected KEY=VALUE, or a flag before it{also}")
+    try:
+        path = yaml_of(ctx.obj, words or [])
+    except (ConfigError, CannotWrite) as error:
+        complain(str(error))
+        raise typer.Exit(2) from error
     say(f"# {path}: the same run is `trireme run {path}`", flush=True)
     raise typer.Exit(command(path, [], plugin_dir or [], heading=path.read_text()))
