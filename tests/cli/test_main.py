@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import trireme
 from tests.limits import HANG_S
-from trireme.cli.main import app
+from trireme.cli.main import app, main
 from trireme.registry import COMMANDS
 
 PLAIN = {"compare": False, "fresh": False, "strict": False}
@@ -111,6 +111,25 @@ def test_an_unknown_command_or_option_is_an_error() -> None:
 def test_an_unknown_command_is_answered_with_the_nearest(word: str, meant: str) -> None:
     said = CliRunner().invoke(app, [word]).output
     assert said.count(f"No such command '{word}'. Did you mean '{meant}'?") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [("check", "run.yaml", f"checkpoint_root_dir={'n' * 300}"), ("log", "n" * 300)]
+)
+def test_a_name_that_no_file_system_stores_is_an_error_and_no_traceback(
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model: {model_path: none}")
+    monkeypatch.setattr(sys, "argv", ["trireme", *words])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.startswith("error: ") and ": expected names of at most 255 bytes" in said
 
 
 def test_a_command_is_imported_when_it_is_chosen() -> None:

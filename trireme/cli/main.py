@@ -9,6 +9,7 @@ errors and help otherwise.
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
 import io
@@ -148,8 +149,12 @@ def main() -> None:
         logging.lastResort.setFormatter(Lines())
     try:
         app()
-    except Exception:  # an error of ours
-        say(traceback.format_exc(), end="", file=sys.stderr)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            path = str(error.filename)
+            say(f"error: {path}: expected names of at most 255 bytes", file=sys.stderr)
+            sys.exit(2)
+        say(traceback.format_exc(), end="", file=sys.stderr)  # an error of ours
         sys.exit(1)
     finally:
         gc.freeze()  # otherwise the interpreter collects them all once more at exit

@@ -28,8 +28,8 @@ def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) 
     from trireme.cli.run import complain
     from trireme.cli.run import run as command
     from trireme.config import ConfigError
-    from trireme.files import CannotWrite
     from trireme.ext.swift.rlhf import yaml_of
+    from trireme.files import CannotWrite
 
     for word in words or ():
         if "=" not in word:

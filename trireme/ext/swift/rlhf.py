@@ -86,7 +86,7 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     """
     from trireme.config.check import UNASKED_SAVE_INTERVAL
     from trireme.config.load import with_overrides
-    from trireme.files import write_text
+    from trireme.files import naming, write_text
 
     kind = flags.get("rlhf_type", ["grpo"])[0]
     replies = kind in _LOSSES
@@ -150,7 +150,9 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     if not asked and isinstance(algorithm, dict) and algorithm.get("kl_loss_fn") == "none":
         algorithm.pop("kl_loss_fn_args", None)  # the default of another --beta
     text = _dump(made)
-    if path.is_file() and (before := path.read_text(encoding="utf-8")) != text:
+    with naming(path):
+        before = path.read_text(encoding="utf-8") if path.is_file() else text
+    if before != text:
         write_text(path.with_suffix(".yaml.bak"), before)  # it may have been edited by hand
     write_text(path, text)
     return path
