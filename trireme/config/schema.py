@@ -370,7 +370,7 @@ class MonitorConfig(Section, place="monitor"):
     """The places that metrics are sent to."""
 
     monitor_type: str | list[str] = "tensorboard"
-    """One or several: tensorboard, wandb, mlflow, swanlab, trackio, the path of your function."""
+    """One or several of tensorboard, wandb, mlflow, swanlab, trackio, a function's path; none."""
     monitor_args: dict[str, Any] | None = None
     """Options of the tracker; of several, each one's under its name."""
     detailed_stats: Annotated[bool, NoEffect()] = False

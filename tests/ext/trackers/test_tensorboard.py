@@ -51,6 +51,16 @@ def test_tensorboard_reads_what_is_logged(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
+@pytest.mark.parametrize("kinds", ["none", ["none"]])
+def test_without_a_tracker_only_the_file_of_metrics_is_written(
+    tmp_path: Path, kinds: str | list[str]
+) -> None:
+    monitor = open_monitor(tmp_path, kinds)
+    monitor.log({"rollout/reward/mean": 0.25}, 7, "explorer")
+    monitor.close()
+    assert {one.name for one in tmp_path.iterdir()} == {"metrics.jsonl", ".metrics.jsonl.lock"}
+
+
 def test_an_unknown_monitor_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"unknown monitor.monitor_type 'wandbb'; did you mean"):
         open_monitor(tmp_path, "wandbb")

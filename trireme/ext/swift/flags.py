@@ -365,8 +365,6 @@ def _value(name: str, values: Sequence[str]) -> str:
         return text_of(system_of(values[0]))
     if name == "external_plugins":
         return text_of([str(Path(value).resolve()) for value in values])
-    if name == "report_to":
-        values = [value for value in values if value != "none"]
     return text_of(list(values)) if name in SEVERAL else values[0]
 
 

@@ -235,8 +235,8 @@ def subscribe_trackers(
 
 
 def names_of(kinds: str | Sequence[str]) -> list[str]:
-    """Return `monitor.monitor_type` as a list."""
-    return [kinds] if isinstance(kinds, str) else list(kinds)
+    """Return `monitor.monitor_type` as a list, empty for `none`."""
+    return [name for name in ([kinds] if isinstance(kinds, str) else kinds) if name != "none"]
 
 
 def examine_trackers(kinds: str | Sequence[str], args: Mapping[str, Any] | None) -> None:
