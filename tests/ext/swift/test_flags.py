@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from trireme.algorithms.recipes import get_recipe
 from trireme.algorithms.sample import own_share
 from trireme.cli.main import app
-from trireme.config import ConfigError, load_config
+from trireme.config import load_config
 from trireme.ext.swift import flag_names
 from trireme.registry import RM_PLUGINS
 from trireme.rewards.grouped import Judge
@@ -528,12 +528,24 @@ def test_rlhf_counts_completions_as_ms_swift_does(
         ("--eval_steps 2 --per_device_train_batch_size 8 --steps_per_generation 4", 1),
         ("--eval_steps 100 --num_iterations 4", 25),
         ("--save_steps 40", 40),
+        ("--eval_steps 0.25 --max_steps 30", 8),
+        ("--save_steps 0.5 --max_steps 30", 15),
         ("", 500),
     ],
 )
 def test_rlhf_evaluates_after_as_many_optimizer_steps(rlhf: Any, words: str, interval: int) -> None:
     config = rlhf(f"--model m --dataset d.jsonl --val_dataset v.jsonl {words}")
     assert config.explorer.eval_interval == interval
+
+
+def test_rlhf_takes_what_is_said_of_the_optimizer_there(rlhf: Any) -> None:
+    config = rlhf(
+        "--model m --dataset d.jsonl --optim adamw_torch --lr_scheduler_type constant_with_warmup "
+        "--warmup_ratio 0.1 --max_grad_norm 0 --max_steps 30 --save_steps 0.5"
+    )
+    optimizer = config.algorithm.optimizer
+    assert (optimizer.lr_scheduler_type, optimizer.lr_warmup_steps_ratio) == ("constant", 0.1)
+    assert (config.trainer.grad_clip, config.trainer.save_interval) == (1e9, 15)
 
 
 @pytest.mark.parametrize(("words", "order"), [("", "shuffle"), ("false", "sequential")])
@@ -566,6 +578,8 @@ def test_rlhf_shuffles_unless_asked_not_to(rlhf: Any, words: str, order: str) ->
         ("--model m --dataset d --rlhf_type kto --reward_funcs format", "has no rollouts"),
         ("--model m --dataset d --rlhf_type kto --beta x", "--beta x: expected a number"),
         ("--model m --dataset d --generation_batch_size 9", "expected a multiple of --num_gen"),
+        ("--model m --dataset d --save_steps 0.5", "--save_steps 0.5 is a share of the steps: exp"),
+        ("--model m --dataset d --optim adafactor", "expected one of adamw_torch, adamw_torch_fus"),
         ("--model m --dataset d#x", "--dataset d#x: expected a number of rows after #"),
     ],
 )  # fmt: skip
@@ -804,13 +818,10 @@ def test_a_number_of_steps_goes_before_the_epochs(keys: Any) -> None:
 
 
 @pytest.mark.parametrize("iterations", ["1", "2"])
-def test_no_limit_of_steps_is_none_and_a_share_of_them_is_not_divided(
-    keys: Any, iterations: str
-) -> None:
-    words = ("--num_iterations", iterations, "--max_steps", "-1")
-    assert keys("run.yaml", *words)[0].trainer.total_steps is None
-    with pytest.raises(ConfigError, match=r"trainer\.save_interval.*0\.5"):
-        keys("run.yaml", "--num_iterations", iterations, "--save_steps", "0.5")
+def test_no_limit_of_steps_is_none_and_has_no_shares(keys: Any, iterations: str) -> None:
+    words = ("run.yaml", "--num_iterations", iterations, "--max_steps", "-1")
+    assert keys(*words)[0].trainer.total_steps is None
+    assert "--save_steps 0.5 is a share of the steps" in keys(*words, "--save_steps", "0.5")
 
 
 def test_a_plug_in_of_ms_swift_that_judges_by_a_language_model_names_ours() -> None:

@@ -196,6 +196,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
             "rollout_correction.rollout_rs_threshold_lower": _TINY,
         },
     },
+    "optim": {"adamw_torch": {}, "adamw_torch_fused": {}},
     "overlong_filter": {"true": {}, "false": {}},
     "async_generate": {"true": {}, "false": {}},
     "advantage_reweight": {"rlsd": {"advantage_fn": "rlsd"}},

@@ -36,6 +36,8 @@ from trireme.ext.swift.flag_values import needs, number_of, scalar, system_of, t
 _ADVANTAGE = "algorithm.advantage_fn_args."
 _DEFAULTS = (None, "ppo", "grpo")
 """Values that are defaults, which another flag may override."""
+_NOTHING_CLIPPED = "1.0e+9"
+"""`trainer.grad_clip` for `--max_grad_norm 0`."""
 _RESAMPLES = f"{_ADVANTAGE}max_resample_times"
 SDAR = "sdar_loss_coef"
 
@@ -272,13 +274,33 @@ def _reward_models(flags: Given) -> Iterator[dict[str, str]]:
 
 def in_effect(flags: Given) -> Given:
     """Return the flags without `--sdar_loss_coef 0`, which is ms-swift's default and means no SDAR,
-    and, with another use of the teacher, without `--teacher_kl_coef 0`.
+    and, with another use of the teacher, without `--teacher_kl_coef 0`; intervals that are shares
+    are counts.
     """
     for name in (SDAR, "teacher_kl_coef"):
         only_use = name != SDAR and not {"advantage_reweight", SDAR} & flags.keys()
         if name in flags and not only_use and number_of(name, flags[name][0]) == 0:
             flags = {other: values for other, values in flags.items() if other != name}
-    return flags
+    return {**flags, **_of_shares(flags)}
+
+
+def _of_shares(flags: Given) -> dict[str, list[str]]:
+    """Return the intervals that are shares of `--max_steps`, as whole steps. Raises BadParameter
+    without that flag.
+    """
+    most = number_of("max_steps", flags.get("max_steps", ["0"])[0])
+    out: dict[str, list[str]] = {}
+    for name in ("save_steps", "eval_steps"):
+        share = number_of(name, flags.get(name, ["1"])[0])
+        if not 0 < share < 1:
+            continue
+        if most < 1:
+            raise typer.BadParameter(
+                f"--{name} {flags[name][0]} is a share of the steps: expected --max_steps with it, "
+                "or a number of steps"
+            )
+        out[name] = [str(math.ceil(most * share))]
+    return out
 
 
 def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[str, Any]:
@@ -324,8 +346,8 @@ def _in_train_steps(flags: Given) -> dict[str, list[str]]:
     """Convert the flags that count optimizer steps to train steps, of which each has
     `--num_iterations` optimizer steps.
 
-    Values below 1 are shares and stay as they are; `--max_steps -1`, ms-swift's default, is no
-    limit. Raises BadParameter for a number that is not a multiple.
+    `--max_steps -1`, ms-swift's default, is no limit. Raises BadParameter for a number that is not
+    a multiple.
     """
     iterations = number_of("num_iterations", flags.get("num_iterations", ["1"])[0])
     out: dict[str, list[str]] = {}
@@ -365,6 +387,10 @@ def _value(name: str, values: Sequence[str]) -> str:
         return text_of(system_of(values[0]))
     if name == "external_plugins":
         return text_of([str(Path(value).resolve()) for value in values])
+    if name == "max_grad_norm" and number_of(name, values[0]) == 0:
+        return _NOTHING_CLIPPED
+    if name == "lr_scheduler_type":
+        return values[0].removesuffix("_with_warmup")  # every schedule here has one
     return text_of(list(values)) if name in SEVERAL else values[0]
 
 

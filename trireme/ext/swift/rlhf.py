@@ -477,14 +477,12 @@ def _shuffles(flags: Given) -> bool:
 
 def _eval_interval(flags: Given) -> list[str]:
     """Convert `--eval_steps`, which counts optimizer steps and is `--save_steps` by default, to
-    generations, of which each is an explore step. Shares stay as they are.
+    generations, of which each is an explore step.
     """
     from trireme.config.check import UNASKED_SAVE_INTERVAL
 
     given = flags.get("eval_steps") or flags.get("save_steps") or [str(UNASKED_SAVE_INTERVAL)]
     steps = number_of("eval_steps", given[0])
-    if steps < 1:
-        return list(given)
     completions, of_a_step = _batches(flags, _count(flags, "num_generations", 8))
     return [str(max(1, round(steps * of_a_step / completions)))]
 
