@@ -30,6 +30,12 @@ def only_problem(tmp_path: Path, *overrides: str, rows: int = 32) -> str:
     return found[0]
 
 
+@pytest.mark.parametrize("key", ["workflow_key", "reward_fn_key"])
+def test_a_column_that_names_no_workflow_or_reward_is_one_problem(tmp_path, key):
+    text = only_problem(tmp_path, f"{TASKSET}.format.{key}=question")
+    assert text.startswith(f"{TASKSET}.format.{key} (question, row 0) cannot be used: unknown ")
+
+
 def test_a_good_configuration_has_none(tmp_path):
     assert problems_of(tmp_path) == []
 

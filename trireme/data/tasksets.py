@@ -198,6 +198,16 @@ class Taskset:
         column = self._format.get(key)
         return (row.get(column) if column else None) or default
 
+    def sources(self, task: Task) -> dict[str, str]:
+        """Return where the task's row names its own workflow and reward: keys of the format, each
+        with its column and the row.
+        """
+        return {
+            key: f"format.{key} ({column}, row {task.index['index']})"
+            for key in _OWN
+            if (column := self._format.get(key)) and task.raw_task.get(column)
+        }
+
     def _check_columns(self) -> None:
         for key in ("prompt_key", "response_key", "system_prompt_key", "image_key", *_OWN):
             column = self._format.get(key, "prompt" if key == "prompt_key" else None)

@@ -99,18 +99,21 @@ def _check_names(
     stage: StageFacts, recipe: Recipe | None, used: UsedTaskset, taskset: Taskset | None
 ) -> tuple[bool, Findings]:
     """Return True if each rollout of these tasks leaves one experience. A workflow or reward that
-    does not exist is a problem.
+    does not exist is a problem; of those that rows name, the first.
     """
     findings = Findings()
-    named = [(used.workflow, used.reward)] if used.workflow else []
+    named = [(used.workflow, used.reward, {})] if used.workflow else []
     if taskset is not None:
-        named = [(task.workflow, task.reward_fn) for task in taskset.kinds()]
+        named = [(task.workflow, task.reward_fn, taskset.sources(task)) for task in taskset.kinds()]
     one, models = bool(named), len(stage.config.explorer.auxiliary_models)
-    for workflow, reward in named:
+    for workflow, reward, sources in named:
+        if findings.problems:
+            break
         if workflow is None and not used.workflow:
             continue  # a missing name is reported by the YAML's checks
-        key = f"{used.key}.default_reward_fn_type"
-        spec = tried(findings, partial(resolve, workflow), f"{used.key}.default_workflow_type")
+        key = f"{used.key}.{sources.get('reward_fn_key', 'default_reward_fn_type')}"
+        named_by = f"{used.key}.{sources.get('workflow_key', 'default_workflow_type')}"
+        spec = tried(findings, partial(resolve, workflow), named_by)
         if spec and recipe and recipe.asks("reward_parts") and not used.is_eval:
             label = recipe.parts["advantage_fn"].label
             tried(findings, partial(spec.refuse_no_parts, label), key)
