@@ -78,8 +78,14 @@ def test_overrides_reach_list_items():
 def test_a_broken_override_says_how_it_is_written(tmp_path):
     found = problems_of(tmp_path, "stages: []", "grad_clip", "stages[4].mode=train", "nope=1")
     assert found[0] == "override 'grad_clip': expected key=value"
-    assert found[1].startswith("stages[4].mode cannot be set to 'train'")
+    assert found[1] == "stages[4].mode cannot be set: stages is empty"
     assert found[2].startswith("nope is not a known key")
+
+
+def test_an_override_behind_the_end_of_a_list_names_the_last_entry(tmp_path):
+    text = "stages: [{stage_name: a}, {stage_name: b}]"
+    found = problems_of(tmp_path, text, "stages[2].mode=train")
+    assert found == ["stages[2].mode cannot be set: the last entry of stages is [1]"]
 
 
 def test_all_problems_are_told_at_once(tmp_path):

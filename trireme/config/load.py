@@ -151,12 +151,19 @@ def _override(tree: DictConfig, override: str, problems: list[Problem]) -> str:
     if not equals or not key:
         problems.append(Problem("", f"override {override!r}: expected key=value"))
         return key
-    head, bracket, _ = key.rpartition("[")
+    head, bracket, index = key.rpartition("[")
     try:
         read = OmegaConf.from_dotlist([f"value={text}"])
         value = OmegaConf.select(read, "value") if text.strip() else ""
-        if bracket and not isinstance(OmegaConf.select(tree, head), ListConfig | DictConfig):
+        entries = OmegaConf.select(tree, head) if bracket else None
+        if bracket and not isinstance(entries, ListConfig | DictConfig):
             problems.append(Problem(key, f"cannot be set: the file has no list {head}"))
+            return key
+        index = index.partition("]")[0]
+        if isinstance(entries, ListConfig) and index.isdecimal() and int(index) >= len(entries):
+            last = f"the last entry of {head} is [{len(entries) - 1}]"
+            text = last if len(entries) else f"{head} is empty"
+            problems.append(Problem(key, f"cannot be set: {text}"))
             return key
         OmegaConf.update(tree, key, value, merge=False)
     except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError, ValueError) as error:
