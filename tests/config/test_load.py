@@ -75,6 +75,16 @@ def test_overrides_reach_list_items():
     assert config.stages[0].buffer.total_steps == 3
 
 
+@pytest.mark.parametrize("name", ["0131", "1e3", "20261129_1530", "12:30", "1.50", "'0131'"])
+def test_a_name_of_digits_is_the_text_as_it_is_written(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"name: {name}  # today's\nstages: [{{stage_name: {name}}}]\n")
+    config = load_config(path, [f"project={name}"])
+    names = (config.name, config.stages[0].stage_name, config.project)
+    assert names == (name.strip("'"),) * 3
+    assert load_config(path, [f"stages[0].stage_name={name}"]).stages[0].stage_name == names[0]
+
+
 def test_a_broken_override_says_how_it_is_written(tmp_path):
     found = problems_of(tmp_path, "stages: []", "grad_clip", "stages[4].mode=train", "nope=1")
     assert found[0] == "override 'grad_clip': expected key=value"

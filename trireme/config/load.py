@@ -64,6 +64,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
         raise ConfigError([Problem("", f"{path} cannot be read as YAML: {reason}")]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError([Problem("", f"{path} holds a list: expected sections with keys")])
+    _keep_names(tree, path)
     problems: list[Problem] = []
     typed = [_override(tree, override, problems) for override in overrides]
     folder = path.parent.resolve()
@@ -78,6 +79,35 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     config = Config.model_validate(values)
     config._notes = tuple(notes)
     return config, problems
+
+
+_NAMES = re.compile(r"project|group|name|stages\[\d+\]\.stage_name")
+"""Keys of folders' names, whose text counts also where YAML reads it as a number: `name: 0131` is
+not 89.
+"""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _keep_names(tree: DictConfig, path: Path) -> None:
+    """Set the names of folders that YAML has read as numbers to the text in the file."""
+    values = OmegaConf.to_container(tree)
+    assert isinstance(values, dict), "a section was read"
+    sections: list[tuple[str, Any]] = [("", values)]
+    if isinstance(stages := values.get("stages"), list):
+        sections += [(f"stages[{i}].", stage) for i, stage in enumerate(stages)]
+    numbers = [
+        f"{prefix}{key}"
+        for prefix, section in sections
+        for key, value in (section.items() if isinstance(section, dict) else ())
+        if _NAMES.fullmatch(f"{prefix}{key}") and _is_number(value)
+    ]
+    if numbers:
+        texts = OmegaConf.create(yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader))
+        for key in numbers:
+            OmegaConf.update(tree, key, OmegaConf.select(texts, key))
 
 
 def _tab(path: Path, error: Exception) -> str:
@@ -155,6 +185,8 @@ def _override(tree: DictConfig, override: str, problems: list[Problem]) -> str:
     try:
         read = OmegaConf.from_dotlist([f"value={text}"])
         value = OmegaConf.select(read, "value") if text.strip() else ""
+        if _NAMES.fullmatch(key) and _is_number(value):
+            value = text.strip()
         entries = OmegaConf.select(tree, head) if bracket else None
         if bracket and not isinstance(entries, ListConfig | DictConfig):
             problems.append(Problem(key, f"cannot be set: the file has no list {head}"))
