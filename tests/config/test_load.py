@@ -1,4 +1,5 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,51 @@ def test_keys_of_other_trainers_are_answered_with_ours(tmp_path):
             ),
         }.items()
     ]
+
+
+@pytest.mark.extension("swift", "verl")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template_kwargs",
+        "delta",
+        "entropy_coef",
+        "environment_factory",
+        "generation_kwargs",
+        "log_completions",
+        "mask_truncated_completions",
+        "max_tool_calling_iterations",
+        "off_policy_mask_threshold",
+        "rollout_func",
+        "sapo_temperature_pos",
+        "scale_rewards",
+        "shuffle_dataset",
+        "top_entropy_quantile",
+        "train_dataset",
+        "use_vllm",
+        "use_bias_correction_kl",
+        "vespo_k_pos",
+        "vllm_importance_sampling_mode",
+        "vllm_max_model_length",
+        "bf16",
+        "gamma",
+        "lam",
+        "use_kl_in_reward",
+        "filter_groups",
+        "use_kl_loss",
+        "kl_loss_coef",
+        "entropy_coeff",
+        "ppo_epochs",
+        "clip_ratio",
+        "clip_ratio_c",
+        "logger",
+        "default_local_dir",
+        "norm_adv_by_std_in_grpo",
+    ],
+)
+def test_an_option_of_trl_or_verl_is_answered_with_its_key(tmp_path: Path, name: str) -> None:
+    [said] = problems_of(tmp_path, f"algorithm: {{{name}: 1}}")
+    assert re.search(r"is not a known key; (did you mean '|use )", said)
 
 
 def test_plug_ins_data_and_models_have_one_rule(tmp_path, monkeypatch):
