@@ -282,6 +282,7 @@ ELSEWHERE = {
         ),
         _MEGATRON,
     ),
+    "router_replay_mode": "algorithm.enable_router_replay=true, which replays the engine's experts",
     "push_to_hub": "nothing: trireme convert writes a folder to upload",
 }
 """Unsupported flags, with their replacement; a name that ends in * stands for all that begin so."""

@@ -147,6 +147,7 @@ _KEYS = {
     "clip_ratio_high": "algorithm.policy_loss_fn_args.clip_range_high",
     "clip_ratio_c": "algorithm.policy_loss_fn_args.clip_ratio_c",
     "ppo_epochs": "algorithm.num_iterations",
+    "router_replay": "algorithm.enable_router_replay",
     "logger": "monitor.monitor_type",
     "default_local_dir": "checkpoint_root_dir",
     "train_files": "buffer.explorer_input.taskset.path",
