@@ -530,6 +530,8 @@ def test_what_comes_later_is_refused_with_its_key(tmp_path, override, key):
 
 REPLAY = "algorithm.enable_router_replay"
 RECORDS = "explorer.rollout_model.enable_return_routed_experts"
+SILENT = "the experts that compute a token are not reported by "
+EXPECTED = ": expected false, or explorer.rollout_model.engine_type torch"
 
 
 @pytest.mark.parametrize("key", [REPLAY, RECORDS])
@@ -539,15 +541,20 @@ def test_experts_are_recorded_of_a_mixture_by_engines_that_can(tmp_path, monkeyp
     write_model(tmp_path / "mixture", num_experts=8)
     mixture = f"model.model_path={tmp_path}/mixture"
     assert problems_of(tmp_path, f"{key}=true", mixture) == []
-    servers = "explorer.rollout_model={engine_type: remote, base_urls: ['http://127.0.0.1:1']}"
-    silent = f"{key} is true, and the experts that compute a token are not reported by "
-    expected = ": expected false, or explorer.rollout_model.engine_type torch"
-    text = only_problem(tmp_path, servers, f"{key}=true", mixture)
-    assert text == f"{silent}the servers of explorer.rollout_model.base_urls{expected}"
     monkeypatch.setattr("trireme.engines.torch.kind.TorchKind.reports_experts", False)
     text = only_problem(tmp_path, f"{key}=true", mixture)
-    assert text == f"{silent}the engine torch{expected}"
+    assert text == f"{key} is true, and {SILENT}the engine torch{EXPECTED}"
     assert problems_of(tmp_path, f"{key}=true", mixture, "mode=train") == []
+
+
+@pytest.mark.extension("remote")
+def test_a_user_s_servers_record_no_experts(tmp_path):
+    write_model(tmp_path / "mixture", num_experts=8)
+    servers = "explorer.rollout_model={engine_type: remote, base_urls: ['http://127.0.0.1:1']}"
+    model = f"model.model_path={tmp_path}/mixture"
+    text = only_problem(tmp_path, servers, f"{REPLAY}=true", model)
+    where = "the servers of explorer.rollout_model.base_urls"
+    assert text == f"{REPLAY} is true, and {SILENT}{where}{EXPECTED}"
 
 
 def test_ranks_that_share_a_sequence_divide_the_heads(tmp_path):
