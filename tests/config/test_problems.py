@@ -544,7 +544,14 @@ def test_experts_are_recorded_of_a_mixture_by_engines_that_can(tmp_path, monkeyp
     monkeypatch.setattr("trireme.engines.torch.kind.TorchKind.reports_experts", False)
     text = only_problem(tmp_path, f"{key}=true", mixture)
     assert text == f"{key} is true, and {SILENT}the engine torch{EXPECTED}"
-    assert problems_of(tmp_path, f"{key}=true", mixture, "mode=train") == []
+
+
+@pytest.mark.extension("sql")
+def test_a_trainer_alone_asks_no_engine_for_experts(tmp_path, monkeypatch):
+    write_model(tmp_path / "mixture", num_experts=8)
+    monkeypatch.setattr("trireme.engines.torch.kind.TorchKind.reports_experts", False)
+    mixture = f"model.model_path={tmp_path}/mixture"
+    assert problems_of(tmp_path, f"{REPLAY}=true", mixture, "mode=train") == []
 
 
 @pytest.mark.extension("remote")
