@@ -108,6 +108,20 @@ def test_a_cluster_that_does_not_answer_is_noted(tmp_path):
     assert any("counts no GPU, since the Ray cluster at 127.0.0.1:1" in n for n in plan.notes)
 
 
+def test_a_cluster_that_was_killed_is_named_by_rays_file(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    from trireme.ext.ray.cluster import cluster
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    file = tmp_path / "ray/ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text("127.0.0.1:1")
+    expected = rf"does not answer.*cluster.ray_address local one of the run's own: {file} names"
+    with pytest.raises(TimeoutError, match=expected), cluster(plan_of(tmp_path)):
+        pass
+
+
 def test_a_named_clusters_gpus_are_those_of_all_stages(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: EIGHT)
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: pytest.fail("it is elsewhere"))

@@ -72,8 +72,12 @@ def address_of(plan: Plan) -> str | None:
         return address
     if named := os.environ.get("RAY_ADDRESS"):
         return None if named == "local" else named
-    path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / RUNNING
+    path = _running()
     return path.read_text().strip() or None if path.exists() else None
+
+
+def _running() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp")) / RUNNING
 
 
 def gpus_of(config: ClusterConfig) -> Gpus | None:
@@ -184,9 +188,15 @@ def _reach(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S / 3).close()
     except OSError as error:
+        path, remedy = _running(), "`ray start --head` starts one"
+        if path.exists() and path.read_text().strip() == address:
+            remedy += (
+                f", and cluster.ray_address local one of the run's own: {path} names this one, "
+                "which may have been killed"
+            )
         raise TimeoutError(
             f"the Ray cluster at {address} (cluster.ray_address) does not answer: "
-            f"{error.strerror or error}; `ray start --head` starts one"
+            f"{error.strerror or error}; {remedy}"
         ) from error
 
 
