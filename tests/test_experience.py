@@ -17,7 +17,16 @@ from safetensors.torch import load, save
 from trireme import serialize
 from trireme.experience import EID, Experience, group_by
 from trireme.pictures import BEGIN
-from trireme.serialize import FORMAT, Damaged, _packed, decode, encode, encode_each
+from trireme.serialize import (
+    FORMAT,
+    Damaged,
+    _packed,
+    decode,
+    encode,
+    encode_each,
+    experience_of_wire,
+    experience_to_wire,
+)
 
 
 def test_response_length_fields_are_padded_to_the_tokens() -> None:
@@ -82,6 +91,10 @@ def test_recorded_experts_come_back_beside_samples_without(dtype: torch.dtype) -
         none, back = decode(data)
         assert none.routed_experts is None and back.routed_experts is not None
         assert back.routed_experts.dtype == dtype and torch.equal(back.routed_experts, routing)
+    sent = experience_of_wire(json.loads(json.dumps(experience_to_wire(one))))
+    assert sent.routed_experts is not None and torch.equal(sent.routed_experts, routing)
+    assert sent.routed_experts.dtype == dtype
+    assert "routed_experts" not in experience_to_wire(other)
     at = bytearray(encode([one]))
     at[at.rindex(routing.numpy().tobytes())] ^= 1
     with pytest.raises(Damaged, match="checksum"):

@@ -3,9 +3,9 @@
 No pickle: data from disk or network can contain tensors and JSON values and nothing else. All rows
 of numbers are concatenated in one tensor of 4-byte words, each in the shortest of three forms
 (unchanged; runs of equal words; nonzero words and their positions), bit for bit, ids of pictures as
-two words each; a picture's bytes are there once; so
-are the experts that computed tokens; text is compressed, since it contains a reply both as text and
-in its messages. Version 1 can still be read.
+two words each; a picture's bytes, and the experts that computed a sample's tokens, are there once;
+text is compressed, since it contains a reply both as text and in its messages. Version 1 can still
+be read.
 
 A flipped bit is detected: in the text by zlib, in the rest by a checksum (which older bytes lack).
 """
@@ -365,14 +365,19 @@ def experience_to_wire(experience: Experience) -> dict[str, Any]:
     rows = {name: getattr(experience, name) for name in ("tokens", *_WIRE_ROWS)}
     lists = {name: None if row is None else row.tolist() for name, row in rows.items()}
     seen = [picture_to_wire(picture) for picture in experience.pictures]
-    return lists | {name: getattr(experience, name) for name in _WIRE_FIELDS} | {"pictures": seen}
+    wire = lists | {name: getattr(experience, name) for name in _WIRE_FIELDS} | {"pictures": seen}
+    if (routing := experience.routed_experts) is not None:
+        wire["routed_experts"] = array_to_wire(routing.numpy(force=True))
+    return wire
 
 
 def experience_of_wire(wire: Mapping[str, Any]) -> Experience:
     """Convert the JSON of `experience_to_wire` back to an experience."""
     fields = {name: wire[name] for name in (*_WIRE_ROWS, *_WIRE_FIELDS)}
     pictures = [picture_of_wire(picture) for picture in wire.get("pictures", ())]
-    return Experience(wire["tokens"], **fields, pictures=pictures)
+    routing = wire.get("routed_experts")
+    routed_experts = None if routing is None else torch.tensor(array_from_wire(routing))
+    return Experience(wire["tokens"], **fields, pictures=pictures, routed_experts=routed_experts)
 
 
 def picture_to_wire(picture: Picture) -> dict[str, Any]:
