@@ -28,6 +28,7 @@ from trireme.ext.openai.wire import (
     TextBody,
     chat_response,
     checked,
+    each_token,
     forced_tool,
     new_id,
     options_of,
@@ -274,10 +275,8 @@ class _Chunks:
             whole = choice["text"]
         c = reply.call.completion
         known = self._told.get(index, 0) + len(self._rows.get(index, ()))
-        alternatives = c.alternatives or [{}] * len(c.ids)
-        late = list(zip(c.ids, c.logprobs, alternatives, strict=True))[known:]
         rows = self._rows.setdefault(index, [])
-        rows += [token_row(*one, self._names) for one in late]
+        rows += [token_row(*one, self._names) for one in each_token(c)[known:]]
         self._ids.setdefault(index, []).extend(c.ids[known:])
         rest = self._of(index).rest(whole)
         chunks = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from trireme.engines.engine import MOST_SAMPLES, what_is_wrong
+from trireme.engines.engine import MOST_SAMPLES, Completion, what_is_wrong
 from trireme.pictures import IMAGE_PARTS, Picture, source_in
 from trireme.registry import did_you_mean
 
@@ -293,10 +293,15 @@ def _response(
 
 
 def token_logprobs(reply: Reply, decode: Decode) -> list[dict[str, Any]]:
+    """Return the sampled tokens in the form of chat completions."""
+    return [token_row(*one, decode) for one in each_token(reply.call.completion)]
+
+
+def each_token(completion: Completion) -> list[tuple[int, float, dict[int, float]]]:
     """Return each sampled token with its log-probability and the requested alternatives."""
-    alternatives = reply.call.completion.alternatives or [{} for _ in reply.tokens]
-    each = zip(reply.tokens, reply.logprobs, alternatives, strict=True)
-    return [token_row(*one, decode) for one in each]
+    c = completion
+    alternatives = c.alternatives or [{} for _ in c.ids]
+    return list(zip(c.ids, c.logprobs, alternatives, strict=True))
 
 
 def token_row(

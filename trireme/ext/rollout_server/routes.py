@@ -20,6 +20,7 @@ from trireme.ext.openai.wire import (
     Ids,
     Messages,
     Tools,
+    each_token,
     prompt_ids,
     refuse_many,
     refuse_paths,
@@ -316,8 +317,7 @@ def _logprobs(replies: list[Reply], *, several: bool) -> dict[str, Any]:
         return {"logprobs": [reply.logprobs for reply in replies]}
     ranked = []
     for reply in replies:
-        others = reply.call.completion.alternatives or [{} for _ in reply.tokens]
-        each = zip(reply.tokens, reply.logprobs, others, strict=True)
+        each = each_token(reply.call.completion)
         known = [{token: logprob} | some for token, logprob, some in each]
         ranked.append([sorted(some.items(), key=lambda one: -one[1]) for some in known])
     return {
