@@ -374,13 +374,12 @@ class Explorer:
         """Report keys of `workflow_args` without an effect, once for each taskset."""
         by_taskset: dict[tuple[bool, Any], list[Task]] = {}
         for outcome in outcomes:
-            if outcome.experiences:
-                task = outcome.task
-                by_taskset.setdefault((task.is_eval, task.index.get("taskset_id")), []).append(task)
-        for taskset, tasks in by_taskset.items():
-            if taskset in self._examined:
-                continue
-            self._examined.add(taskset)
+            task = outcome.task
+            taskset = task.is_eval, task.index.get("taskset_id")
+            if outcome.experiences and taskset not in self._examined:
+                by_taskset.setdefault(taskset, []).append(task)
+        self._examined.update(by_taskset)
+        for tasks in by_taskset.values():
             for key, near in without_effect(tasks).items():
                 hint = f": did you mean '{near}'?" if near else ""
                 logger.warning(
