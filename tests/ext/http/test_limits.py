@@ -32,7 +32,9 @@ def test_without_its_key_a_server_answers_nothing_but_its_health() -> None:
                 refused = await client.get("/v1/models", headers=raw)
                 assert refused.status_code == 401
                 assert "requires its key" in refused.json()["error"]["message"]
-            for headers in ({"authorization": "Bearer secret"}, {"x-api-key": "secret"}):
+            shown = ("Bearer secret", "bearer secret", "BEARER  secret ")
+            known = [*({"authorization": text} for text in shown), {"x-api-key": "secret"}]
+            for headers in known:
                 assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
     asyncio.run(main())

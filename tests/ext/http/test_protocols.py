@@ -102,6 +102,13 @@ def test_a_message_s_tool_choice_in_the_terms_of_a_chat(choice: Any, expected: A
     assert messages.chat_body(body)["tool_choice"] == expected
 
 
+def test_a_message_that_wants_one_tool_at_a_time() -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    body = {"messages": [{"role": "user", "content": "1"}], "tool_choice": choice}
+    chat = messages.chat_body(body)
+    assert (chat["tool_choice"], chat["parallel_tool_calls"]) == ("auto", False)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_message_says_why_it_ended(stream: bool) -> None:
     async def main() -> None:

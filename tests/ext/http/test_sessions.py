@@ -52,6 +52,7 @@ async def play(client: httpx.AsyncClient, name: str, reward: float, **whose: Any
         (f"/s/one/{CHAT}", {}),
         (f"/{CHAT}", {"x-session-id": "one"}),
         (f"/{CHAT}", {"authorization": "Bearer session:one"}),
+        (f"/{CHAT}", {"authorization": "bearer session:one"}),
     ],
 )
 def test_a_session_is_a_url_a_header_or_a_key(path: str, headers: dict[str, str]) -> None:

@@ -107,6 +107,31 @@ def test_a_call_that_has_to_be_is_begun_for_the_model_and_that_is_not_trained(
     assert sampled == f"{reply}<|im_end|>A cat.<|im_end|>"
 
 
+@pytest.mark.parametrize(("parallel", "given"), [(False, [1]), (True, [1, 2]), (None, [1, 2])])
+@pytest.mark.parametrize("streams", [False, True])
+def test_of_several_calls_a_client_gets_one_where_it_wants_no_parallel_ones(
+    parallel: bool | None, given: list[int], streams: bool
+) -> None:
+    call = '<tool_call>\n{"name": "wait", "arguments": {"s": %d}}\n</tool_call>'
+    made = [call % 1, call % 2]
+    model, user = model_of(["\n".join(made), "Done."]), {"role": "user", "content": "hi"}
+    found = ask(model, parallel_tool_calls=parallel, stream=streams)
+    if streams:
+        calls = [c for choice in found for c in choice["delta"].get("tool_calls") or ()]
+        assert found[-1]["finish_reason"] == "tool_calls"
+    else:
+        calls = found["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"])["s"] for call in calls] == given
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "waited"}
+    model._loop = None  # each `ask` has one of its own
+    ask(model, messages=[user, said, result])
+    [experience] = model.experiences(reward=1.0)  # all that was sampled is trained
+    engine: Any = model.engine
+    sampled = engine.tokenizer.decode(experience.tokens[experience.mask].tolist())
+    assert sampled == f"{made[0]}\n{made[1]}<|im_end|>Done.<|im_end|>"
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_call_that_was_begun_and_cut_is_shown_with_its_beginning(streams: bool) -> None:
     cut, user = Say('look", "argu', stop_reason="length"), {"role": "user", "content": "hi"}

@@ -42,6 +42,15 @@ class Refused(Exception):
     """A request that no route receives: the status of the answer, and the reason."""
 
 
+def bearer(headers: Mapping[str, str]) -> str:
+    """The credentials of an Authorization header, whose scheme may be in any case (RFC 9110, 11.1),
+    or the header as it is where it names no scheme; "" without one.
+    """
+    shown = headers.get("authorization", "")
+    scheme, _, credentials = shown.partition(" ")
+    return credentials.strip() if scheme.lower() == "bearer" else shown
+
+
 class Limits:
     """Refuses requests without the key (401), from web pages (403), of another content type (415),
     too large (413) or too slow ones (408), and too many at once (429).
@@ -147,8 +156,8 @@ class Limits:
         if callable(self._key) and key is None:
             raise Refused(401, "there is no rollout at this address, or it has ended")
         if key is not None:
-            shown = headers.get("x-api-key") or headers.get("authorization", "")
-            if not hmac.compare_digest(shown.removeprefix("Bearer ").encode(), key.encode()):
+            shown = headers.get("x-api-key") or bearer(headers)
+            if not hmac.compare_digest(shown.encode(), key.encode()):
                 if shown:  # a client without any token does not guess
                     await self._wrong_keys.wait(scope)
                 raise Refused(

@@ -53,6 +53,8 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or (kind not in kinds and kind != "tool"):
         raise ValueError(f"tool_choice is {kind!r:.40}: expected auto, any, none or tool")
     chat["tool_choice"] = kinds.get(kind, named)
+    if choice.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
     if chat.get("stream"):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trireme.ext.http import messages, responses
 from trireme.ext.http.bodies import Answer, JsonRoute, until_gone
-from trireme.ext.http.limits import error_body
+from trireme.ext.http.limits import bearer, error_body
 from trireme.ext.http.rollouts import Rollouts
 from trireme.ext.http.sessions import Sessions
 from trireme.ext.openai.answer import respond, stream
@@ -151,7 +151,7 @@ def _add_apis(
 
     async def v1(request: Request) -> Response:
         headers = request.headers
-        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        key = headers.get("x-api-key") or bearer(headers)
         session = key.removeprefix("session:") if key.startswith("session:") else None
         return await serve(request, headers.get("x-session-id", session))
 

@@ -276,6 +276,6 @@ def _response(
         "usage": counts,
         "tools": body.get("tools") or [],
         "tool_choice": body.get("tool_choice") or "auto",
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "metadata": body.get("metadata") or {},
     }

@@ -202,10 +202,13 @@ async def _ask(
     messages, tools = model.chat_tokens.in_known_roles(body["messages"]), body.get("tools")
     replies = await model.chat_samples(messages, tools, begin=begin, **telling, **options)
     wanted, parser = wants_tool_calls(body), _parser_of(model, body)
+    one = body.get("parallel_tool_calls") is False
     if form.always or wanted:
         for reply in replies:
             decode = model.chat_tokens.decode
-            record_tool_calls(reply.call, form, decode, begin, wanted=wanted, parser=parser)
+            record_tool_calls(
+                reply.call, form, decode, begin, wanted=wanted, one=one, parser=parser
+            )
     if parser is not None:
         for reply in replies:
             record_thinking(reply.call, parser, model.chat_tokens.decode)

@@ -20,12 +20,14 @@ def record_tool_calls(
     begun: str = "",
     *,
     wanted: bool = True,
+    one: bool = False,
     parser: ReasoningParser | None = None,
 ) -> None:
     """Store a reply's message as the client will send it back, with its calls separate.
 
     `begun` is the start of the reply that the model was given. The reply stays text, including that
-    start, if any call cannot be read, or if calls are not `wanted`. `parser`: see `read_reply`.
+    start, if any call cannot be read, or if calls are not `wanted`. `one`: of several calls only
+    the first is stored; the sampled tokens remain as they are. `parser`: see `read_reply`.
     """
     if call.reply is None:
         return
@@ -39,7 +41,8 @@ def record_tool_calls(
         return
     if calls or (form.always and content != whole):
         call.shown = content
-        made = {"tool_calls": [message_of(c) for c in calls]} if calls else {}
+        stored = calls[:1] if one else calls
+        made = {"tool_calls": [message_of(c) for c in stored]} if stored else {}
         call.reply = {**call.reply, "content": before + content, **made}
 
 

@@ -103,6 +103,7 @@ class ChatBody(Wire):
 
     messages: Annotated[Messages, AfterValidator(refuse_paths)]
     tools: Tools | None = None
+    parallel_tool_calls: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
@@ -150,11 +151,11 @@ _RENAMED = {"max_completion_tokens": "max_tokens"}
 _USED = {
     *("model", "messages", "prompt", "tools", "stream", "stream_options", "logprobs"),
     *("top_logprobs", "return_token_ids", "return_tokens_as_token_ids", "tool_choice"),
+    "parallel_tool_calls",
 }
 # Labels and switches that do not affect sampling.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier"} | {
     "prompt_cache_key",
-    "parallel_tool_calls",
     "reasoning_effort",
     "verbosity",
     "prompt_cache_retention",

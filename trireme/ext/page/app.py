@@ -31,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trireme.buffer.picture_files import picture_file
-from trireme.ext.http.limits import WrongKeys
+from trireme.ext.http.limits import WrongKeys, bearer
 from trireme.ext.page.rollouts import Filter, RolloutIndex, as_item, export
 from trireme.ext.page.runs import (
     Curves,
@@ -355,8 +355,7 @@ class Guard:
         request = Request(scope)
         token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         cookie = COOKIE.format(port=(scope.get("server") or ("", 0))[1])
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        shown = (token, bearer, request.cookies.get(cookie, ""))
+        shown = (token, bearer(request.headers), request.cookies.get(cookie, ""))
         if not any(self._is(text) for text in shown):
             if any(shown):  # a client without any token does not guess
                 await self._wrong_keys.wait(scope)
