@@ -183,7 +183,7 @@ test-fuzz: setup ## odd requests against a live engine; FUZZ=100000
 # torch's own compiler and compiled ranks, a notebook that trains, benchmarks on little work, copies that
 # lack one extension each: minutes
 LONG := $(wildcard tests/ext/ray/test_colocate.py) tests/e2e/test_matrix.py tests/e2e/test_exact.py tests/e2e/test_families.py tests/e2e/test_notebooks.py \
-    tests/trainer/test_compiled.py tests/test_scripts.py tests/test_gpu_report.py tests/test_without.py
+    tests/trainer/test_compiled.py tests/trainer/test_attention_kernels.py tests/test_scripts.py tests/test_gpu_report.py tests/test_without.py
 test-long: setup ## what is long and needs nothing more
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m large $(LONG)
 
@@ -199,7 +199,7 @@ AVX2 := tests/algorithms tests/engines tests/model $(wildcard tests/ext/fast_eng
     tests/e2e/test_exact.py
 test-avx2: setup ## what computes, with AVX2's kernels in place of AVX-512's
 	OMP_NUM_THREADS=1 $(AVX2_ALONE) $(BIN)/python -m pytest -q -rfE --durations=10 -m "not large" \
-	    -k "not ranks and not ten_thousand" $(AVX2)
+	    -k "not ranks" $(AVX2)
 
 # the page in a browser: Debian's chromium, driven by playwright
 test-page: setup ## the page in a browser

@@ -84,13 +84,17 @@ def attentions() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [k if k in TRIED_ALWAYS else pytest.param(k, marks=pytest.mark.large) for k in MODELS]
+    ("kind", "shapes"),
+    [*((kind, 15) for kind in TRIED_ALWAYS)]
+    + [pytest.param(kind, 100, marks=pytest.mark.large) for kind in MODELS],
 )
-def test_a_graph_serves_all_blocks_of_a_kind_and_all_shapes(kind: str, tmp_path, quick):
+def test_a_graph_serves_all_blocks_of_a_kind_and_all_shapes(
+    kind: str, shapes: int, tmp_path, quick
+):
     path = made(tmp_path, kind)
     eager, ours = (backend_of(path, max_token_len=400, compile=c) for c in (False, True))
     rng = np.random.default_rng(0)
-    batches = [drawn(rng) for _ in range(100)]
+    batches = [drawn(rng) for _ in range(shapes)]
     for batch in [of_tokens([[1, 1]]), *batches[:5], of_tokens([[1, 1]])]:
         expected, got = gradients(eager, batch), gradients(ours, batch)
         assert got.keys() == expected.keys()
