@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from tests.workflows.test_workflow import call
 from trireme import Experience, RewardPropagationWorkflow, StepWiseRewardWorkflow
+from trireme.usercode import Refused
 from trireme.workflows.workflow import resolve
 
 
@@ -107,6 +109,25 @@ def test_a_steps_reward_may_be_a_number_of_numpy_or_torch(half: Any) -> None:
     found = call(Numpy, ["0", "1", "2"])
     assert [e.reward for e in found] == [e.info["step_reward"] for e in found] == [0.5, 0.5, 1.0]
     assert all(type(e.info["step_reward"]) is float for e in found)
+
+
+@pytest.mark.parametrize("wrong", [None, "1", {"right": 1.0}])
+def test_a_reward_that_is_no_number_names_the_method_that_gave_it(wrong: Any) -> None:
+    class Numbered(Steps):
+        def reward(self, exps: list[Experience], step_num: int) -> Any:
+            return wrong
+
+    class AtEnd(RewardPropagationWorkflow):
+        async def step_async(self, step_num: int) -> bool:
+            await self.model.chat_async([{"role": "user", "content": "?"}])
+            return False
+
+        async def reward_async(self, exps: list[Experience]) -> Any:
+            return wrong
+
+    for kind, name in ((Numbered, "Numbered.reward"), (AtEnd, "AtEnd.reward_async")):
+        with pytest.raises(Refused, match=rf"{name} gave {re.escape(repr(wrong))}: expected a num"):
+            call(kind, ["0"])
 
 
 class Silent(Steps):

@@ -24,6 +24,7 @@ from trireme.model.edit import cut_back, replace_reply
 from trireme.model.recorder import Call, Recorder
 from trireme.pictures import pictures_in
 from trireme.registry import CLIENTS
+from trireme.rewards.reward import number
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -245,13 +246,16 @@ class Model:
         With `per_call`, or a list of rewards (one per reply, in order), one per reply. A prompt
         that was too long keeps its reward of 0. `metrics` are logged as they are.
         """
-        if isinstance(reward, str):  # text is a sequence too
-            raise ValueError(f"experiences(reward={reward!r:.60}): expected a number")
         orphans = self.recorder.orphans()
         several: Any = reward
-        if isinstance(reward, Sequence) or getattr(reward, "shape", ()):  # arrays have a shape
-            calls = self.recorder.fresh()
-            rewards = [float(value) for value in several]
+        whole = rewards = None
+        is_text = isinstance(reward, str | bytes | bytearray)  # a sequence, too
+        if (isinstance(reward, Sequence) and not is_text) or getattr(reward, "shape", ()):
+            calls = self.recorder.fresh()  # arrays have a shape
+            rewards = [
+                number(value, f"experiences(reward=...): item {place} is")
+                for place, value in enumerate(several)
+            ]
             if len(rewards) != len(calls):
                 raise ValueError(
                     f"experiences(reward=...) has {len(rewards)} numbers: expected {len(calls)}, "
@@ -259,14 +263,15 @@ class Model:
                 )
         else:
             calls = [call for call in self.recorder.fresh() if call not in orphans]
-            rewards = None
+            if reward is not None:
+                whole = number(reward, "experiences(reward=...): the reward is")
         if per_call or rewards is not None:
             experiences = [self.experience(call) for call in calls]
         else:
             experiences = experiences_of(calls, orphans, self.chat_tokens.decode)
         for index, experience in enumerate(experiences):
             if experience.reward is None:
-                experience.reward = rewards[index] if rewards is not None else _number(reward)
+                experience.reward = whole if rewards is None else rewards[index]
         with_metrics(experiences, metrics)
         if len(self.recorder) > 1:
             counts = {"splits": self.recorder.splits, "orphans": len(orphans)}
@@ -515,7 +520,3 @@ def _only(replies: list[Reply], many: str) -> Reply:
     if len(replies) != 1:
         raise ValueError(f"n={len(replies)} gives several replies: call {many}")
     return replies[0]
-
-
-def _number(reward: Any) -> float | None:
-    return None if reward is None else float(reward)

@@ -14,6 +14,7 @@ from trireme.aio import at_once, call_user, is_async
 from trireme.envs.env import errors_of_close_logged
 from trireme.experience import EID, Experience
 from trireme.model.blocking import BlockingModel
+from trireme.rewards.reward import number
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
 
@@ -102,6 +103,11 @@ class _Episode(Workflow):
             experience.info["env_step"] = number
         return recorded
 
+    def _number(self, reward: Any) -> float:
+        """Return a reward that the user's method gave. Raises Refused if it is no number."""
+        name = self.method("reward").__name__
+        return number(reward, f"{type(self).__name__}.{name} gave")
+
     async def _judge_step(self, mine: list[Experience], number: int) -> None:
         """Set rewards of the step that has just ended."""
 
@@ -120,7 +126,7 @@ class StepWiseRewardWorkflow(_Episode):
 
     async def _judge_step(self, mine: list[Experience], number: int) -> None:
         judge = partial(self.method("reward"), self, mine, step_num=number)
-        reward = float(await call_user(judge))
+        reward = self._number(await call_user(judge))
         _give(mine, reward, step_reward=reward)
 
 
@@ -133,7 +139,8 @@ class RewardPropagationWorkflow(_Episode):
 
     async def _judge_end(self, episode: list[Experience]) -> None:
         steps = len({e.info["env_step"] for e in episode})
-        _give(episode, await call_user(self.method("reward"), self, episode))
+        reward = await call_user(self.method("reward"), self, episode)
+        _give(episode, self._number(reward))
         for experience in episode:
             experience.metrics["actual_env_steps"] = float(steps)
 
@@ -142,5 +149,5 @@ def _give(experiences: Sequence[Experience], reward: float, **info: float) -> No
     """Set a reward; a prompt that was too long keeps its 0."""
     for experience in experiences:
         if experience.truncate_status != "prompt_truncated" or experience.reward is None:
-            experience.reward = float(reward)
+            experience.reward = reward
         experience.info.update(info)
