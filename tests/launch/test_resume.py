@@ -18,7 +18,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import read_manifest
 from trireme.cli.run import run as command
 from trireme.config import ConfigError, Plan, load_config
-from trireme.launch.check import make_plans
+from trireme.launch.check import examine, make_plans
 from trireme.launch.resume import ADAPTER_BASE, made_with, refuse_meaningless
 
 
@@ -74,6 +74,30 @@ def test_a_data_set_that_is_mixed_in_from_a_resume_on_begins_at_its_first_row(
     started(tmp_path, capsys, "buffer.total_steps=2", *mixed)
     step = JobFolder(tmp_path / "checkpoints/tests/job").step_dir(2)
     assert read_manifest(step, 2)["state"]["auxiliary"] == {"expert": {"current_index": 4}}
+
+
+def test_epochs_over_a_data_set_end_with_its_rows_though_batches_grow_at_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = "{prompt_type: plaintext, prompt_key: question, response_key: answer}"
+    store = f"{{path: {tmp_path}/data/train.jsonl, format: {columns}}}"
+    supervised = [
+        "mode=train",
+        "algorithm.algorithm_type=sft",
+        "algorithm.optimizer={lr: 1e-3, lr_scheduler_type: linear, min_lr_ratio: 0}",
+        "buffer.total_steps=null",
+        f"buffer.trainer_input.experience_buffer={store}",
+    ]
+    started(tmp_path, capsys, *supervised, "buffer.train_batch_size=2")  # 8 steps: 16 rows
+    grown = [*supervised, "buffer.train_batch_size=8", "buffer.total_epochs=2"]  # 16 more
+    assert examine(tmp_path / "config.yaml", grown)[0][0].steps.train == 4
+    started(tmp_path, capsys, *grown)
+    job = JobFolder(tmp_path / "checkpoints/tests/job")
+    state = read_manifest(job.step_dir(10), 10)["state"]
+    assert state["buffer"] == {"current_index": 32}
+    lines = [json.loads(line) for line in (job.monitor / "metrics.jsonl").open()]
+    rates = [row["metrics"]["actor/lr"] for row in lines if row["part"] == "trainer"]
+    assert rates[8:] == pytest.approx([2e-4, 1e-4])  # of 10
 
 
 def with_adapter(folder: Path, lora: dict[str, Any]) -> tuple[Plan, Recipe, JobFolder]:

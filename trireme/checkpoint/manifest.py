@@ -262,6 +262,16 @@ def load_checkpoint(folder: JobFolder, *own: Path) -> Loaded | None:
     return None
 
 
+def newest_state(folder: JobFolder) -> tuple[int, dict[str, Any]] | None:
+    """Return step and state of the newest checkpoint whose manifest can be read; of its other files
+    none is read, so that bytes in the state are names of files. None without a checkpoint.
+    """
+    for step in filter(folder.is_full, reversed(folder.steps())):
+        with suppress(Damaged):
+            return step, _parsed(folder.step_dir(step))["state"]
+    return None
+
+
 def _put_back(folder: JobFolder) -> None:
     """Rename a complete checkpoint from its temporary name if its own name is free."""
     for path in sorted(folder.root.glob(f"{TEMPORARY}global_step_*")):

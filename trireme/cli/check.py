@@ -157,8 +157,11 @@ def _held(plan: Plan) -> str:
     step = max((step for step in folder.steps() if folder.is_full(step)), default=None)
     if step is None:
         return ""
-    past = plan.steps.train is not None and step >= plan.steps.train
-    left = f", of the {plan.steps.train} requested: nothing is left to do" if past else ""
+    from trireme.launch.resume import continued  # takes long, and a new run does not need it
+
+    most = continued(plan).steps.train
+    past = most is not None and step >= most
+    left = f", of the {most} requested: nothing is left to do" if past else ""
     return f" holds a run at step {step}, which this one resumes{left}"
 
 

@@ -48,6 +48,8 @@ class Steps:
     per_epoch: int | None = None
     passes: int | None = None
     """Epochs over a data set, with which the training ends at the latest; None: steps end it."""
+    rows: int | None = None
+    """Experiences in that data set; None: only the run knows."""
 
 
 def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
@@ -117,8 +119,8 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
         if not steps and rows is not None:
             steps = findings.take(_epochs(stage, wanted, rows, path))
         an_epoch = None if rows is None else rows // wanted
-        sizes = replace(sizes, train=steps, schedule=steps, per_epoch=an_epoch, passes=passes)
-        return sizes, findings
+        sizes = replace(sizes, train=steps, schedule=steps, per_epoch=an_epoch)
+        return replace(sizes, passes=passes, rows=rows), findings
     if config.mode in ("bench", "serve"):
         return sizes, findings
     explore = buffer.total_steps or stage.task_steps

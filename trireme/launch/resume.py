@@ -2,18 +2,19 @@
 
 Each checkpoint records what it was made with: the store, the columns of an experience, the
 optimizer, the LoRA adapter. A resume compares this, the shape of the model, and whether there is a
-value model. Everything else may change between two starts.
+value model. Everything else may change between two starts; `continued` counts the steps again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.manifest import Loaded
+from trireme.checkpoint.manifest import Loaded, newest_state
 from trireme.config import ConfigError, Plan, Problem
 from trireme.config.lookup import adapter_files, located, model_config, weight_files
 from trireme.config.schema import LoraConfig
@@ -70,6 +71,24 @@ def _begun_from(loras: Iterable[LoraConfig]) -> str | None:
     """Fingerprint the adapters' files: a resume uses them as its reference model again."""
     files = [file for lora in loras if lora.path for file in adapter_files(lora.path)]
     return fingerprint(files) if files else None
+
+
+def continued(plan: Plan) -> Plan:
+    """Return the plan with the train steps that its epochs over a data set give from the newest
+    checkpoint in its folder on: a batch before it may have been smaller than they are now.
+    """
+    steps = plan.steps
+    if steps.passes is None or steps.rows is None or steps.train is None:
+        return plan
+    newest = newest_state(JobFolder(plan.job_dir))
+    if newest is None:
+        return plan
+    step, state = newest
+    left = steps.rows * steps.passes - int(state["buffer"].get("current_index", 0))
+    train = step + max(left, 0) // steps.train_batch_size
+    if train <= steps.train:
+        return plan
+    return replace(plan, steps=replace(steps, train=train, schedule=train))
 
 
 def refuse_other_run(stage: Stage, resumed: Loaded) -> None:

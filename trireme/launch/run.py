@@ -34,6 +34,7 @@ from trireme.launch.models import load_models
 from trireme.launch.modes import run_mode
 from trireme.launch.open_run import open_run
 from trireme.launch.results import StageResult, accuracy, explored, rewards_of, sampled, summarise
+from trireme.launch.resume import continued
 from trireme.launch.servers import engine_servers
 from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
@@ -63,10 +64,10 @@ def run_stages(
     trained = next((n for n, plan in enumerate(plans) if plan.mode in ("bench", "serve")), None)
     finished = finished[:trained]  # a stage that measures or serves is never finished
     results = list(finished)
-    for plan in plans[len(finished) :]:
+    for plan in map(continued, plans[len(finished) :]):
         by, total = plan.counted
         console.stage(plan.stage_name, total, by=by)
-        model, last = model_of(plan, results), plan is plans[-1]
+        model, last = model_of(plan, results), len(results) == len(plans) - 1
         with rare_collections():
             work = run_plan(plan, model, console, stop=stop, measure_end=last)
             results.append(stop.run(work))

@@ -122,8 +122,7 @@ _EFFECTS = {
     "buffer.batch_size": "explore steps from {explore} on; the tasks continue at row {row}, and a "
     "schedule that spans the run counts as if all its steps had the new size",
     "buffer.train_batch_size": "from train step {train} on; a schedule that spans the run counts "
-    "as if all its steps had the new size, and so does the end of epochs over a data set if it is "
-    "larger",
+    "as if all its steps had the new size, but not one of epochs over a data set if it is larger",
     "buffer.total_epochs": "moves the end of the run, and a schedule that spans it",
     "buffer.total_steps": "moves the end of the run, and a schedule that spans it",
     "buffer.explorer_input.taskset": "tasks from explore step {explore} on: the run continues at "
