@@ -74,6 +74,7 @@ def experience_table(name: str, metadata: MetaData) -> Table:
         Column("used", Integer, nullable=False),  # how often that reader has taken it since
         Column("sealed", String),  # the pending or last checkpoint of that reader
         Column("consumed_by", String),  # the seals that made its uses final, for a rollback
+        Column("dropped_at", Integer),  # the newest row when it had no room any more
         Column("ready_at", Float, nullable=False),  # when it may be used again (replay)
         Column("experience_bytes", LargeBinary, nullable=False),
         Index(f"ix_{name}_task", "task_id"),

@@ -531,6 +531,34 @@ def test_replay_in_a_database_takes_back_every_use_after_the_checkpoint_of_a_res
     run(main())
 
 
+def test_replay_in_a_database_takes_back_drops_after_the_checkpoint_of_a_resume(url: str) -> None:
+    async def main() -> None:
+        reuse = Reuse(decay=0.0, use_count_limit=3, cooldown=0.0)
+        buffer = open_as("both", url, reuse=reuse, capacity=2)
+        await buffer.put(step_of(1, tasks=1))
+        await buffer.put(step_of(2, tasks=1))
+        await buffer.put(step_of(3, tasks=1))  # drops step 1 before the checkpoint
+        assert [e.eid.batch for e in await buffer.take(2)] == [3, 3]
+        state = buffer.state()
+        buffer.commit()
+
+        async def go_on(buffer: SqlBuffer) -> list[tuple[Any, int]]:
+            await buffer.put(step_of(4, tasks=1))  # drops step 2, which was never used
+            await buffer.take(2)
+            buffer.commit()
+            await buffer.put(step_of(5, tasks=1))  # drops step 3, which was used once
+            return [(e.eid.batch, e.info["use_count"]) for e in await buffer.take(4)]
+
+        first = await go_on(buffer)
+        for _ in range(2):
+            again = open_as("both", url, reuse=reuse, capacity=2)
+            again.load_state(state)
+            assert len(again) == 4  # steps 2 and 3
+            assert await go_on(again) == first
+
+    run(main())
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_a_side_that_nobody_started_is_said_long_before_the_time_out(
     url: str, there: bool, caplog: pytest.LogCaptureFixture

@@ -6,9 +6,9 @@ Invariants:
 - A take claims its rows in one transaction, so that several readers never share one. `state` seals
   the claimed rows for the checkpoint being made, and `commit` makes their use final; `load_state`
   makes final the rows that its checkpoint sealed and releases this reader's other claims.
-- `load_state` of a whole run (role `both`) also removes the rows that its explorer has put since:
-  it rewinds to that step and makes them again. A whole run without a checkpoint removes all unused
-  ones of its earlier attempts at its first put or take.
+- `load_state` of a whole run (role `both`) also removes the rows that its explorer has put since,
+  and opens those that had no room since: it rewinds to that step and makes them again. A whole run
+  without a checkpoint removes all unused ones of its earlier attempts at its first put or take.
 - A reader without a heartbeat for `lease_time` seconds loses its unsealed rows to the others; if it
   returns, it gets an error instead of learning twice.
 - The table of parties records which ones have closed or failed, where the other process sees it.
@@ -254,12 +254,15 @@ class SqlBuffer:
         number = self._number_of(state["seal"])
 
         def attempt(connection: Connection) -> None:
+            rewinds = self._role == "both" and "newest" in state
             self._claims.consume(connection, state["seal"])
             self._claims.release(connection)
+            if rewinds:
+                self._claims.undrop(connection, state["newest"])
             later = [s for s in self._claims.seals(connection) if self._number_of(s) > number]
             if back := self._claims.restore(connection, later):
                 logger.warning("%d experiences of later checkpoints are available again", back)
-            if self._role == "both" and "newest" in state:
+            if rewinds:
                 self._claims.rewind(connection, state["newest"])
 
         self._transact(attempt)

@@ -92,10 +92,23 @@ class Claims:
             .order_by(func.max(self._priority()).desc(), func.min(table.c.id).desc())
         )
         lowest = list(connection.scalars(group.offset(capacity)))
+        dropped = {"consumed": -1, "dropped_at": self.newest(connection)}
         for part in _chunks(lowest):
             rows = and_(table.c.task_id.in_(part), table.c.claimed_by.is_(None))
-            connection.execute(update(table).where(rows).values(consumed=-1))
+            connection.execute(update(table).where(rows, table.c.consumed >= 0).values(**dropped))
         return len(lowest)
+
+    def undrop(self, connection: Connection, newest: int) -> None:
+        """Open the rows again that had no room since that row was put, with their uses."""
+        table = self.table
+        alike: dict[int, list[int]] = {}
+        rows = select(table.c.id, table.c.consumed_by).where(table.c.dropped_at > newest)
+        for row, by in connection.execute(rows):
+            alike.setdefault(len(by.split(_AND)) if by else 0, []).append(row)
+        for uses, ids in alike.items():
+            for part in _chunks(ids):
+                chosen = update(table).where(table.c.id.in_(part))
+                connection.execute(chosen.values(consumed=uses, dropped_at=None))
 
     def _drop(self, connection: Connection, ids: Sequence[int]) -> None:
         """Never return those rows again; earlier readers may still have claimed them."""
