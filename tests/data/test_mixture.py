@@ -119,7 +119,7 @@ def test_a_state_of_other_tasksets_is_refused() -> None:
     with pytest.raises(ValueError, match="tasksets are 3 and the checkpoint has the state of 2"):
         mixture().load_state(mixture(sizes=(2, 2)).state())
     learns = mixture("difficulty_based", sizes=(4,))
-    with pytest.raises(ValueError, match="no state of its data_selector"):
+    with pytest.raises(ValueError, match="the checkpoint has none: expected"):
         learns.load_state(mixture(sizes=(4,)).state())
 
 

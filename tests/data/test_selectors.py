@@ -197,3 +197,24 @@ def test_a_state_of_a_users_selector_stays_as_it_was(kind: type) -> None:
     state = taskset.state()
     taskset.next()
     assert state["selector"]["counts"] == [0] * 4 != taskset.state()["selector"]["counts"]
+
+
+def test_a_state_of_another_selector_is_refused_by_both_names() -> None:
+    data = [{"q": str(n), "rate": n / 4} for n in range(4)]
+    made = Rows("x", data, ["q", "rate"])
+
+    def tasks(selector: str, **options: Any) -> Any:
+        options |= {"selector": selector, "batch_size": 2, "format_args": {"prompt_key": "q"}}
+        return taskset_of(made, name="sums", **options)
+
+    here = "tests.data.test_selectors"
+    nearest = {"feature_keys": ["rate"], "selector_args": {"target": 0.5}}
+    orders, counts = tasks("shuffle"), tasks(f"{here}:Counts")
+    learned = tasks(f"{here}:Nearest", **nearest)
+    for former, said in ((counts, "that of Counts"), (orders, "none")):
+        with pytest.raises(ValueError, match=f"is Nearest, .* the checkpoint has {said}: expected"):
+            learned.load_state(former.state())
+    state = counts.state()
+    assert state.pop("selector_class") == "Counts"
+    tasks(f"{here}:Counts").load_state(state)  # as earlier versions wrote it
+    orders.load_state(learned.state())  # an order needs only the position

@@ -152,8 +152,8 @@ class _Selected:
         source = SimpleNamespace(dataset=Dataset.from_list(list(map(dict, data))))
         source.dataset_size = rows
         with UserCode(self._name, selector):
-            self._selector = selector(source, config)
-            state = self._selector.state_dict()
+            self.selector = selector(source, config)
+            state = self.selector.state_dict()
         try:
             json.dumps(state)
         except (TypeError, ValueError) as error:
@@ -165,7 +165,7 @@ class _Selected:
         """Return the user's choice. Raises ValueError for another number of rows, or for a row that
         does not exist.
         """
-        chosen = [int(row) for row in self._selector.get_indices(count)]
+        chosen = [int(row) for row in self.selector.get_indices(count)]
         if len(chosen) != count or any(not 0 <= row < self._rows for row in chosen):
             raise ValueError(
                 f"{self._name}: get_indices({count}) gave {chosen!r:.60}: expected {count} of the "
@@ -175,13 +175,18 @@ class _Selected:
 
     def feedback(self, pass_rates: Mapping[int, float]) -> None:
         if pass_rates:
-            self._selector.feedback(list(pass_rates), list(pass_rates.values()))
+            self.selector.feedback(list(pass_rates), list(pass_rates.values()))
 
     def state(self) -> dict[str, Any]:
-        return self._selector.state_dict()
+        return self.selector.state_dict()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._selector.load_state_dict(dict(state))
+        self.selector.load_state_dict(dict(state))
+
+
+def class_of(selection: Selection) -> str:
+    """Return the name of the class that a selection's state is of."""
+    return type(selection.selector if isinstance(selection, _Selected) else selection).__name__
 
 
 def selection(

@@ -18,7 +18,7 @@ from typing import Any
 
 from trireme.config.schema_rollout import DataSelectorConfig
 from trireme.data.rows import Rows, usual
-from trireme.data.selectors import RowOrder, selection
+from trireme.data.selectors import RowOrder, class_of, selection
 from trireme.task import Task
 from trireme.usercode import UserCode
 
@@ -143,12 +143,13 @@ class Taskset:
             self._selection.feedback(rates.get(self.taskset_id, {}))
 
     def state(self) -> dict[str, Any]:
-        """Return the position: `current_index`, the rows handed out, and in how many steps; the
-        state of a `selector` that learns.
+        """Return the position: `current_index`, the rows handed out, and in how many steps; class
+        and state of a `selector` that learns.
         """
         state: dict[str, Any] = {"current_index": self._position, "step": self._step}
         if self.learns:  # a user's selector may go on to change what it returned
             state["selector"] = copy.deepcopy(self._selection.state())
+            state["selector_class"] = class_of(self._selection)
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -163,13 +164,20 @@ class Taskset:
         self._position = int(state["current_index"])
         # earlier versions had rows alone
         self._step = int(state.get("step", math.ceil(self._position / self.batch_size)))
-        if self.learns and "selector" not in state:
+        if not self.learns:  # an order of rows needs only the number that were handed out
+            self._selection.load_state(state)
+            return
+        now = class_of(self._selection)
+        was = state.get("selector_class", now)  # earlier versions did not note it
+        if was != now or "selector" not in state:
+            has = f"that of {was}" if was != now else "none"
             raise ValueError(
-                f"taskset '{self.name}': the checkpoint has no state of its data_selector, which "
-                "is another one now: a resumed run needs the same"
+                f"taskset '{self.name}': its data_selector is {now}, which resumes from a state of "
+                f"its own, and the checkpoint has {has}: expected the former data_selector, or "
+                "another name (or continue_from_checkpoint: false)"
             )
-        # an order of rows needs only the number that were handed out, by whatever selector
-        self._selection.load_state(state["selector"] if self.learns else state)
+        with UserCode(f"the data selector of taskset '{self.name}'", self._selection):
+            self._selection.load_state(state["selector"])
 
     def task(self, step: int, task_id: int, row_index: int) -> Task:
         """Make a row into a task of an explore step."""

@@ -39,6 +39,7 @@ def open_run(
         following = [*listeners().values()]
         if stage.resumed is not None:
             refuse_other_run(stage, stage.resumed)
+        _refuse_other_tasks(stage)
         for one in following:
             one.begin(stage)
         metrics = JsonLinesMonitor(stage.folder.monitor)
@@ -50,6 +51,17 @@ def open_run(
         for one in following:
             one.listen(stage)
         yield stage, following
+
+
+def _refuse_other_tasks(stage: Stage) -> None:
+    """Raise ConfigError if the tasks cannot continue where the last attempt's ended."""
+    explored = stage.explored
+    if stage.taskset is None or not explored or not explored["taskset"]:
+        return
+    try:
+        stage.taskset.load_state(explored["taskset"])  # as the explorer does later
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from error
 
 
 def _validate(stage: Stage) -> None:
