@@ -839,6 +839,18 @@ def test_a_stop_string_that_no_engine_takes(tmp_path, stop):
     assert found.endswith(": expected texts of 1 to 1024 characters")
 
 
+@pytest.mark.parametrize(("vocab", "given"), [({}, 512), ({}, -1), ({"vocab_size": None}, -1)])
+def test_a_stop_id_that_the_model_does_not_have(tmp_path, vocab, given):
+    tree = values(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 512} | vocab))
+    tree["buffer"]["explorer_input"]["taskset"]["rollout_args"] = {"stop_token_ids": [511, given]}
+    (found,) = map(str, draft(config_of(tmp_path, tree)).problems)
+    most = "" if vocab else " to 511, the model's vocabulary"
+    key = f"{TASKSET}.rollout_args.stop_token_ids"
+    assert found == f"{key} has {given}: expected ids from 0{most}"
+
+
 @pytest.mark.extension("sql")
 def test_a_trainer_that_begins_in_a_folder_of_its_own_would_wait_for_ever(tmp_path):
     words = ("mode=train", "continue_from_checkpoint=false")

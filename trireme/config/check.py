@@ -184,6 +184,7 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
     findings.add(_check_adapter(stage))
     findings.add(_check_towers(stage))
     findings.add(_check_replay(stage))
+    findings.add(_check_stop_ids(stage, facts.vocabulary))
     if facts.folder is None and stage.model_from is None:
         findings.note(
             f"model.model_path ({model.model_path}): not on this machine, will be downloaded"
@@ -239,6 +240,18 @@ def _check_towers(stage: StageFacts) -> Findings:
                 "is false, and model.lora_configs trains an adapter of the language model alone: "
                 "expected true, or no adapter",
             )
+    return findings
+
+
+def _check_stop_ids(stage: StageFacts, vocabulary: int | None) -> Findings:
+    """Check that the ids that end replies are among the model's."""
+    findings = Findings()
+    for item in used_tasksets(stage.config):
+        ids = item.config.rollout_args.stop_token_ids
+        if wrong := [i for i in ids if i < 0 or (vocabulary is not None and i >= vocabulary)]:
+            most = "" if vocabulary is None else f" to {vocabulary - 1}, the model's vocabulary"
+            text = f"has {wrong[0]}: expected ids from 0{most}"
+            findings.problem(f"{item.key}.rollout_args.stop_token_ids", text)
     return findings
 
 

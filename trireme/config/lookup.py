@@ -110,6 +110,8 @@ class ModelFacts(NamedTuple):
     """Kinds of layers that are not supported."""
     quantized: str | None = None
     """The format of weights that are stored as codes of few bits."""
+    vocabulary: int | None = None
+    """The number of token ids."""
 
 
 WITHOUT_STATE = {
@@ -180,6 +182,7 @@ def model_facts(model_path: str) -> ModelFacts:
         has_states=has_states(config.get),
         unknown_layers=unknown_layers(config.get),
         quantized=(config.get("quantization_config") or {}).get("quant_method"),
+        vocabulary=config.get("vocab_size"),
     )
 
 

@@ -82,7 +82,7 @@ class GenerationConfig(Section):
     stop: list[str] = []
     """Strings that end a reply."""
     stop_token_ids: list[int] = []
-    """Token ids that end a reply."""
+    """Token ids that end a reply; `check` refuses those beyond the model's vocabulary."""
 
 
 class DataSelectorConfig(Section):
