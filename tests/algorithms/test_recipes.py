@@ -126,6 +126,14 @@ def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given()
         ({"loss_agg_mode": "mean"}, "expected one of token-mean"),
         ({"policy_loss_fn": "math:pi"}, "policy_loss_fn 'math:pi' is not a function but float"),
         ({"algorithm_type": "sft", "advantage_fn_args": {"epsilon": 1}}, "has no advantage_fn"),
+        (
+            {"algorithm_type": "sft", "advantage_fn": "grpo"},
+            "is 'grpo', and 'sft' learns from rows of data by policy_loss_fn 'sft', without",
+        ),
+        (
+            {"algorithm_type": "dpo", "advantage_fn": "ppo"},  # it would load a value model
+            "is 'ppo', and 'dpo' learns from rows of data by policy_loss_fn 'dpo', without",
+        ),
         ({"algorithm_type": "sft", "teacher_kl_fn": "k2"}, "'sft' learns from rows of data"),
         (
             {"algorithm_type": "dpo", "rollout_correction": {"rollout_is": "token"}},

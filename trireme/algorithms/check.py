@@ -17,8 +17,10 @@ _LABELLED = {"dpo": ("pair_ids", "pairs"), "kto": ("desirable", "labelled replie
 rows."""
 
 
-def check(recipe: Recipe) -> None:
-    """Raise ValueError for parts that are valid alone and not together."""
+def check(recipe: Recipe, row: Recipe) -> None:
+    """Raise ValueError for parts that are valid alone and not together. `row` is the registered
+    algorithm, before a YAML chose other parts.
+    """
     penalty, part = recipe.penalty, recipe.token_advantage  # an unknown part is reported first
     if recipe.loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
@@ -58,6 +60,8 @@ def check(recipe: Recipe) -> None:
             )
     if recipe.from_data:
         _refuse_sampled(recipe)
+        if recipe.advantage_fn != row.advantage_fn:
+            _refuse_idle_advantage(recipe)
     if recipe.policy_loss.marked("of_groups") and recipe.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
@@ -145,6 +149,16 @@ def _refuse_sampled(recipe: Recipe) -> None:
             f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}', which asks for '{missing}', "
             f"and '{recipe.name}' learns from rows of data, which have none: expected a loss such "
             "as 'sft'"
+        )
+
+
+def _refuse_idle_advantage(recipe: Recipe) -> None:
+    """Raise ValueError for an advantage that nothing computes or reads, for rows of data."""
+    reads = recipe.policy_loss.data().keys() & {"advantages", "returns"}
+    if recipe.token_advantage is None or not reads:
+        raise ValueError(
+            f"algorithm.advantage_fn is '{recipe.advantage_fn}', and '{recipe.name}' learns from "
+            f"rows of data by {recipe.policy_loss.label}, without advantages: expected none"
         )
 
 

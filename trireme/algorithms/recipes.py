@@ -424,7 +424,7 @@ def get_recipe(config: Any) -> Recipe:
     for kind in options:
         if getattr(recipe, kind, kind) is None:
             raise ValueError(f"algorithm.{kind}_args: algorithm_type '{row.name}' has no {kind}")
-    check(recipe)
+    check(recipe, row)
     return _with_mode(recipe, mode) if mode else recipe
 
 
