@@ -156,7 +156,17 @@ def test_tokens_are_chosen_anew_before_each_step(tiny_dir: Path) -> None:
     once = train_step(backend_of(tiny_dir, optimizer=SGD), _recipe(**options), samples, version=0)
     more = _recipe(num_iterations=3, **options)
     later = train_step(backend_of(tiny_dir, optimizer=SGD), more, samples, version=0)
-    assert once["actor/masked"] == 0 < later["actor/masked"]
+    assert once["actor/unselected"] == 0 < later["actor/unselected"]
+
+
+def test_tokens_left_out_by_entropy_and_by_a_loss_are_measured_apart(tiny_dir: Path) -> None:
+    args = {"enable_sequence_masking": True, "top_entropy_quantile": 0.4}
+    recipe = _recipe(policy_loss_fn="ppo", policy_loss_fn_args=args)
+    metrics = train_step(backend_of(tiny_dir, optimizer=SGD), recipe, of_groups(), version=0)
+    assert metrics["actor/unselected"] == pytest.approx(0.6, abs=0.1)
+    with_all = _recipe(policy_loss_fn="ppo", policy_loss_fn_args=args | {"top_entropy_quantile": 1})
+    alone = train_step(backend_of(tiny_dir, optimizer=SGD), with_all, of_groups(), version=0)
+    assert metrics["actor/masked"] == alone["actor/masked"] and "actor/unselected" not in alone
 
 
 def test_a_resumed_run_goes_on_as_one_that_was_not(tiny_dir: Path, tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ def with_selected(backend: Backend, recipe: Recipe, batch: Batch) -> tuple[Batch
     if not recipe.selects:
         return batch, {}
     selected = _selected(backend, recipe, batch)
-    masked = float((selected == 0).float().mean())
-    return batch.with_fields(selected=selected), {"actor/masked": masked}
+    unselected = float((selected == 0).float().mean())
+    return batch.with_fields(selected=selected), {"actor/unselected": unselected}
 
 
 def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
