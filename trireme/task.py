@@ -210,7 +210,8 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The value of the column that `format.response_key` names; None if the data set has none.
+        """The value of the column that `format.response_key` names; None if the data set has none,
+        or if it is missing in the row.
         `a.b` is the entry `b` of the dictionaries in the column `a`, unless a column has that name.
 
         A number becomes text, since replies are text: CSV, JSON and Parquet give `42` as an
@@ -218,7 +219,8 @@ class Task:
         """
         outer, inner = self._truth_place
         value = self.raw_task.get(outer)
-        return as_text(value if inner is None else dict(value or {}).get(inner))
+        value = value if inner is None else dict(value or {}).get(inner)
+        return None if is_missing(value) else as_text(value)
 
     @property
     def _truth_place(self) -> tuple[str, str | None]:
@@ -265,6 +267,11 @@ def without_effect(tasks: Iterable[Task]) -> dict[str, str]:
             asked |= args.asked
     missed = asked - have.keys()
     return {key: did_you_mean(key, missed, "{}") for key in have if key not in asked}
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a row lacks a value: None, or NaN, which pandas has in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def as_text(value: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from tests.data.made import taskset_of
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Exhausted, Mixture, Taskset
+from trireme.task import Task
 
 FORMAT = {"prompt_key": "question", "response_key": "answer"}
 
@@ -45,7 +46,10 @@ def test_only_a_column_of_answers_that_a_user_chose_must_be_there() -> None:
         taskset(format_args=FORMAT | {"response_key": "reply"})
 
 
-@pytest.mark.parametrize("lacking", [{"question": "q"}, {"question": "q", "answer": None}])
+@pytest.mark.parametrize(
+    "lacking",
+    [{"question": "q"}, *({"question": "q", "answer": none} for none in (None, float("nan")))],
+)
 def test_a_row_without_the_answer_that_others_have_is_noted(lacking: dict[str, Any]) -> None:
     data = [{"question": "q", "answer": "a"}] * 4 + [lacking]
     places = [f"x.jsonl, line {n}" for n in range(1, 6)]
@@ -61,6 +65,7 @@ def test_a_row_without_the_answer_that_others_have_is_noted(lacking: dict[str, A
         "is None or empty; the first: dataset 'x', row 4 (x.jsonl, line 5)"
     )
     assert note(data[:4]) is None
+    assert Task(raw_task=lacking, format_args=FORMAT | {"response_key": "answer"}).truth is None
     assert note(data, format_args=FORMAT | {"response_key": "solution"}) == (
         "x: task.truth is None, since no column is 'solution' (format.response_key); if a reward "
         "reads it, did you mean 'answer'?"

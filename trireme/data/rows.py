@@ -30,6 +30,7 @@ from trireme.data.files import (
 )
 from trireme.log import get_logger
 from trireme.registry import SOURCES, did_you_mean
+from trireme.task import is_missing
 from trireme.text import as_json, has_half, storable
 
 logger = get_logger("data")
@@ -128,7 +129,7 @@ class Rows:
         whole = getattr(self._data, "_indices", None) is None
         if table is not None and whole and table.column(column).null_count == 0:
             return []
-        return [number for number, row in enumerate(self) if row.get(column) is None]
+        return [number for number, row in enumerate(self) if is_missing(row.get(column))]
 
     def blank(self, column: str) -> list[int]:
         """Return the numbers of the rows whose text in `column` is empty or white space."""
