@@ -203,6 +203,18 @@ def test_gdpo_refuses_before_the_run_what_has_no_parts_or_changes_the_reward(che
     assert "no problems" in checked(gdpo, filtered)
 
 
+@pytest.mark.extension("more_losses")
+def test_an_operator_on_rewards_is_noted_where_those_of_steps_are_learned_from(
+    checked: Any,
+) -> None:
+    penalty = "{name: length_penalty, args: {max_length: 64, cache_length: 8}}"
+    operators = f"data_processor.experience_pipeline.operators=[{penalty}]"
+    note = "without effect on a run whose workflow gives each step a reward"
+    said = checked("algorithm.advantage_fn=gigpo", operators)
+    assert note in " ".join(said.split()) and "no problems" in said
+    assert "without effect on a run" not in checked(operators)
+
+
 def test_a_reference_that_follows_is_none_of_an_adapters(checked: Any) -> None:
     follows = "algorithm.sync_ref_model=true"
     assert "no problems" in checked(follows)

@@ -41,4 +41,10 @@ def check_operators(stage: StageFacts, recipe: Recipe | None) -> Findings:
                     f"{recipe.parts['advantage_fn'].label} compares these one by one: expected the "
                     "same as one more reward function, such as soft_overlong, or advantage_fn grpo",
                 )
+            elif made and made.changes_reward and recipe and recipe.asks("step_rewards"):
+                findings.note(
+                    f"{key}.name ({item.name}): without effect on a run whose workflow gives each "
+                    f"step a reward (info['step_reward']): {recipe.parts['advantage_fn'].label} "
+                    "learns from these"
+                )
     return findings
