@@ -148,7 +148,8 @@ def test_keys_of_other_trainers_are_answered_with_ours(tmp_path):
                 "use buffer.batch_size (tasks) and buffer.train_batch_size"
             ),
             "trainer.device": (
-                "use no key: a GPU is used where there is one, and none with CUDA_VISIBLE_DEVICES="
+                "no key replaces it: a GPU is used where there is one, and none with "
+                "CUDA_VISIBLE_DEVICES="
             ),
         }.items()
     ]
@@ -196,7 +197,7 @@ def test_keys_of_other_trainers_are_answered_with_ours(tmp_path):
 )
 def test_an_option_of_trl_or_verl_is_answered_with_its_key(tmp_path: Path, name: str) -> None:
     [said] = problems_of(tmp_path, f"algorithm: {{{name}: 1}}")
-    assert re.search(r"is not a known key; (did you mean '|use )", said)
+    assert re.search(r"is not a known key; (did you mean '|use |no key replaces it: )", said)
 
 
 def test_plug_ins_data_and_models_have_one_rule(tmp_path, monkeypatch):

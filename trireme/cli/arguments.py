@@ -16,6 +16,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from trireme.config.dialect import replaced
 from trireme.extensions import absent
 from trireme.registry import FLAGS
 
@@ -135,6 +136,10 @@ class WithFlags(TyperCommand):
             if instead := next(filter(None, (one.instead(name) for one in dialects)), None):
                 raise typer.BadParameter(f"no such option: --{name}. Set {instead}")
             if "." in name:
+                if hint := replaced(name.replace("-", "_")):
+                    raise typer.BadParameter(
+                        f"no such option: --{name}. Keys of the YAML are set as KEY=VALUE; {hint}"
+                    )
                 value = value or next(iter(rest[index + 1 :]), "VALUE")
                 raise typer.BadParameter(
                     f"no such option: --{name}. Keys of the YAML are set as KEY=VALUE: "
@@ -201,8 +206,10 @@ def _is_other(word: str) -> bool:
 
 
 def is_yaml(word: str) -> bool:
-    """Return whether a plain word names a configuration."""
-    return word.endswith((".yaml", ".yml")) and "=" not in word
+    """Return whether a plain word names a configuration: a YAML, or the TOML of another system,
+    which is refused with what replaces its keys.
+    """
+    return word.endswith((".yaml", ".yml", ".toml")) and "=" not in word
 
 
 def yaml_and_keys(

@@ -22,6 +22,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from trireme.cli.arguments import is_yaml
 from trireme.extensions import missing
 from trireme.launch import GC_THRESHOLDS
 from trireme.log import Lines
@@ -70,7 +71,7 @@ def _meant(name: str) -> str:
     """Suggest our command for another program's, or `run` for a YAML; '' if nothing is near, and
     for a misspelling of ours, to which typer adds the nearest.
     """
-    if name.endswith((".yaml", ".yml")):
+    if is_yaml(name):
         return f". Did you mean 'trireme run {name}'?"
     if did_you_mean(name, COMMANDS):
         return ""

@@ -36,7 +36,8 @@ class Dialect(Protocol):
 
     def replacement(self, name: str) -> str:
         """Return our key for a name that the system uses, or words that say what replaces it; ''
-        for an unknown name. It is suggested where a file has the name as a key.
+        for an unknown name. It is suggested where a file has the name as a key: asked for are the
+        dotted key, that of each key below it, and its last part alone.
         """
         return ""
 
@@ -86,12 +87,27 @@ def options_in(key: str, values: Any) -> list[tuple[str, Any, Fate]]:
     return [option for dialect in dialects() for option in dialect.options(key, values)]
 
 
-def replaced(name: str) -> str:
-    """Return what replaces a key of another system's name, as a hint; '' for an unknown name."""
+def replaced(key: str) -> str:
+    """Return what replaces a dotted key of another system, as a hint; '' for an unknown one."""
+    name = _STAGE.sub("", key)
     found = next((ours for dialect in dialects() if (ours := dialect.replacement(name))), "")
     if not found:
         return ""
+    if found.startswith("no key: "):
+        return found.replace("no key", "no key replaces it", 1)
     return f"did you mean '{found}'?" if re.fullmatch(r"[\w.]+", found) else f"use {found}"
+
+
+def replacements(key: str, value: Any) -> list[tuple[str, str]]:
+    """Return the keys of another system in the value of an unknown key, each with its hint. The
+    hint of a section stands for keys that have none, or the same; it is '' if no dialect knows it.
+    """
+    hint = replaced(key)
+    if not isinstance(value, Mapping) or not value:
+        return [(key, hint)]
+    below = [one for name, inner in value.items() for one in replacements(f"{key}.{name}", inner)]
+    known = [(name, its) for name, its in below if its not in ("", hint)]
+    return known if len(known) == len(below) else [*known, (key, hint)]
 
 
 def unread(key: str) -> str:

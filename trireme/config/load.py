@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import reduce
@@ -19,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from trireme.config import ConfigError, Problem
-from trireme.config.dialect import dialects, replaced, unread
+from trireme.config.dialect import dialects, replaced, replacements, unread
 from trireme.config.lookup import near_path
 from trireme.config.options import converted, misfit_text, range_text, split, without_none
 from trireme.config.schema import Config
@@ -50,9 +51,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     """Read as `load_config` does, but return the problems with the values; wrong keys have their
     default.
 
-    Raises ConfigError only if the file is not YAML.
+    Raises ConfigError only if the file is not YAML. Of a TOML, which other systems read, that error
+    also has the sentence on each of its keys.
     """
     path = Path(path)
+    if path.suffix == ".toml" and path.is_file():
+        raise ConfigError(_problems_of_toml(path, overrides))
     try:
         tree = OmegaConf.load(path)
     except FileNotFoundError as error:
@@ -108,6 +112,19 @@ def _keep_names(tree: DictConfig, path: Path) -> None:
         texts = OmegaConf.create(yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader))
         for key in numbers:
             OmegaConf.update(tree, key, OmegaConf.select(texts, key))
+
+
+def _problems_of_toml(path: Path, overrides: Sequence[str]) -> list[Problem]:
+    problems = [Problem("", f"{path} is TOML: expected a YAML")]
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = with_overrides(values, overrides)
+    except ConfigError as error:
+        return [*problems, *error.problems]
+    except (tomllib.TOMLDecodeError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        return [Problem("", f"{path} cannot be read as TOML: {' '.join(str(error).split())}")]
+    _mend(values, problems)
+    return problems
 
 
 def _tab(path: Path, error: Exception) -> str:
@@ -307,7 +324,10 @@ def _mend(values: dict[str, Any], problems: list[Problem]) -> None:
     each = {misfit.path: misfit for misfit in misfits}  # each arm of a union reports an error
     in_order = sorted(each.values(), key=lambda misfit: _order(values, misfit.path))
     for misfit in in_order:
-        if text := _sentence(misfit, _at(values, misfit.path)):
+        value = _at(values, misfit.path)
+        if misfit.kind is None:
+            problems += _unknown(misfit, value)
+        elif text := _sentence(misfit, value):
             problems.append(Problem(misfit.key, text))
     for misfit in reversed(in_order):
         del _at(values, misfit.path[:-1])[misfit.path[-1]]
@@ -358,15 +378,21 @@ def _convert(values: dict[str, Any], misfit: _Misfit) -> bool:
 def _sentence(misfit: _Misfit, value: Any) -> str:
     """Describe what is wrong with a value, after its key; empty if its default is meant."""
     kind = misfit.kind
-    if kind is None:
-        of_section = f"{misfit.section.place}.{misfit.path[-1]}"  # in an item of a list too
-        needs = unread(misfit.key) or unread(of_section)
-        return needs or f"is not a known key; {_meant(misfit)}"
     if value is None and (section_in(kind) or get_origin(without_none(kind)) in (list, dict)):
         return ""
     if misfit.reason in ("greater_than", "greater_than_equal", "less_than_equal"):
         return f"is {value!r}: expected a number {range_text(misfit.marks)}"
     return misfit_text(kind, value)
+
+
+def _unknown(misfit: _Misfit, value: Any) -> list[Problem]:
+    """Describe an unknown key; of a section of another system, each key with ours for it."""
+    of_section = f"{misfit.section.place}.{misfit.path[-1]}"  # in an item of a list too
+    if needs := unread(misfit.key) or unread(of_section):
+        return [Problem(misfit.key, needs)]
+    hints = [(key, hint) for key, hint in replacements(misfit.key, value) if hint]
+    hints = hints or [(misfit.key, _meant(misfit))]
+    return [Problem(key, f"is not a known key; {hint}") for key, hint in hints]
 
 
 def _at(values: Any, path: Sequence[Any]) -> Any:

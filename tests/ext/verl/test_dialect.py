@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.test_trinity_corpus import base, documents, loaded
+from trireme.config.load import read_config
 from trireme.launch.check import examine
 
 __all__ = ["base"]  # a fixture
@@ -94,3 +95,36 @@ def test_options_of_verl_that_are_switched_off_change_nothing(
 def test_the_table_of_its_page_is_up_to_date() -> None:
     script = runpy.run_path(str(SCRIPT))
     assert script["PAGE"].read_text(encoding="utf-8") == script["document"]()
+
+
+COMMAND_LINE = """data.train_batch_size=8 actor_rollout_ref.model.path=x
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.clip_ratio=0.2
+actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1
+actor_rollout_ref.rollout.val_kwargs.n=4 reward_model.enable=true
+ref.log_prob_micro_batch_size=4 engine_kwargs.vllm=null trainer.total_epochs=3"""
+
+
+def test_verls_own_command_line_is_answered_key_by_key(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("{}")
+    answers = {
+        "data.train_batch_size": "did you mean 'buffer.batch_size'?",
+        "actor_rollout_ref.model.path": "did you mean 'model.model_path'?",
+        "actor_rollout_ref.actor.optim.lr": "did you mean 'algorithm.optimizer.lr'?",
+        "actor_rollout_ref.actor.clip_ratio": "policy_loss_fn_args.clip_range'?",
+        "actor_rollout_ref.rollout.n": "did you mean 'algorithm.repeat_times'?",
+        "actor_rollout_ref.rollout.engine_kwargs": "explorer.rollout_model.extra_engine_args'?",
+        "actor_rollout_ref.rollout.val_kwargs": "repeat_times in buffer.explorer_input.eval",
+        "reward_model": "response_key: reward_model.ground_truth",
+        "ref": "the reference is the model as it was loaded",
+        "engine_kwargs": "did you mean 'explorer.rollout_model.extra_engine_args'?",
+        "trainer.total_epochs": "did you mean 'buffer.total_epochs'?",
+    }
+    _, problems = read_config(file, COMMAND_LINE.split())
+    said = {problem.key: problem.text for problem in problems}
+    assert {*said} == {*answers}
+    assert all(hint in said[key] for key, hint in answers.items())
+    _, problems = read_config(file, ["actor_rollout_ref.actor.nothing=1", *COMMAND_LINE.split()])
+    said = {problem.key: problem.text for problem in problems}
+    assert {*said} == {*answers, "actor_rollout_ref"}
+    assert "Trireme's keys, which docs/migrate/verl.md lists" in said["actor_rollout_ref"]

@@ -163,19 +163,94 @@ _KEYS = {
     "test_freq": "explorer.eval_interval",
     "val_before_train": "explorer.eval_on_startup",
     "total_training_steps": "buffer.total_steps",
-    **dict.fromkeys(
-        ("actor_rollout_ref", "data"), "Trireme's keys, which docs/migrate/verl.md lists by verl's"
-    ),
+    "total_epochs": "buffer.total_epochs",
+    "engine_kwargs": "explorer.rollout_model.extra_engine_args",
+    "reward_model": "a reward in buffer.explorer_input.default_reward_fn_type (docs/rewards.md); "
+    "rows of verl have the reference answer at response_key: reward_model.ground_truth",
+    "ref": "algorithm.kl_loss_fn or kl_penalty_fn: the reference is the model as it was loaded",
+    "compute_score": "buffer.explorer_input.default_reward_fn_type: my_file:function",
 }
 """Our keys for names of verl's own command line, beyond those of `READ_AS`."""
+_TASKSET = "buffer.explorer_input.taskset"
+_ENGINE = "explorer.rollout_model"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_PATHS = {
+    "data.train_batch_size": "buffer.batch_size",
+    "data.max_prompt_length": "model.max_prompt_tokens",
+    "data.prompt_key": f"{_TASKSET}.format.prompt_key",
+    "data.image_key": f"{_TASKSET}.format.image_key",
+    "data.shuffle": f"{_TASKSET}.data_selector.selector_type",
+    "data.seed": f"{_TASKSET}.data_selector.seed",
+    "data.sampler": f"{_TASKSET}.data_selector.selector_type: my_file:function",
+    "data.truncation": "model.enable_prompt_truncation",
+    "data.filter_overlong_prompts": "no key: `trireme check` counts such prompts",
+    "data.return_raw_chat": "no key: prompts are messages or text",
+    f"{_MODEL}.path": "model.model_path",
+    **dict.fromkeys(
+        (f"{_MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules")),
+        "model.lora_configs",
+    ),
+    f"{_ACTOR}.loss_agg_mode": "algorithm.loss_agg_mode",
+    f"{_ACTOR}.policy_loss.loss_mode": "algorithm.policy_loss_fn",
+    f"{_ACTOR}.strategy": "trainer.trainer_strategy",
+    f"{_ACTOR}.use_torch_compile": "trainer.use_torch_compile",
+    f"{_ROLLOUT}.n": "algorithm.repeat_times",
+    f"{_ROLLOUT}.name": f"{_ENGINE}.engine_type",
+    f"{_ROLLOUT}.tensor_model_parallel_size": f"{_ENGINE}.tensor_parallel_size",
+    f"{_ROLLOUT}.expert_parallel_size": f"{_ENGINE}.enable_expert_parallel",
+    **{
+        f"{_ROLLOUT}.{name}": f"{_ENGINE}.{name}"
+        for name in (
+            *("data_parallel_size", "dtype", "enforce_eager", "enable_chunked_prefill"),
+            *("enable_prefix_caching", "gpu_memory_utilization", "ignore_eos", "seed"),
+        )
+    },
+    **{
+        f"{_ROLLOUT}.{name}": f"{_ENGINE}.extra_engine_args"
+        for name in ("max_num_batched_tokens", "max_num_seqs")
+    },
+    **{
+        f"{_ROLLOUT}.{name}": f"{_TASKSET}.rollout_args.{name}"
+        for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+    },
+    f"{_ROLLOUT}.engine_kwargs": f"{_ENGINE}.extra_engine_args",
+    f"{_ROLLOUT}.prompt_length": "model.max_prompt_tokens",
+    f"{_ROLLOUT}.response_length": "model.max_response_tokens",
+    f"{_ROLLOUT}.max_model_len": "model.max_model_len",
+    f"{_ROLLOUT}.over_sample_rate": "explorer.over_rollout.ratio",
+    f"{_ROLLOUT}.agent.num_workers": "explorer.runner_per_model",
+    f"{_ROLLOUT}.multi_turn": "a workflow, or tool_call_scheduler (docs/multi_turn.md)",
+    f"{_ROLLOUT}.val_kwargs": "rollout_args and repeat_times in "
+    "buffer.explorer_input.eval_tasksets",
+    f"{_ROLLOUT}.free_cache_engine": "mode: colocate",
+    "trainer.max_critic_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
+    "trainer.resume_mode": "no key: the same command resumes",
+    "trainer.resume_from_path": "no key: the same command resumes",
+}
+"""Our keys for dotted names, beyond those of `READ_AS`."""
+_SECTIONS = ("actor_rollout_ref", "critic", "custom_reward_function", "data", "global_profiler")
+_PAGE = "Trireme's keys, which docs/migrate/verl.md lists by verl's"
 
 
 class Verl(Dialect):
     """verl's options under `trainer.trainer_config`."""
 
     def replacement(self, name: str) -> str:
-        """Return the key for the name of an option, without the sections above it."""
-        return _KEYS.get(name, "")
+        """Return the key for an option, with or without the sections above it; for another option
+        of verl's sections, where to look.
+        """
+        section, _, rest = name.partition(".")
+        if section == "reward_model" and rest:
+            return ""  # the sentence on the section says it
+        if ours := READ_AS.get(name) or _PATHS.get(name) or _KEYS.get(name):
+            return ours
+        if section not in _SECTIONS:
+            return ""
+        above = name
+        while above := above.rpartition(".")[0]:
+            if above in _PATHS:
+                return _PATHS[above]
+        return _KEYS.get(name.rpartition(".")[2]) or _KEYS.get(section) or _PAGE
 
     def adapt(self, kind: str, name: str, thing: Any) -> Any:
         """Make a reward of a `compute_score`."""
