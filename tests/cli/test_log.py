@@ -85,6 +85,11 @@ def test_a_folder_without_logs_is_an_error(
 ) -> None:
     assert log(tmp_path, None) == 2
     assert capsys.readouterr().err == f"no log files in {tmp_path}\n"
+    (tmp_path / "grpo").mkdir()
+    assert log(tmp_path / "gropo", None) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"there is no folder {tmp_path / 'gropo'}: expected a job's")
+    assert said.endswith(f"did you mean '{tmp_path / 'grpo'}'?\n")
 
 
 def test_control_characters_that_another_program_logged_are_shown(

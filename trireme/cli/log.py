@@ -110,6 +110,10 @@ def _folders(log_dir: Path | None, config: Path | None) -> list[Path]:
         jobs = [job_folder(read) / (stage.name or "") for stage in stages_of(read)]
     else:
         assert log_dir is not None
+        if not log_dir.is_dir():
+            from trireme.config.lookup import near_path
+
+            raise ValueError(f"there is no folder {log_dir}: expected a job's{near_path(log_dir)}")
         jobs = [log_dir]
     places = ("log", "log/*", "*/log", "*/log/*")  # stages, and explorers with names
     logs = [

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.cli.test_main import invoke
+from trireme.cli.main import app
 from trireme.ext.page import samples as view
+from trireme.ext.page.runs import find_runs
 
 
 @pytest.fixture
@@ -71,3 +74,25 @@ def test_view_opens_a_page_over_a_folder_unless_samples_are_asked_for(
         assert invoke("view", str(tmp_path), *words) == 3
         assert called["view"][-1]["folder"] == tmp_path and "page" not in called
     assert invoke("view", str(tmp_path), "5", "--html", "x.html") == 2
+
+
+def test_a_number_is_the_name_of_a_folder_where_one_has_it(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    starts = tmp_path / "checkpoints" / "toys" / "7" / "run" / "starts.json"
+    starts.parent.mkdir(parents=True)
+    starts.write_text("{}")
+    said = " ".join(CliRunner().invoke(app, ["view", "7"]).output.split())
+    assert "7 is a number of samples, since no folder here has this name" in said
+    assert "did you mean checkpoints/toys/7?" in said
+    with pytest.raises(ValueError, match=r"did you mean checkpoints/toys/7\?$"):
+        find_runs(Path("7"))
+    monkeypatch.chdir(tmp_path / "checkpoints" / "toys")
+    assert invoke("view", "7") == 3
+    assert called["page"][0] == Path("7")
+    assert invoke("view", "7", "2") == 3
+    assert (called["view"][-1]["folder"], called["view"][-1]["wanted"].count) == (Path("7"), 2)
+    assert invoke("view", ".", "7") == 3
+    assert (called["view"][-1]["folder"], called["view"][-1]["wanted"].count) == (Path("."), 7)
+    assert invoke("view", "7", "2", "3") == 2 and invoke("view", "7", "0") == 2

@@ -79,12 +79,21 @@ def view(
 
     An option about samples (--step, --best, --config, a number ...) implies --plain.
     """
+    from trireme.ext.page.runs import near_run
     from trireme.ext.page.samples import Wanted, open_page
     from trireme.ext.page.samples import view as command
 
     words = rest or []
     keys = [word for word in words if "=" in word and not os.path.exists(word)]
-    places = [word for word in words if not word.isdigit() and word not in keys]
+    others = [word for word in words if word not in keys]
+    places = [word for word in others if not word.isdigit()]
+    if not places and config is None and url is None:  # a run may have a number for its name
+        places = [word for word in others if Path(word).is_dir()][:1]
+    numbers = [word for word in others if word.isdigit()]
+    if places and places[0] in numbers:
+        numbers.remove(places[0])
+    if len(numbers) > 1 or numbers == ["0"]:
+        raise typer.BadParameter(f"{' '.join(numbers)}: expected one number of samples, at least 1")
     asks = (config, url, table, tokenizer, step)
     said = plain or best or worst or raw or no_color
     printed = said or any(ask is not None for ask in asks) or len(words) > len(places)
@@ -101,12 +110,16 @@ def view(
         if not Path(places[0]).exists():
             raise typer.BadParameter(
                 f"{places[0]}: expected a number, KEY=VALUE, or a run's folder, and there is no "
-                "such folder"
+                f"such folder{near_run(places[0])}"
             )
         url = places.pop()
+    if numbers and not (places or config or url):
+        raise typer.BadParameter(
+            f"{numbers[0]} is a number of samples, since no folder here has this name: expected a "
+            f"run's folder too, --config (its YAML), or --url (a store){near_run(numbers[0])}"
+        )
     if best and worst:
         raise typer.BadParameter("--best and --worst: expected one of them")
-    numbers = [int(word) for word in words if word.isdigit()]
     order = "best" if best else "worst" if worst else "newest"
     raise typer.Exit(
         command(
@@ -116,7 +129,7 @@ def view(
             overrides=keys,
             table=table,
             tokenizer=tokenizer,
-            wanted=Wanted(numbers[0] if numbers else 3, step, order, raw),
+            wanted=Wanted(int(numbers[0]) if numbers else 3, step, order, raw),
             color=not no_color,
         )
     )

@@ -108,6 +108,7 @@ def find_runs(root: Path) -> list[RunFolder]:
     if not root.is_dir():
         raise ValueError(
             f"there is no folder {root}: expected a run's folder, or one that contains runs"
+            f"{near_run(str(root))}"
         )
     if not os.access(root, os.R_OK | os.X_OK):
         raise ValueError(f"{root} cannot be read: expected a folder that this user may read")
@@ -117,6 +118,16 @@ def find_runs(root: Path) -> list[RunFolder]:
     base = root.resolve()
     runs = [RunFolder(str(f.relative_to(base)) if f != base else base.name, f) for f in folders]
     return sorted(runs, key=_began)
+
+
+def near_run(name: str) -> str:
+    """Suggest the folder of a run below ./checkpoints for a name that was given in its place; '' if
+    none has it.
+    """
+    for folder in _folders(Path("checkpoints"), DEPTH):
+        if name in folder.parts[1:]:
+            return f"; did you mean {Path(*folder.parts[: folder.parts.index(name, 1) + 1])}?"
+    return ""
 
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
