@@ -948,11 +948,16 @@ def test_a_reward_may_be_a_mapping_with_its_options(tmp_path: Path) -> None:
 
 def test_a_reward_beside_a_workflow_that_sets_its_own_is_noted(tmp_path: Path) -> None:
     (tmp_path / "own_flow.py").write_text(
-        "from trireme import workflow\n\n\n@workflow('own_flow')\n"
-        "async def own_flow(task, model):\n    return model.experiences(reward=1.0)\n\n\n"
+        "from trireme import workflow\nfrom trireme.workflows.classes import Workflow\n\n\n"
+        "@workflow('own_flow')\nasync def own_flow(task, model):\n"
+        "    return model.experiences(reward=1.0)\n\n\n"
         "@workflow('asking_flow')\n"
         "async def asking_flow(task, model):\n"
-        "    return model.experiences(reward=task.reward_fn is None)\n"
+        "    return model.experiences(reward=task.reward_fn is None)\n\n\n"
+        "class Own(Workflow):\n"
+        "    def run(self):\n        return []\n\n\n"
+        "class Asking(Own):\n"
+        "    def run(self):\n        return [self.task.reward_fn]\n"
     )
     tree: Any = values(tmp_path) | {"plugins": ["own_flow.py"]}
     taskset = tree["buffer"]["explorer_input"]["taskset"]
@@ -968,6 +973,10 @@ def test_a_reward_beside_a_workflow_that_sets_its_own_is_noted(tmp_path: Path) -
         taskset["default_workflow_type"] = "asking_flow"
         made = draft(config_of(tmp_path, tree))
         assert made.problems == [] and not [n for n in made.plans[0].notes if "asking_flow" in n]
+    for cls, noted in (("Own", True), ("Asking", False)):
+        taskset["default_workflow_type"] = f"own_flow:{cls}"
+        [plan] = draft(config_of(tmp_path, tree)).plans
+        assert any("sets its rewards itself" in note for note in plan.notes) == noted
 
 
 def test_a_tab_in_the_yaml_is_named(tmp_path: Path) -> None:

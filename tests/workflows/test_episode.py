@@ -10,6 +10,7 @@ import pytest
 from tests.workflows.test_workflow import call
 from trireme import Experience
 from trireme.envs.env import Seen, after_reset, after_step
+from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow
 from trireme.workflows.workflow import resolve
 
@@ -62,6 +63,25 @@ class Coroutines(Knock):
         return AsyncDoor()
 
 
+class ScoredAtTheEnd(Knock):
+    def final_reward(self, seen: Seen, total: float) -> float:
+        return total / 2
+
+
+class AsksTheReward(Knock):
+    def final_reward(self, seen: Seen, total: float) -> float:
+        return total * (self.task.reward_fn is not None)
+
+
+class RunsItself(Knock):
+    async def run(self) -> Any:
+        return []
+
+
+class EnvironmentAsks(Knock):
+    rewards_itself = False
+
+
 @pytest.fixture(autouse=True)
 def forget() -> None:
     Door.made.clear()
@@ -74,6 +94,18 @@ def test_an_episode_is_one_conversation(cls: type) -> None:
     assert e.metrics["actual_env_steps"] == 3 and e.metrics["env_rounds"] == 2
     assert e.metrics["env_done"] == 1.0
     assert [m["content"] for m in e.messages or []][-2:] == ["closed", "knock"]
+
+
+@pytest.mark.parametrize("cls", [Knock, Inline, ScoredAtTheEnd])
+def test_a_reward_that_no_episode_asks_is_refused(cls: type) -> None:
+    resolve(cls).refuse_unused(Task({"prompt": "1"}))
+    with pytest.raises(ValueError, match=r"'math_reward', which .* set rewards_itself = False"):
+        resolve(cls).refuse_unused(Task({"prompt": "1"}, reward_fn="math_reward"))
+
+
+@pytest.mark.parametrize("cls", [AsksTheReward, RunsItself, EnvironmentAsks])
+def test_a_class_that_may_ask_the_reward_is_not_refused(cls: type) -> None:
+    resolve(cls).refuse_unused(Task({"prompt": "1"}, reward_fn="math_reward"))
 
 
 def test_a_blocking_environment_has_one_thread_of_its_own() -> None:

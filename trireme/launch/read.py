@@ -117,7 +117,7 @@ def _check_names(
         if spec and recipe and recipe.asks("reward_parts") and not used.is_eval:
             label = recipe.parts["advantage_fn"].label
             tried(findings, partial(spec.refuse_no_parts, label), key)
-        if spec and reward and not spec.asks_reward:
+        if spec and reward and not spec.asks_reward and not spec.rewards_itself:
             findings.note(
                 f"{key} ({reward}): the workflow '{spec.name}' sets its rewards itself, and asks "
                 "this one only if it calls task.reward_fn"

@@ -55,7 +55,7 @@ class Workflow:
     alone, since a subclass may read further ones."""
     rewards_itself: bool = False
     """True if it does not use the task's reward, so that a YAML that names one is refused before
-    the run. It holds for the class that sets it alone."""
+    the run. It holds for subclasses too, unless one has another `run` or names `reward_fn`."""
 
     task_desc: Any
     truth: Any

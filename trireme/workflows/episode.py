@@ -113,6 +113,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
     """
 
     is_async = True
+    rewards_itself = True
     calls = ("generate_env_inference_samples",)
     per_step: bool = False
     """Whether each turn is an experience, instead of the conversation."""

@@ -30,12 +30,15 @@ from trireme.rewards.reward import number
 from trireme.serialize import JSON_FIELDS, TEXT_FIELDS
 from trireme.task import Task
 from trireme.usercode import Refused, refuse_signature
-from trireme.workflows.classes import run_method
+from trireme.workflows.classes import Workflow, run_method
 
 DEEPEST = 100
 """The deepest nesting of lists and objects in the data that an experience carries next to its
 tokens.
 """
+
+_PLAYS = {"run", "run_async", "generate_env_inference_samples"}
+"""Methods of a class that may do anything with the task's reward."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +125,20 @@ class WorkflowSpec:
 
     @property
     def asks_reward(self) -> bool:
-        """False for a function that sets its rewards without a look at the task's."""
-        if not inspect.isfunction(self.code):
-            return True
-        try:
-            return "reward_fn" in inspect.getsource(self.code)
-        except (OSError, TypeError):
-            return True  # its text is not there
+        """False for a function or class that sets its rewards without a look at the task's."""
+        if not inspect.isclass(self.code):
+            return not inspect.isfunction(self.code) or _names_reward(self.code)
+        return any(_names_reward(cls) for cls in self.code.__mro__ if cls not in (Workflow, object))
+
+    @property
+    def rewards_itself(self) -> bool:
+        """True if it does not use the task's reward: see `Workflow.rewards_itself`."""
+        for cls in self.code.__mro__ if inspect.isclass(self.code) else ():
+            if "rewards_itself" in vars(cls):
+                return bool(vars(cls)["rewards_itself"])
+            if _PLAYS & set(vars(cls)) or _names_reward(cls):
+                return False
+        return False
 
     @property
     def reads_prompt(self) -> bool:
@@ -176,11 +186,13 @@ class WorkflowSpec:
             refuse_unknown_options(f"{self.label}: workflow_args", task.workflow_args, kinds)
             for name, value in task.workflow_args.items():
                 checked_value(f"{self.label}: workflow_args", name, kinds[name], value)
-        if declared.get("rewards_itself") and task.reward_fn is not None:
+        if self.rewards_itself and task.reward_fn is not None:
+            ours = self.code.__module__.startswith("trireme.")
+            uses = "" if ours else "; or set rewards_itself = False in the class if it does use it"
             raise ValueError(
                 f"default_reward_fn_type is {task.reward_fn!r}, which {self.label} does not use: "
                 "its reward is the environment's. Leave it out, or name it only at the tasksets "
-                "that use it"
+                f"that use it{uses}"
             )
 
     @property
@@ -424,6 +436,16 @@ def _warn_of_unused(name: str, cls: type, method: str) -> None:
             "another base class",
             *(name, cls.__name__, defined[0], method, cls.__bases__[0].__name__, takes),
         )
+
+
+def _names_reward(code: Any) -> bool:
+    """Return whether the text of a function or class has the task's reward in it; True if the text
+    is not there.
+    """
+    try:
+        return "reward_fn" in inspect.getsource(code)
+    except (OSError, TypeError):
+        return True
 
 
 def _class_method(cls: type, name: str) -> Any:

@@ -42,7 +42,6 @@ def test_a_row_with_a_wrong_number_is_refused(number: Any) -> None:
     [
         ({"workflow_args": {"simplification": "easy,hard"}}, "no simplification 'hard'"),
         ({"workflow_args": {"max_env_stps": 3}}, "did you mean 'max_env_steps'"),
-        ({"reward_fn": "math_reward"}, "name no reward"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(

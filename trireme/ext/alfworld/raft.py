@@ -37,7 +37,6 @@ class RaftAlfworldWorkflow(AlfworldWorkflow):
 
     max_env_steps = 50
     workflow_options = OPTIONS
-    rewards_itself = True
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return successes(await super()._play(env, call, told))
@@ -48,7 +47,6 @@ class RaftReflectAlfworldWorkflow(AlfworldWorkflow):
 
     max_env_steps = 50
     workflow_options = OPTIONS
-    rewards_itself = True
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return await with_reflection(self, partial(super()._play, env, call))
@@ -58,7 +56,6 @@ class RaftHouseholdWorkflow(HouseholdWorkflow):
     """The `household_workflow` of which only successful episodes are trained."""
 
     workflow_options = HouseholdWorkflow.workflow_options
-    rewards_itself = True
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return successes(await super()._play(env, call, told))
@@ -68,7 +65,6 @@ class RaftReflectHouseholdWorkflow(HouseholdWorkflow):
     """The `RAFT_household_workflow`, in which a failed episode is repeated after a reflection."""
 
     workflow_options = HouseholdWorkflow.workflow_options
-    rewards_itself = True
 
     async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
         return await with_reflection(self, partial(super()._play, env, call))

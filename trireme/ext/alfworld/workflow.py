@@ -77,7 +77,6 @@ class AlfworldWorkflow(EpisodeWorkflow):
     default_system_prompt = SYSTEM_PROMPT
     tagged_actions = True
     workflow_options: Mapping[str, Any] | None = OPTIONS
-    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:

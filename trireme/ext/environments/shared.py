@@ -123,7 +123,6 @@ class OpenEnvWorkflow(EpisodeWorkflow):
     """
 
     blocking_env = False
-    rewards_itself = True
 
     @classmethod
     def examine(cls, task: Task) -> None:

@@ -38,7 +38,6 @@ class GymWorkflow(EpisodeWorkflow):
 
     unfinished_reward = 0.0
     workflow_options = _MADE_BY_ID | {"actions": list}
-    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
@@ -85,7 +84,6 @@ class FrozenLakeWorkflow(GymWorkflow):
         **{"is_slippery": bool, "agent_max_steps": Steps, "env_max_steps": Steps},
         **{"size": int, "p": Share, "seed": int},
     }
-    rewards_itself = True
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
@@ -129,7 +127,6 @@ class HouseholdWorkflow(EpisodeWorkflow):
     max_env_steps = 10
     unfinished_reward = 0.0
     workflow_options: Mapping[str, Any] | None = {"max_env_steps": Steps}
-    rewards_itself = True
 
     @classmethod
     def examine(cls, task: Task) -> None:
@@ -148,7 +145,6 @@ class SudokuWorkflow(GymWorkflow):
     """
 
     workflow_options = _EPISODE | {"size": int, "empty": Steps}
-    rewards_itself = True
 
     @classmethod
     def examine(cls, task: Task) -> None:
@@ -167,7 +163,6 @@ class TextArenaWorkflow(GymWorkflow):
     """
 
     workflow_options = _MADE_BY_ID
-    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:

@@ -85,8 +85,6 @@ class SciWorldWorkflow(EpisodeWorkflow):
         """Raise ValueError for an option, a row without an experiment, or a missing Java."""
         options_of(task, Settings, "sciworld_workflow")
         experiment_of(task)
-        if task.reward_fn is not None:
-            raise ValueError("sciworld_workflow takes ScienceWorld's own score: name no reward")
         if shutil.which("java") is None:
             raise ValueError("sciworld_workflow needs a Java runtime: there is no program 'java'")
 

@@ -91,7 +91,6 @@ class WebShopWorkflow(EpisodeWorkflow):
         **{"num_products": int | None, "limit_goals": int},
         "observation_mode": Literal["text", "text_rich", "html", "url"],
     }
-    rewards_itself = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
