@@ -256,6 +256,37 @@ def test_copies_have_the_permissions_of_their_line(tmp_path: Path) -> None:
     assert modes == [0o755, 0o700, 0o700]
 
 
+def test_what_dockerignore_leaves_out_is_not_copied(tmp_path: Path) -> None:
+    lines = "# a comment\n*.log\n!keep.log\n/answers\n!answers/hint.txt\n**/*.pyc\nex?mple[0-9]\n\n"
+    folder = folder_of(tmp_path, environment__Dockerfile="FROM a\nCOPY . /app/\n")
+    environment = folder / "environment"
+    (environment / ".dockerignore").write_text(lines)
+    paths = ("a.log", "keep.log", "deep/a.log", "deep/er/x.pyc", "answers/right.txt")
+    for path in (*paths, "answers/hint.txt", "example1", "exampleA", "gone.log/b"):
+        (environment / path).parent.mkdir(parents=True, exist_ok=True)
+        (environment / path).write_text(path)
+    box = TaskBox(read_task(folder), tmp_path / "box", sandbox=False)
+    files = {str(path.relative_to(box.cwd)) for path in box.cwd.rglob("*") if path.is_file()}
+    kept = {"keep.log", "deep/a.log", "answers/hint.txt", "exampleA", "words.txt"}
+    assert files == kept | {"Dockerfile", ".dockerignore"}
+    # this one takes precedence; all but what is named
+    (environment / "Dockerfile.dockerignore").write_text("*\n!words.txt\n")
+    box = TaskBox(read_task(folder), tmp_path / "other", sandbox=False)
+    assert [path.name for path in box.cwd.iterdir()] == ["words.txt"]
+
+
+def test_copy_of_what_dockerignore_leaves_out_is_refused(tmp_path: Path) -> None:
+    text = "FROM a\nCOPY words.txt /app/\n"
+    folder = folder_of(tmp_path, environment__Dockerfile=text)
+    (folder / "environment" / ".dockerignore").write_text("words*")
+    with pytest.raises(ValueError, match=r"no 'words.txt' in .* \.dockerignore does not leave out"):
+        read_task(folder)
+    for wrong in ("[z-a]", "[a", "a\\"):
+        (folder / "environment" / ".dockerignore").write_text(f"b\n{wrong}")
+        with pytest.raises(ValueError, match=r"\.dockerignore cannot be .*: line 2, .* no pattern"):
+            read_task(folder)
+
+
 def test_nothing_is_copied_out_of_the_rollouts_files(tmp_path: Path) -> None:
     text = "FROM a\nWORKDIR /app/../../srv\nCOPY words.txt ../../../victim/a\n"
     folder = folder_of(tmp_path / "tasks", environment__Dockerfile=text)

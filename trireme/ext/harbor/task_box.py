@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ class TaskBox:
         self.cwd.mkdir(parents=True, exist_ok=True)
         for source, target, mode in task.copies:
             context = task.folder / "environment"
-            _copy(context / source, self.at(target), root, context, mode)
+            left_out = {context / path for path in task.ignored}
+            _copy(context / source, self.at(target), root, context, mode, left_out)
         for path in root.rglob("*"):  # later writes must not go through a link either
             if path.is_symlink():
                 _inside(path, root)
@@ -164,7 +165,14 @@ def _number(value: Any, what: str) -> float:
     return number(value, what, NoReward)
 
 
-def _copy(source: Path, target: Path, root: Path, context: Path, mode: int | None = None) -> None:
+def _copy(
+    source: Path,
+    target: Path,
+    root: Path,
+    context: Path,
+    mode: int | None = None,
+    left_out: Container[Path] = (),
+) -> None:
     """Copy as COPY does: a folder's contents, or a file. Raises ValueError outside `root`.
 
     Links that stay within `context` are copied as links, others as the files that they lead to.
@@ -183,10 +191,12 @@ def _copy(source: Path, target: Path, root: Path, context: Path, mode: int | Non
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         to = target / path.name
+        if path in left_out:
+            continue
         if path.is_symlink() and _stays(path, context):
             to.symlink_to(os.readlink(path))
         else:
-            _copy(path, to, root, context, mode)
+            _copy(path, to, root, context, mode, left_out)
     shutil.copystat(source, target)
     if mode is not None:
         target.chmod(mode | 0o700)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from trireme.config.lookup import located
 from trireme.data.rows import DataSet, NoRows, Rows
+from trireme.ext.harbor.docker_ignore import FILES, left_out, patterns_of
 from trireme.files import LARGEST, Unreadable, read_text
 
 TOML = "task.toml"
@@ -63,6 +64,8 @@ class TaskFolder:
     verifier_env: dict[str, str]
     workdir: str = "/app"
     copies: tuple[Copy, ...] = ()
+    ignored: frozenset[str] = frozenset()
+    """Paths below `environment/` that no copy contains."""
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -318,7 +321,7 @@ def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
     workdir = PurePosixPath("/app")
     copies: list[Copy] = []
     variables: dict[str, str] = {}
-    stages = 0
+    stages, ignored = 0, _ignored(task, file.parent)
     try:
         text = _text(task.folder, "environment/Dockerfile")
     except (OSError, Unreadable) as error:
@@ -346,11 +349,29 @@ def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
             elif word == "ENV":
                 variables |= _assigned(rest)
             else:
-                copies += _copied(file.parent, rest, workdir)
+                copies += _copied(file.parent, rest, workdir, ignored)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
     variables |= task.variables
-    return _with(task, workdir=str(workdir), copies=tuple(copies), variables=variables)
+    copied = {"copies": tuple(copies), "ignored": ignored}
+    return _with(task, workdir=str(workdir), variables=variables, **copied)
+
+
+def _ignored(task: TaskFolder, context: Path) -> frozenset[str]:
+    """Return the paths of a Dockerfile's folder that its `.dockerignore` leaves out. Raises
+    ValueError for one that cannot be read.
+    """
+    name = f"task {task.folder.name}"
+    for file in FILES:
+        if not os.path.lexists(context / file):
+            continue
+        try:
+            patterns = patterns_of(_text(task.folder, f"environment/{file}"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{name}: environment/{file} cannot be read: {error}") from error
+        paths = (path.relative_to(context) for path in _entries(name, context))
+        return left_out(map(PurePosixPath, paths), patterns)
+    return frozenset()
 
 
 def _assigned(rest: str) -> dict[str, str]:
@@ -377,7 +398,9 @@ def _instructions(text: str) -> Iterator[tuple[int, str]]:
         yield begun, " ".join(parts)
 
 
-def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[Copy]:
+def _copied(
+    context: Path, rest: str, workdir: PurePosixPath, ignored: frozenset[str]
+) -> Iterator[Copy]:
     """Yield each file or folder that a COPY names."""
     words = [word for word in rest.split() if not word.startswith(("--chown", "--chmod"))]
     modes = [_mode(word) for word in rest.split() if word.startswith("--chmod")]
@@ -389,9 +412,11 @@ def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[Copy]:
     target = _folded(workdir / last)
     for source in sources:
         pattern = source.strip("/").removeprefix("./") or "."
-        found = [context] if pattern == "." else sorted(context.glob(pattern))
+        there = [context] if pattern == "." else sorted(context.glob(pattern))
+        found = [path for path in there if str(path.relative_to(context)) not in ignored]
         if not found or any(not p.resolve().is_relative_to(context.resolve()) for p in found):
-            raise ValueError(f"there is no '{source}' in the task's environment/")
+            why = " that its .dockerignore does not leave out" if there and not found else ""
+            raise ValueError(f"there is no '{source}' in the task's environment/{why}")
         inside = last.endswith(("/", ".")) or len(sources) > 1 or len(found) > 1
         for path in found:
             to = target if path.is_dir() or not inside else target / path.name
