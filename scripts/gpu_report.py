@@ -861,12 +861,14 @@ def apart(machine: Machine, line: Line, limit: float | None = None) -> Lines:
 
 def ending(code: int, told: str, limit: float) -> str:
     """Why a line's process ended, by its exit code and what it said, and where in the code."""
+    from trireme.processes import signal_name
+
     lines = told.strip().splitlines()
     why = f"exit code {code}: {lines[-1][:160] if lines else 'it said nothing'}"
     if "Timeout (" in told:
         why = f"it did not end in {limit:.0f} s"
     elif code < 0:
-        why = f"its process ended by {signal.Signals(-code).name}"
+        why = f"its process ended by {signal_name(-code)}"
     mine = [text.strip() for text in lines if str(ROOT) in text and ", line " in text]
     return f"failed: {why}" + (f"; {mine[0]}".replace(f"{ROOT}/", "") if mine else "")
 

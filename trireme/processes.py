@@ -122,6 +122,14 @@ class Leftovers:
         return found
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal; of a real-time one that has none, its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def began(pid: int) -> str:
     """Return when a process began, in ticks since the machine did; empty if it has ended, or where
     this is not Linux.

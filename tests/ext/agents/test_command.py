@@ -167,6 +167,7 @@ def test_a_reward_that_is_no_finite_number_is_a_failure_that_is_tried_again(give
     [
         ("ask('a'); print('1.0'); sys.exit('no idea')", "exit code 1; it said: no idea"),
         ("ask('a'); print('0'); os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("ask('a'); print('0'); os.kill(os.getpid(), 40)", "was killed by signal 40"),
         ("ask('a'); print('fine')", "printed no reward: its last line is 'fine'"),
         ("ask('a'); print('{\"reward\": NaN}')", "expected a finite number"),
         ("print(1)", "never called the model"),

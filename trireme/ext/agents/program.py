@@ -27,6 +27,7 @@ from trireme.ext.sandbox.programs import wall
 from trireme.files import remove
 from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
+from trireme.processes import signal_name
 from trireme.usercode import Refused
 
 logger = get_logger("explorer")
@@ -335,7 +336,7 @@ def how(code: int | None, timeout: float | None, limit: str) -> str | None:
         return None
     if code > 0:
         return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by {signal_name(-code)}"
 
 
 def shown(output: str) -> str:
