@@ -53,6 +53,9 @@ class Workflow:
     """The options of `workflow_args` with their types: any other option, and a value of another
     type, is refused before the run. None: all are accepted. It holds for the class that sets it
     alone, since a subclass may read further ones."""
+    examines_rows: bool = False
+    """True if `examine` is cheap and sees every row before the run; otherwise it sees the first of
+    a taskset."""
     rewards_itself: bool = False
     """True if it does not use the task's reward, so that a YAML that names one is refused before
     the run. It holds for subclasses too, unless one has another `run` or names `reward_fn`."""

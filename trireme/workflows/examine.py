@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trireme.algorithms.recipes import Recipe
 from trireme.config import Plan
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.envs.env import refuse_missing
 from trireme.rewards.grouped import is_grouped
 from trireme.rewards.reward import resolve as resolve_reward
-from trireme.workflows.workflow import resolve
+from trireme.workflows.workflow import WorkflowSpec, resolve
 
 
 def examine_taskset(taskset: Taskset | Mixture, plan: Plan, recipe: Recipe) -> None:
     """Raise ValueError if a workflow or reward of the tasks does not take its options, or cannot
     work, or does not fit the algorithm.
     """
-    for task in taskset.kinds():
+    kinds = taskset.kinds()
+    for task in kinds:
         spec = resolve(task.workflow)
         if recipe.greedy_run and spec.can_repeat and not task.is_eval:
             raise ValueError(
@@ -46,3 +49,21 @@ def examine_taskset(taskset: Taskset | Mixture, plan: Plan, recipe: Recipe) -> N
             spec.examine(task)
         elif not is_grouped(task.reward_fn, task.reward_fn_args):
             resolve_reward(task.reward_fn, task.reward_fn_args)
+    if any(getattr(resolve(task.workflow).code, "examines_rows", False) for task in kinds):
+        _examine_rows(taskset)
+
+
+def _examine_rows(taskset: Taskset | Mixture) -> None:
+    """Raise ValueError for the first row that its workflow cannot play, with its place."""
+    specs: dict[Any, WorkflowSpec] = {}
+    for one in taskset.tasksets if isinstance(taskset, Mixture) else [taskset]:
+        for index, task in enumerate(one.all()):
+            if task.workflow not in specs:
+                specs[task.workflow] = resolve(task.workflow)
+            spec = specs[task.workflow]
+            if spec.examine is None or not getattr(spec.code, "examines_rows", False):
+                continue
+            try:
+                spec.examine(task)
+            except ValueError as error:
+                raise ValueError(f"{one.rows.where(index)}: {error}") from error

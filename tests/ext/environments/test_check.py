@@ -11,6 +11,8 @@ import pytest
 from tests.config.test_problems import problems_of
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
+from trireme.data.rows import Rows
+from trireme.envs.env import Seen
 from trireme.ext.environments.workflow import HouseholdWorkflow
 from trireme.task import Task
 from trireme.workflows.examine import examine_taskset
@@ -49,8 +51,9 @@ def test_a_lake_may_have_rows_without_a_prompt() -> None:
             lake.examine(Task(raw_task={"seed": 1, **wrong}))
 
 
-def examined(task: Task) -> None:
-    tasks: Any = SimpleNamespace(kinds=lambda: [task])
+def examined(task: Task, *more: Task) -> None:
+    rows = Rows("dataset 'x'", [one.raw_task for one in (task, *more)], ["prompt"])
+    tasks: Any = SimpleNamespace(kinds=lambda: [task], all=lambda: [task, *more], rows=rows)
     explorer = SimpleNamespace(auxiliary_models=[])
     plan: Any = SimpleNamespace(config=SimpleNamespace(explorer=explorer))
     examine_taskset(tasks, plan, get_recipe(AlgorithmConfig()))
@@ -86,9 +89,17 @@ def test_the_options_of_an_environment_are_no_problem(workflow: str, args: dict[
     examined(Task({"prompt": 3}, workflow=workflow, workflow_args=args))
 
 
+@pytest.mark.parametrize("workflow", ["sudoku_workflow", "household_workflow"])
+def test_a_later_row_without_an_episode_is_named(workflow: str) -> None:
+    first, last = (Task({"prompt": prompt}, workflow=workflow) for prompt in (3, "who?"))
+    with pytest.raises(ValueError, match=r"dataset 'x', row 1: .* 'who\?': expected the number"):
+        examined(first, last)
+
+
 def test_a_subclass_may_read_options_and_a_reward_of_its_own() -> None:
     class Mine(HouseholdWorkflow):
-        pass
+        def final_reward(self, seen: Seen, total: float) -> float:
+            return total * (self.task.reward_fn is not None)
 
     task = Task({"prompt": 1}, workflow=Mine, workflow_args={"rooms": 2}, reward_fn="math_reward")
     examined(task)

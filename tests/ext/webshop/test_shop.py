@@ -551,6 +551,9 @@ def test_a_shop_without_products_is_refused_before_the_run(
         examine(task)
     make_catalogue(tmp_path, 3, 0)
     examine(task)
+    for number in (3, -1):
+        with pytest.raises(ValueError, match=rf"is {number}, and the shop has 3 goals: .* 0 to 2"):
+            examine(Task({"prompt": number}, workflow_args={"data": str(tmp_path)}))
 
 
 def test_the_prompt_has_the_number_of_actions_of_the_yaml() -> None:

@@ -80,6 +80,7 @@ class FrozenLakeWorkflow(GymWorkflow):
     """
 
     reads_prompt = False
+    examines_rows = True
     workflow_options = _EPISODE | {
         **{"is_slippery": bool, "agent_max_steps": Steps, "env_max_steps": Steps},
         **{"size": int, "p": Share, "seed": int},
@@ -126,6 +127,7 @@ class HouseholdWorkflow(EpisodeWorkflow):
     blocking_env = False
     max_env_steps = 10
     unfinished_reward = 0.0
+    examines_rows = True
     workflow_options: Mapping[str, Any] | None = {"max_env_steps": Steps}
 
     @classmethod
@@ -144,6 +146,7 @@ class SudokuWorkflow(GymWorkflow):
     A puzzle is filled in, one move a turn. `workflow_args`: size (4 or 9), empty (cells), per_step.
     """
 
+    examines_rows = True
     workflow_options = _EPISODE | {"size": int, "empty": Steps}
 
     @classmethod
@@ -162,6 +165,7 @@ class TextArenaWorkflow(GymWorkflow):
     A textarena game for one player. `workflow_args`: env_id, env_args, per_step.
     """
 
+    examines_rows = True
     workflow_options = _MADE_BY_ID
 
     @classmethod

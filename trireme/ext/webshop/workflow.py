@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from trireme.envs.env import Seen
-from trireme.ext.webshop.env import OriginalEnv, WebShopEnv, open_shop, shop_files
+from trireme.ext.webshop.env import OriginalEnv, Shop, WebShopEnv, open_shop
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, Steps, row_number
 
@@ -80,6 +80,7 @@ class WebShopWorkflow(EpisodeWorkflow):
     blocking_env = False
     max_env_steps = ACTIONS
     tagged_actions = True
+    examines_rows = True
     workflow_options: Mapping[str, Any] | None = {
         **{"max_env_steps": Steps, "per_step": bool, "sparse": bool, "show_attrs": bool},
         **{
@@ -100,10 +101,17 @@ class WebShopWorkflow(EpisodeWorkflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a row without a session's number, and if there are no products."""
-        row_number(task)
+        """Raise ValueError for a row without a session's number, if there are no products, and for
+        a session that our shop does not have.
+        """
+        number = row_number(task)
         if cls.make_env is WebShopWorkflow.make_env and not _original(task):
-            shop_files(task.workflow_args.get("data"))
+            goals = len(_shop(task).goals)
+            if not 0 <= number < goals:
+                raise ValueError(
+                    f"the row's column '{task.prompt_key}' (format.prompt_key) is {number}, and "
+                    f"the shop has {goals} goals: expected a session from 0 to {goals - 1}"
+                )
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
@@ -128,14 +136,7 @@ class WebShopWorkflow(EpisodeWorkflow):
                 show_attrs=attributes,
             )
         else:
-            shop = open_shop(
-                args.get("data"),
-                human=human,
-                nouns=args.get("nouns", "auto"),
-                num_products=products,
-                limit_goals=limit,
-            )
-            env = WebShopEnv(shop, observation_mode=page, show_attrs=attributes)
+            env = WebShopEnv(_shop(self.task), observation_mode=page, show_attrs=attributes)
         return _Checked(env, session)
 
     def format_observation(self, seen: Seen) -> str:
@@ -148,6 +149,18 @@ class WebShopWorkflow(EpisodeWorkflow):
         if self.workflow_args.get("sparse") and reward >= 0:
             return float(reward >= 0.99)
         return reward
+
+
+def _shop(task: Task) -> Shop:
+    """Open the shop of the YAML, which is loaded once per process."""
+    args = task.workflow_args
+    return open_shop(
+        args.get("data"),
+        human=bool(args.get("human_goals", True)),
+        nouns=args.get("nouns", "auto"),
+        num_products=args.get("num_products"),
+        limit_goals=int(args.get("limit_goals", -1)),
+    )
 
 
 def _original(task: Task) -> bool:
