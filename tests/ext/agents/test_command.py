@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from trireme.ext.agents.command import (
     ProgramFailed,
     Settings,
     reward_of,
+    script_of,
     settings_of,
     task_json,
 )
@@ -338,6 +340,37 @@ def test_a_limit_that_is_tighter_already_stays(options: dict[str, Any], expected
 def test_limits_hold(code: str, limits: dict[str, Any], said: str) -> None:
     [failed] = play(task_of(code, cwd="{workdir}", **limits)).failures
     assert said in str(failed) + failed.trace
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("python -u -X dev a.py --out b.py", "a.py"),
+        ("env -i X=1 python3.12 a.py", "a.py"),
+        ("timeout -k 5 60 bash -eo pipefail a.sh", "a.sh"),
+        ("bash -lc 'exec python a.py b'", "a.py"),
+        ("node --import ./b.mjs a.mjs", "a.mjs"),
+        ("bash -e a.sh", "a.sh"),
+        ("bash -c 'cd b && python a.py'", None),
+        ("bash -c", None),
+        ("env -C b python a.py", None),
+        ("python -m a.py", None),
+        ("python -uc a.py", None),
+        ("python {folder}/a.py", None),
+        ("python - a.py", None),
+        ("my_agent a.py", None),
+        ("env my_agent", None),
+    ],
+)
+def test_the_script_of_a_command(command: str, script: str | None, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    assert script_of(words) == script
+    settings = {"command": ["python", *words[1:]], "cwd": str(tmp_path)}
+    if script and words[0] == "python":
+        with pytest.raises(ValueError, match=f"there is no '{script}' in"):
+            CommandWorkflow.examine(Task(ROW, workflow_args=settings))
+        (tmp_path / script).touch()
+        CommandWorkflow.examine(Task(ROW, workflow_args=settings))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import IO, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
@@ -43,6 +43,35 @@ from trireme.workflows.classes import Workflow
 
 Options = TypeVar("Options", bound=BaseModel)
 _HOLE = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+_BEFORE = ("env", "exec", "nice", "nohup", "setsid", "stdbuf", "time", "timeout")
+"""Programs that run the command behind them."""
+_ELSEWHERE = ("-C", "--chdir", "-S", "--split-string")
+"""Options of `env` after which a script is not where it seems to be."""
+_SCRIPT = re.compile(r"[^{]*\.(?:py|sh|js|mjs)")
+_COMPOUND = re.compile(r"[^\w ./=:@%+,-]")
+"""Characters of a shell's line that is more than one plain command."""
+
+
+class Interpreter(NamedTuple):
+    """A program whose first argument is a script, after its options."""
+
+    name: re.Pattern[str]
+    inline: re.Pattern[str]
+    """Options after which comes no script, but a module or the code itself."""
+    valued: re.Pattern[str]
+    """Options whose value is the next word."""
+
+
+def _named(name: str, inline: str, valued: str) -> Interpreter:
+    return Interpreter(re.compile(rf"(?:.*/)?{name}"), re.compile(inline), re.compile(valued))
+
+
+SHELL = _named("(?:ba|da|z|k)?sh", "-[a-z]*c", "[-+][a-z]*[oO]")
+INTERPRETERS = (
+    SHELL,
+    _named(r"(?:python|pypy)[\d.]*", "-|-[A-Za-z]*[cm]", "-[A-Za-z]*[WX]"),
+    _named("node", "-|-[ep]+|--eval|--print", "-r|--require|--import|--loader"),
+)
 
 
 def _words(command: Any) -> Any:
@@ -109,9 +138,8 @@ class CommandWorkflow(Workflow):
         path = str(cwd / program) if os.sep in program else program
         if "{" not in program and shutil.which(path) is None:
             raise ValueError(f"workflow_args.command: there is no program '{program}'")
-        script = Path(settings.command[1] if len(settings.command) > 1 else "{")
-        named = script.suffix in (".py", ".sh", ".js", ".mjs") and "{" not in f"{script}"
-        if named and settings.cwd != "{workdir}" and not (cwd / script).exists():
+        script = script_of(settings.command)
+        if script and settings.cwd != "{workdir}" and not (cwd / script).exists():
             raise ValueError(
                 f"workflow_args.command: there is no '{script}' in '{settings.cwd}' "
                 "(workflow_args.cwd)"
@@ -183,6 +211,34 @@ def settings_of(task: Task) -> Settings:
     if not settings.command:
         raise ValueError("workflow_args.command is empty: expected a program with its arguments")
     return settings
+
+
+def script_of(words: Sequence[str]) -> str | None:
+    """Return the script that an interpreter in a command runs; None if there is none, or if the
+    command does not tell.
+    """
+    before = 0
+    if words and Path(words[0]).name in _BEFORE:
+        before = next((at for at, word in enumerate(words) if _interpreter(word)), 0)
+        if any(word.startswith(_ELSEWHERE) for word in words[1:before]):
+            return None
+    interpreter = _interpreter(words[before]) if words else None
+    if interpreter is None:
+        return None
+    rest = iter(words[before + 1 :])
+    for word in rest:
+        if interpreter.inline.fullmatch(word):
+            text = next(rest, "") if interpreter is SHELL else ""
+            return None if _COMPOUND.search(text) else script_of(text.split())
+        if interpreter.valued.fullmatch(word):
+            next(rest, None)
+        elif not word.startswith(("-", "+")):
+            return word if _SCRIPT.fullmatch(word) else None
+    return None
+
+
+def _interpreter(word: str) -> Interpreter | None:
+    return next((one for one in INTERPRETERS if one.name.fullmatch(word)), None)
 
 
 def options_of(task: Task, kind: type[Options], workflow: str) -> Options:
