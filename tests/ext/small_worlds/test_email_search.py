@@ -16,7 +16,7 @@ from tests.model.fake import make
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
 from trireme.experience import Experience
-from trireme.ext.small_worlds.mailbox import Mailbox, make_mail, write_mailbox
+from trireme.ext.small_worlds.mailbox import Mailbox, main, make_mail, write_mailbox
 from trireme.task import Task
 from trireme.workflows.examine import examine_taskset
 from trireme.workflows.workflow import resolve
@@ -128,6 +128,9 @@ def test_a_mailbox_shows_its_owner_alone_and_takes_any_word(mailbox: Path, tmp_p
     }
     theirs = [e.message_id for e in EMAILS if ROW["inbox_address"] not in (*e.to, e.sender)]
     assert found and not found & set(theirs)
+    assert mine.read(theirs[0]) is None and mine.read(KEY) is not None
+    sender = Mailbox(mailbox, EMAILS[0].sender).read(KEY)
+    assert sender is not None and sender["from"] == EMAILS[0].sender
     assert mine.search(['x" OR the'], None, None) == []
     day = EMAILS[0].date[:10]
     assert mine.search(WORDS, "2030-01-01", None) == mine.search(WORDS, None, "2025-01-01") == []
@@ -142,6 +145,15 @@ def test_a_mailbox_shows_its_owner_alone_and_takes_any_word(mailbox: Path, tmp_p
     (tmp_path / "no.db").write_text("this is no database at all, but only a text")
     with pytest.raises(ValueError, match="no e-mails as expected"):
         play(tmp_path / "no.db")
+
+
+@pytest.mark.parametrize("number", ["500", "-3", "0"])
+def test_a_number_of_emails_that_cannot_be_made_is_refused(
+    number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), f"--emails={number}"])
+    assert f"--emails: {number} e-mails: expected from 1 to 192" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def make_games(
     furniture: tuple[int, int] = (4, 6),
 ) -> list[Path]:
     """Make `count` games of a split, the task types in turn; returns their files. See
-    `draw_household`.
+    `draw_room`.
     """
     package = Path(engine("alfworld").__file__).parent / "data"
     domain, grammar = (package / "alfred.pddl").read_text(), (package / "alfred.twl2").read_text()
@@ -218,6 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     options = parser.parse_args(arguments)
+    if min(options.train, options.test) < 0:
+        parser.error(f"--train {options.train}, --test {options.test}: expected no negative number")
     for split, count in (
         ("train", options.train),
         ("valid_seen", options.test),

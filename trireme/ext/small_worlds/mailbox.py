@@ -28,6 +28,10 @@ CREATE TABLE recipients (email_id INTEGER, recipient_address TEXT, recipient_typ
 CREATE VIRTUAL TABLE emails_fts USING fts5(subject, body, content='emails', content_rowid='id');
 CREATE INDEX recipients_of ON recipients (recipient_address, email_id);
 """
+_OWNED = (
+    "(e.from_address = ? OR EXISTS (SELECT 1 FROM recipients r"
+    " WHERE r.email_id = e.id AND r.recipient_address = ?))"
+)
 
 
 @dataclass(frozen=True)
@@ -73,18 +77,18 @@ class Mailbox:
         found = self._ask(
             "SELECT e.message_id, e.date, snippet(emails_fts, -1, '', '', ' ... ', 15)"
             " FROM emails e JOIN emails_fts ON e.id = emails_fts.rowid"
-            " WHERE emails_fts MATCH ? AND e.date >= ? AND e.date < ? AND (e.from_address = ?"
-            " OR EXISTS (SELECT 1 FROM recipients r WHERE r.email_id = e.id"
-            " AND r.recipient_address = ?)) ORDER BY e.date DESC, e.id LIMIT ?",
+            f" WHERE emails_fts MATCH ? AND e.date >= ? AND e.date < ? AND {_OWNED}"
+            " ORDER BY e.date DESC, e.id LIMIT ?",
             (words, after or "", before or "9999", self._owner, self._owner, MOST),
         )
         return [{"message_id": key, "date": day, "snippet": text} for key, day, text in found]
 
     def read(self, message_id: str) -> dict[str, Any] | None:
-        """Return one e-mail; None if the id is unknown."""
+        """Return one e-mail; None if the owner has none with this id."""
         found = self._ask(
-            "SELECT id, date, subject, from_address, body FROM emails WHERE message_id = ?",
-            (message_id,),
+            "SELECT e.id, e.date, e.subject, e.from_address, e.body FROM emails e"
+            f" WHERE e.message_id = ? AND {_OWNED}",
+            (message_id, self._owner, self._owner),
         )
         if not found:
             return None
@@ -137,11 +141,13 @@ _FACTS = {
 
 
 def make_mail(number: int, seed: int) -> tuple[list[Email], list[dict[str, Any]]]:
-    """Make `number` e-mails, and a question for each: the columns of ART-E's questions."""
+    """Make `number` e-mails, and a question for each: the columns of ART-E's questions. Raises
+    ValueError for more than there are.
+    """
     source = random.Random(f"mail {seed}")
     combined = [(t, w, f) for t in _THINGS for w in _PEOPLE for f in _FACTS]
-    if number > len(combined):
-        raise ValueError(f"{number} e-mails: expected {len(combined)} at most")
+    if not 0 < number <= len(combined):
+        raise ValueError(f"{number} e-mails: expected from 1 to {len(combined)}")
     emails, rows = [], []
     for index, (thing, who, fact) in enumerate(source.sample(combined, number)):
         owner = source.choice([name for name in _PEOPLE if name != who])
@@ -164,7 +170,7 @@ def make_mail(number: int, seed: int) -> tuple[list[Email], list[dict[str, Any]]
     return emails, rows
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run `python -m trireme.ext.small_worlds.mailbox OUT`: writes mail.db, train.jsonl and
     test.jsonl.
     """
@@ -172,8 +178,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--emails", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    emails, rows = make_mail(given.emails, given.seed)
+    given = parser.parse_args(arguments)
+    try:
+        emails, rows = make_mail(given.emails, given.seed)
+    except ValueError as error:
+        parser.error(f"--emails: {error}")
     size = len(rows) // 5
     write_splits(given.out, {"train": rows[size:], "test": rows[:size]})
     write_mailbox(given.out / "mail.db", emails)

@@ -104,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--products", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.products < 1:
+        parser.error(f"--products: {options.products}: expected at least 1")
     make_catalogue(options.folder, options.products, options.seed)
     say(f"{options.products} products with a goal each in {options.folder}")
 
