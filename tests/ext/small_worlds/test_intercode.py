@@ -11,6 +11,7 @@ import pytest
 
 from tests.model.fake import make
 from trireme.experience import Experience
+from trireme.ext.small_worlds.intercode import Database
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
@@ -46,6 +47,15 @@ def test_what_a_statement_may_not_do_is_said_and_does_not_happen() -> None:
     assert seen[1:3] == ["Error: not authorized"] * 2 and seen[3] == "Error: no such column: nam"
     assert seen[4].startswith("Write one statement") and seen[5].startswith("Error:")
     assert e.reward == 1.0
+
+
+def test_half_a_surrogate_pair_is_a_character_and_no_late_statement() -> None:
+    async def seen(*actions: str) -> list[str]:
+        database = Database(Task(ROW))
+        return [(await database.step(action))[0] for action in actions]
+
+    said = asyncio.run(seen("SELECT '\ud800'", "SELECT '\ud83d\ude00'", f"{RIGHT} -- \udfff"))
+    assert said == ["('\ufffd',)", "('\U0001f600',)", "('Bo',)"]
 
 
 def test_without_a_submission_there_is_no_reward() -> None:

@@ -23,6 +23,7 @@ from trireme.ext.agents.command import options_of
 from trireme.ext.agents.program import middle_out
 from trireme.ext.sandbox.programs import LONGEST, run, same_rows
 from trireme.task import Task
+from trireme.text import joined
 from trireme.workflows.episode import EpisodeWorkflow
 
 SYSTEM_PROMPT = """You answer a question by reading an SQLite database, one statement at a time.
@@ -74,6 +75,7 @@ class Database:
             return "Write one statement in <action>, or submit.", 0.0, False, {"valid": False}
         if len(action) > LONGEST:
             return "Error: the statement is too long.", 0.0, False, {"valid": False}
+        action = joined(action)  # as the conversation shows it; SQLite refuses half a pair
         query = in_sqlite(action)
         job = {"query": query, "databases": self._databases[:1], "most": SHOWN}
         told = await asyncio.to_thread(run, json.dumps(job))
