@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import queue
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -425,18 +427,55 @@ def test_one_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
         slow = asyncio.ensure_future(sandbox.unit_tests(Task(), waits, tests=tests))
         assert await sandbox.unit_tests(Task(), quick, tests=tests) == PASSED
         assert not slow.done()
-        for helper in list(sandbox.helpers().queue):
+        for helper in list(sandbox.HELPERS.queue):
             assert helper is None or helper._process.poll() is None
         assert await slow == {"accuracy": 0.0, "note/not_run": 0.0}
 
     asyncio.run(main())
 
 
+BEGIN_TOGETHER = """
+import subprocess
+import sys
+import threading, time
+import trireme.ext.sandbox.programs as sandbox
+
+made = []
+
+class SlowToMake(sandbox.Helpers):
+    def __init__(self, count):
+        time.sleep(0.2)
+        super().__init__(count)
+
+class Counted:
+    def __init__(self):
+        made.append(self)
+
+    def ask(self, job):
+        time.sleep(0.01)
+        return "1"
+
+sandbox.Helpers, sandbox.Helper, sandbox.os.cpu_count = SlowToMake, Counted, lambda: 2
+threads = [threading.Thread(target=sandbox.answer_of, args=({},)) for _ in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(made))
+"""
+
+
+def test_threads_that_begin_together_share_the_helpers() -> None:
+    words = [sys.executable, "-c", BEGIN_TOGETHER]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) <= max(2, min(8, os.cpu_count() or 2))
+
+
 def test_a_helper_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "wall", tuple)  # which would be killed in the helper's place
-    sandbox.helpers.cache_clear()
+    monkeypatch.setattr(sandbox, "HELPERS", sandbox.Helpers(2))
     assert answered(f"# first\n{RIGHT}") == [2, 4]
-    free = sandbox.helpers().queue
+    free = sandbox.HELPERS.queue
     [*_, helper] = [one for one in free if one is not None]
     helper._process.kill()
     helper._process.wait()

@@ -354,10 +354,8 @@ class Helpers(queue.LifoQueue[Helper | None]):
         return None if self._more.acquire(blocking=False) else super().get()
 
 
-@functools.cache
-def helpers() -> Helpers:
-    """Return this process's helpers."""
-    return Helpers(max(2, min(8, os.cpu_count() or 2)))
+HELPERS = Helpers(max(2, min(8, os.cpu_count() or 2)))
+"""This process's helpers."""
 
 
 def answer_of(job: dict[str, Any], left: threading.Event | None = None) -> str | None:
@@ -366,7 +364,7 @@ def answer_of(job: dict[str, Any], left: threading.Event | None = None) -> str |
     A helper that is gone is replaced by the next job. A job is not run if its caller `left` while
     it waited for a helper.
     """
-    free = helpers()
+    free = HELPERS
     helper = free.get()
     if left is not None and left.is_set():
         free.put(helper)
