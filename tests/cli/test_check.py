@@ -32,6 +32,20 @@ def test_a_plan_is_printed_by_topic(tmp_path):
     assert "no problems" in text
 
 
+def test_an_interval_of_evaluations_is_printed_only_where_there_are_eval_tasksets(tmp_path):
+    given = values(tmp_path)
+    config_of(tmp_path, given)
+    none = "evaluation    none: there are no eval_tasksets\n"
+    assert none in printed(tmp_path / "config.yaml")[1]
+    inputs = given["buffer"]["explorer_input"]
+    inputs["eval_tasksets"] = [{**inputs["taskset"], "name": "held_out"}]
+    config_of(tmp_path, given)
+    text = printed(tmp_path / "config.yaml", "explorer.eval_interval=5")[1]
+    assert "evaluation    every 5 explore steps\n" in text
+    for mode in ("serve", "bench"):
+        assert "evaluation  " not in printed(tmp_path / "config.yaml", f"mode={mode}")[1]
+
+
 def test_a_folder_that_holds_a_run_says_so(tmp_path):
     config_of(tmp_path, values(tmp_path))  # four train steps
     job = tmp_path / "out/p/n"

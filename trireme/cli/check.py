@@ -12,6 +12,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan
 from trireme.config.memory import in_gib
 from trireme.config.plan import unmet
+from trireme.config.stages import used_tasksets
 from trireme.log import hide_passwords
 from trireme.monitor.terminal import Terminal
 
@@ -133,9 +134,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
             each = -(-at_once // engines)
             requests = f"at most {each} requests at once{' an engine' * (each < at_once)}"
             rows.append(("runners", f"{plan.engine.runners} on {engine}: {requests}"))
-        rows.append(("evaluation", f"every {plan.sync.eval_interval} explore steps"))
-    if plan.mode in ("both", "explore"):
-        rows.append(("sync", _sync(plan.sync)))
+    if explores:
+        rows += [("evaluation", _evaluation(plan)), ("sync", _sync(plan.sync))]
     if trains or explores:
         replays = plan.config.buffer.trainer_input.experience_buffer.replay_buffer.enable
         kind = f"{plan.store.kind}{' with replay' * replays}"
@@ -234,6 +234,12 @@ def _train_step(steps: Steps, max_token_len: int) -> str:
 
 
 _WITH_THE_DATA, _AS_THEY_COME = "until the data ends", "as long as there are experiences"
+
+
+def _evaluation(plan: Plan) -> str:
+    if not any(taskset.is_eval for taskset in used_tasksets(plan.config)):
+        return "none: there are no eval_tasksets"
+    return f"every {plan.sync.eval_interval} explore steps"
 
 
 def _steps(steps: Steps, explores: bool, trains: bool) -> str:
