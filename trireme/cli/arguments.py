@@ -131,6 +131,9 @@ class WithFlags(TyperCommand):
         away = ", ".join(sorted({*absent("flags").values()}))
         for index, word in enumerate(rest):
             name, _, value = word.removeprefix("--").partition("=")
+            before = options.get(rest[index - 1].removeprefix("--")) if index else None
+            if getattr(before, "multiple", False):  # the value of `--option`
+                continue
             if not word.startswith("--") or name in options or word in ctx.help_option_names:
                 continue
             if instead := next(filter(None, (one.instead(name) for one in dialects)), None):

@@ -116,6 +116,20 @@ def test_debug_takes_a_yaml_and_leaves_nothing(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "there is no task 99: the taskset has 0 to 15" in done.output
 
 
+@pytest.mark.extension("swift", "multi_turn")
+def test_debug_takes_the_flags_that_run_and_check_take(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(small_config(tmp_path)))
+    flags = ["--multi_turn_scheduler", "math_tip_trick_multi_turn", "--max_turns", "2"]
+    flags += ["--reward_funcs", "accuracy"]
+    words = ["debug", str(path), "model.max_model_len=160", *flags]
+    done = CliRunner().invoke(app, [*words, "--reply", "#### 7", "--reply", "--- v1. A rule"])
+    assert done.exit_code == 0, done.output
+    assert "num_turns 2" in done.output and "rewards/accuracy 0" in done.output
+    done = CliRunner().invoke(app, [*words, "--max_turn", "2"])
+    assert done.exit_code == 2 and "did you mean --max_turns?" in done.output
+
+
 def test_tools_are_no_argument_of_a_trial(tiny_dir: Path) -> None:
     with pytest.raises(trireme.ConfigError, match="tools is not a known key; known here: project"):
         trireme.try_workflow(None, "1 + 1?", model=tiny_dir, tools=[len])
