@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.e2e.job import wait_for
+from tests.e2e.job import ROOT, trireme, wait_for
 from tests.ext.agents.addressed import played
 from tests.limits import HANG_S
+from tests.test_documents import BLOCK
+from tests.tiny import make_model
 from trireme.explorer.runner import Outcome
 from trireme.ext.agents.command import (
     CommandWorkflow,
@@ -444,3 +447,26 @@ def test_the_task_that_a_program_reads_is_without_the_right_answer(key: str) -> 
     assert task.raw_task["reward_model"] == judged
     if key == "reward_model.ground_truth":
         assert json.loads(known)["row"]["reward_model"] == {"style": "rule"}
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "file"), [("agents.md", "agent.py"), ("agent_programs.md", "with_openai.py")]
+)
+def test_the_first_program_of_a_page_runs_as_pasted_with_the_yaml_beside_it(
+    page: str, file: str, tmp_path: Path
+) -> None:
+    blocks = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    shown = {language: text for language, text in reversed(blocks)}  # the first of each
+    (tmp_path / file).write_text(shown["python"])
+    row = {"prompt": "6 * 7?", "question": "6 * 7?", "response": "42", "answer": "42"}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    config = yaml.safe_load(shown["yaml"])
+    model = {"model_path": str(make_model(tmp_path / "model", max_len=512))}
+    config["model"] = {**model, "max_model_len": 512, "max_response_tokens": 64}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = trireme(tmp_path, "debug", "run.yaml", "--reply", "42", PATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reward 1 " in done.stdout and "assistant  42" in done.stdout
