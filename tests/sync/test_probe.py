@@ -180,7 +180,7 @@ def test_each_of_several_engines_has_to_score_as_the_trainer_does(dtype: str) ->
 
     def prove(*engines: float) -> dict[str, float]:
         served = cast(Any, Serves(*engines))
-        return asyncio.run(probe.prove(served, {"head": 1.0}, [0.0, -3.0, -4.0], version=2))
+        return asyncio.run(probe.prove(served, {"head": 1.0}, [[0.0, -3.0, -4.0]], version=2))
 
     assert prove(-4.0, -4.0, -4.0005)["sync/probe_diff"] == pytest.approx(0.0005)
     with pytest.raises(WrongWeights, match=r"version 2, engine 1 of 3: the engine's log-prob"):
@@ -193,7 +193,7 @@ def test_weights_that_training_made_absurdly_large_are_no_fault_of_a_push(
 ) -> None:
     def prove(probe: Probe, engine: float, trainer: float, says: bool = True) -> dict[str, float]:
         served = cast(Any, Serves(engine, says=says))
-        return asyncio.run(probe.prove(served, {"head": 1.0}, [0.0, -3.0, trainer], version=2))
+        return asyncio.run(probe.prove(served, {"head": 1.0}, [[0.0, -3.0, trainer]], version=2))
 
     probe = Probe(9, dtype)
     prove(probe, -9.0, -9.0)
@@ -225,7 +225,7 @@ def test_a_token_whose_expert_is_another_by_rounding_is_no_fault_of_a_push(
         served = Routes(*engine, says=says)
         served.traits = EngineTraits()
         trainer = [0.0, -3.0, -4.0, -5.0, -6.0]
-        return asyncio.run(probe.prove(cast(Any, served), {"head": 1.0}, trainer, version=2))
+        return asyncio.run(probe.prove(cast(Any, served), {"head": 1.0}, [trainer], version=2))
 
     probe = Probe(9, "float32")
     agreeing, flipped = (-3.0, -4.0, -5.0, -6.0), (-3.0, -4.0, -5.15, -6.0)
@@ -242,3 +242,62 @@ def test_a_token_whose_expert_is_another_by_rounding_is_no_fault_of_a_push(
     ):
         with pytest.raises(WrongWeights, match="log-probabilities differ"):
             prove(probe, *engine, says=says)
+
+
+class OfPieces(Serves):
+    """One of several engines: its row and its pieces, by the number of the engine."""
+
+    def __init__(self, rows: list[list[float]], ends: list[list[float]]) -> None:
+        super().__init__(*[0.0] * len(rows))
+        self.rows, self.ends = rows, ends
+
+    async def logprobs(self, ids: Any) -> list[list[float]]:
+        members = self.traits.members
+        if len(ids) == members:
+            return self.rows
+        assert [len(piece) for piece in ids] == [4] * members * len(self.ends[0])
+        return [[0.0, -9.0, -9.0, self.ends[n % members][n // members]] for n in range(len(ids))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mixture_that_differs_is_judged_by_most_of_its_pieces(
+    dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row, ends = [0.0, -3.0, -4.0, -5.0], [-6.0, -7.0, -8.0]
+
+    def prove(*engines: tuple[list[float], list[float]]) -> dict[str, float]:
+        probe = Probe(4, dtype, mixture=True)
+        if dtype == "bfloat16":  # measured before
+            probe.judge(Gap(0.02, 0.02, 0.05, 0.05, 5.0), version=1)
+        rows, of_pieces = map(list, zip(*engines, strict=True))
+        expected = [row, *([0.0, -9.0, -9.0, end] for end in ends)]
+        served = cast(Any, OfPieces(rows, of_pieces))
+        return asyncio.run(probe.prove(served, {"head": 1.0}, expected, version=1, ids=[3, 1, 2]))
+
+    far = [0.0, -3.45, -4.45, -5.45]  # every token after the first sees one with other experts
+    one_far, two_far = [-6.0, -7.5, -8.0], [-6.5, -7.5, -8.0]
+    with caplog.at_level("WARNING"):
+        assert prove((row, ends), (far, one_far))["sync/probe_diff"] == pytest.approx(0.45)
+    assert "the same weights and differ by 0.45 nats on a row; most tokens agree" in caplog.text
+    for engines in (
+        [(far, two_far)],
+        [(far, ends), (far, two_far)],
+        [([0.0, -3.0, -4.0, -9.0], ends)],  # further than other experts can move a token
+        [(far, [-6.0, -7.0, -20.0])],
+        [(far, [-6.0, -7.0, float("nan")])],
+    ):
+        with pytest.raises(WrongWeights, match="log-probabilities differ"):
+            prove(*engines)
+
+
+def test_a_dense_model_has_no_pieces_and_a_mixture_has() -> None:
+    class Trainer:
+        def score(self, ids: Any) -> list[list[float]]:
+            return [[float(token) for token in row] for row in ids]
+
+    trainer = cast(Any, Trainer())
+    row = [float(token) for token in spread_ids(3)]
+    assert Probe(3, "float32").expected(trainer) == [row]
+    own, *pieces = Probe(3, "float32", mixture=True).expected(trainer)
+    assert own == row == [1.0, 2.0, 0.0]
+    assert pieces == [[1.0, 2.0, 0.0, 1.0], [2.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 0.0]]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny import make_tokenizer
 from tests.trainer.samples import settings
@@ -33,9 +33,12 @@ from trireme.trainer.backend import Backend
 LARGEST_LOGIT = 25.0
 
 
-def realistic(folder: Path, vocabulary: int) -> Path:
+def realistic(
+    folder: Path, vocabulary: int, family: str = "llama", seed: int = 0, **sizes: Any
+) -> Path:
     """A random model whose largest logits are 25."""
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
@@ -44,12 +47,13 @@ def realistic(folder: Path, vocabulary: int) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=False,
+        **sizes,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and "layers" in name:
+            if parameter.ndim > 1 and "layers" in name:
                 parameter.mul_(8)  # or attention does next to nothing
         ids = torch.randint(0, vocabulary, (1, 64))
         model.lm_head.weight.mul_(LARGEST_LOGIT / model(ids).logits.abs().max())
@@ -112,6 +116,9 @@ async def push_often(folder: Path, pushes: int, faults_each: int) -> Seen:
     async def score(ids: list[int]) -> list[float]:
         return backend.score([ids])[0]
 
+    async def prove(served: Any, marks: dict[str, float], version: int) -> dict[str, float]:
+        return await probe.prove(served, marks, [await score(probe.ids)], version=version)
+
     def move() -> None:
         with torch.no_grad():  # as Adam does: by the learning rate, up or down
             for p in backend.module.parameters():
@@ -138,7 +145,7 @@ async def push_often(folder: Path, pushes: int, faults_each: int) -> Seen:
             await engine.update_weights(own, version)
             marks = fingerprint(weights, "bfloat16")
             try:
-                found = await probe.prove(engine, marks, await score(probe.ids), version=version)
+                found = await prove(engine, marks, version)
                 seen.means.append(found["sync/probe_mean"])
             except WrongWeights as error:
                 seen.alarms.append(str(error))
@@ -147,7 +154,7 @@ async def push_often(folder: Path, pushes: int, faults_each: int) -> Seen:
         load_weights(engine.module, weights)
         with pytest.raises(WrongWeights, match=r"1 of \d+ tensors differ \(lm_head.weight\)"):
             marks = fingerprint(backend.weights(), "bfloat16")
-            await probe.prove(engine, marks, await score(probe.ids), version=pushes)
+            await prove(engine, marks, pushes)
     finally:
         await engine.close()
         device.close()

@@ -14,6 +14,7 @@ from typing import Any
 from trireme.buffer.buffer import Buffer
 from trireme.checkpoint.layout import DATA_ROWS
 from trireme.checkpoint.save import Saving
+from trireme.config.shape import experts_of
 from trireme.engines.engine import Engine
 from trireme.launch.data import end_ids_of, make_buffer
 from trireme.launch.models import make_pairs, pushed_part
@@ -54,7 +55,9 @@ class TrainerSide:
         self._saving: Saving | None = None
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
         """Returns the state of an explorer of the same run: checkpoints hold it too."""
-        self._probe = Probe(backend.module.config.get_text_config().vocab_size, plan.dtype)
+        facts = backend.module.config.to_dict()
+        vocabulary = backend.module.config.get_text_config().vocab_size
+        self._probe = Probe(vocabulary, plan.dtype, mixture=experts_of(facts) > 0)
         part = pushed_part(plan, backend)
         self._source: WeightSource = backend if part == "merged" else PartSource(backend, part)
         self._files = CheckpointPush(

@@ -87,10 +87,12 @@ class CheckpointPush:
         """Write the weights' folder; returns its step and the contents of its probe.json."""
         step = self.step()
         weights = self.backend.weights()
+        of_row, *of_pieces = self.probe.expected(self.backend)
         probe = {
             "version": version,
             "ids": self.probe.ids,
-            "logprobs": self.probe.expected(self.backend),
+            "logprobs": of_row,
+            "pieces": of_pieces,
             "fingerprint": fingerprint(weights, self.dtype),
         }
         save_weights(
@@ -103,7 +105,8 @@ class CheckpointPush:
 
 
 async def _prove(engine: Engine, probe: Probe, file: Mapping[str, Any]) -> dict[str, float]:
-    marks, expected, version = (file[key] for key in ("fingerprint", "logprobs", "version"))
+    marks, of_row, version = (file[key] for key in ("fingerprint", "logprobs", "version"))
+    expected = [of_row, *file.get("pieces", ())]  # older files have none
     return await probe.prove(engine, marks, expected, version=version, ids=file["ids"])
 
 

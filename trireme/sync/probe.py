@@ -7,7 +7,9 @@ model: so it is measured while both have the same weights, and a later gap may b
 large. Rounding is without a bound in two cases: weights that a training has made absurdly large,
 and a choice between things that are equal to within rounding, such as a mixture's experts, which
 moves single tokens. Where the fingerprints are equal and an earlier push was proved, such a gap is
-a warning.
+a warning. A token whose experts are others moves those that see it, too. So a mixture's trainer
+also scores short pieces of the row, each of which has few tokens to be moved by: if most of them
+agree, the gap is a warning, at the first push too. Wrong weights move every piece.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from torch import Tensor
@@ -28,6 +31,9 @@ SPREAD = 24
 """Ids that are spread over the vocabulary."""
 SAMPLED = 104
 """Ids that the engine samples after them: text like that of rollouts."""
+PIECE = 4
+"""Ids of a piece of the row, whose last one is judged: it sees enough others to show a wrong
+attention."""
 TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32, nats, if log-probabilities are as small as
 -10: rounding stays far below, a wrong tensor far above. Rounding grows with the logits, and so does
@@ -43,6 +49,10 @@ LARGE = 100.0
 """A log-probability, nats without its sign, that no model which writes text gives a token of the
 row: its weights have grown beyond all sense, and attention that is all but tied between two tokens
 turns the last bit of a sum into whole nats."""
+_ONLY_EXPERTS = (
+    "most tokens agree, and single ones do not: a choice such as a router's, between experts that "
+    "are equal to within rounding"
+)
 AT_START = 0.5
 """A mean gap, nats, that cannot be rounding: one wrong layer exceeds it."""
 
@@ -112,6 +122,12 @@ class Gap:
         median, p95 = (apart[math.ceil(part * len(apart)) - 1] for part in (0.5, 0.95))
         return cls(sum(apart) / len(apart), median, p95, apart[-1], depth)
 
+    @classmethod
+    def of_ends(cls, engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]]) -> Gap:
+        """Compute the gap of the last tokens of several rows."""
+        ends = ([0.0, *(row[-1] for row in rows)] for rows in (engine, trainer))
+        return cls.of(*ends)
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a push."""
         return {"sync/probe_diff": self.largest, "sync/probe_mean": self.mean}
@@ -122,20 +138,21 @@ class Probe:
     rounding.
     """
 
-    def __init__(self, vocabulary: int, dtype: str) -> None:
-        """`dtype` is the engine's."""
+    def __init__(self, vocabulary: int, dtype: str, *, mixture: bool = False) -> None:
+        """`dtype` is the engine's. `mixture`: whether the model has experts."""
         self.ids = spread_ids(vocabulary)
+        self._mixture = mixture
         self._dtype = dtype
         self._measured: Gap | None = None
         self._agreed = self._warned = False
 
-    def expected(self, trainer: WeightSource) -> list[float]:
-        """Return the row's log-probabilities by the trainer's weights. Raises BrokenWeights if any
-        is not finite.
+    def expected(self, trainer: WeightSource) -> list[list[float]]:
+        """Return log-probabilities by the trainer's weights: those of the row, and, for a mixture,
+        of its pieces. Raises BrokenWeights if any is not finite.
         """
-        [scored] = trainer.score([self.ids])
-        if not all(map(math.isfinite, scored)):
-            raise BrokenWeights(f"they score a row of {len(scored)} tokens as NaN")
+        scored = trainer.score([self.ids, *(pieces_of(self.ids) if self._mixture else ())])
+        if not all(map(math.isfinite, chain.from_iterable(scored))):
+            raise BrokenWeights(f"they score a row of {len(scored[0])} tokens as NaN")
         return scored
 
     async def calibrate(
@@ -160,7 +177,7 @@ class Probe:
         self,
         engine: Engine,
         marks: Mapping[str, float],
-        expected: Sequence[float],
+        expected: Sequence[Sequence[float]],
         *,
         version: int,
         ids: list[int] | None = None,
@@ -170,16 +187,21 @@ class Probe:
         """
         served, members = await engine.fingerprint(), engine.traits.members
         compare_weights(served, marks, version=version)
+        row, (of_row, *of_pieces) = self.ids if ids is None else ids, expected
         gaps = []
-        for number, scored in enumerate(
-            await engine.logprobs([self.ids if ids is None else ids] * members)
-        ):
-            gaps.append(gap := Gap.of(scored, expected))
+        for number, scored in enumerate(await engine.logprobs([row] * members)):
+            gaps.append(gap := Gap.of(scored, of_row))
             try:
                 self.judge(gap, version=version, member=f"{number} of {members}" * (members > 1))
             except WrongWeights:
+                if served is None:
+                    raise
                 why = self._why_only_rounding(gap)
-                if served is None or not why:
+                if not why and of_pieces:
+                    pieces = [piece for piece in pieces_of(row) for _ in range(members)]
+                    own = (await engine.logprobs(pieces))[number::members]
+                    why = self._why_only_experts(gap, Gap.of_ends(own, of_pieces))
+                if not why:
                     raise
                 self._warn(gap, version, why)
         return max(gaps, key=lambda gap: gap.largest).metrics()
@@ -211,11 +233,20 @@ class Probe:
                 f"log-probability {-gap.depth:.4g} (a learning rate that is too large)"
             )
         if self._dtype == "float32" and gap.median <= _limit(gap) and gap.mean <= AT_START:
-            return (
-                "most tokens agree, and single ones do not: a choice such as a router's, between "
-                "experts that are equal to within rounding"
-            )
+            return _ONLY_EXPERTS
         return ""
+
+    def _why_only_experts(self, gap: Gap, pieces: Gap) -> str:
+        """Return why a mixture's gap that is too large may be rounding all the same, by that of the
+        row's pieces; empty if it cannot.
+        """
+        limit = _limit(pieces)
+        if self._dtype != "float32":
+            if self._measured is None:
+                return ""
+            limit = TIMES * max(self._measured.median, LEAST[self._dtype][0])
+        small = max(gap.mean, pieces.mean) <= AT_START and pieces.median <= limit
+        return _ONLY_EXPERTS if small else ""
 
     def _warn(self, gap: Gap, version: int, why: str) -> None:
         if not self._warned:
@@ -271,6 +302,12 @@ def spread_ids(vocabulary: int) -> list[int]:
     """Return a row of ids over the whole vocabulary, so that embedding and head rows differ."""
     stride = max(vocabulary // SPREAD, 1)
     return [(7 + index * stride) % vocabulary for index in range(min(SPREAD, vocabulary))]
+
+
+def pieces_of(row: Sequence[int]) -> list[list[int]]:
+    """Return the pieces of a probe's row: one that begins at each of its first ids."""
+    ids = row[:SPREAD]
+    return [[ids[(start + n) % len(ids)] for n in range(PIECE)] for start in range(len(ids))]
 
 
 def _wrong(when: str, how: str) -> WrongWeights:

@@ -105,7 +105,7 @@ class MemorySync:
         size = sum(tensor.nbytes for tensor in (source or {}).values())
         return metrics | {"sync/pushed_bytes": float(size)}
 
-    def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
+    def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[list[float]]]:
         """Return the weights, their fingerprints in the engine's dtype, and the probe's scores."""
         expected = self.probe.expected(self.backend)
         weights, marks = self.backend.weights(), self.backend.unmoved(self.dtype)

@@ -62,8 +62,8 @@ class HttpSync:
         await self._deliver(version, list)
 
     async def _deliver(
-        self, version: int, score: Callable[[], list[float]]
-    ) -> tuple[Sent, list[float]]:
+        self, version: int, score: Callable[[], list[list[float]]]
+    ) -> tuple[Sent, list[list[float]]]:
         """Send and commit the weights; returns a count of them, and their scores by `score`."""
         await self.engine.servers.connect()
         loop, given_up = asyncio.get_running_loop(), threading.Event()
@@ -77,7 +77,7 @@ class HttpSync:
                     raise RuntimeError("the push was given up")
             future.result()
 
-        def send() -> tuple[Sent, list[float]]:
+        def send() -> tuple[Sent, list[list[float]]]:
             scores = score()
             sent = Sent(self.dtype, dict(self.backend.unmoved(self.dtype)))
             with closing(self.backend.each_weight(self.dtype)) as weights:
@@ -194,7 +194,7 @@ class GroupSync:
 
     def _send(
         self, group: WeightGroup, tell: Callable[[], object]
-    ) -> tuple[dict[str, float], list[float], int]:
+    ) -> tuple[dict[str, float], list[list[float]], int]:
         """Broadcast the weights; returns their fingerprints, the probe's scores by them,
         and bytes.
         """
@@ -292,7 +292,7 @@ class ColocatedSync:
         await self.engine.call_all("/engine/group/join", *bodies, asleep=True)
         self._met = dict(self.engine.servers.instances)
 
-    def _send(self, tell: Callable[[], object]) -> tuple[Sent, list[float]]:
+    def _send(self, tell: Callable[[], object]) -> tuple[Sent, list[list[float]]]:
         """Lend the weights; returns a count of them, and the probe's scores."""
         sent = Sent(self.dtype, dict(self.backend.unmoved(self.dtype)))
         expected = self.probe.expected(self.backend)
