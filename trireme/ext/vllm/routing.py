@@ -8,7 +8,7 @@ here. A CUDA graph that was recorded before would not call it, so there are none
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -61,19 +61,22 @@ class SlotRouting:
         """The experts of requests that vLLM has ended and nobody has asked for, by our names."""
         self._taken: set[str] = set()
         """The names of requests that were asked for before vLLM ended them here."""
+        self._scheduled: Mapping[str, int] = {}
+        """The tokens of each request in the last step, which vLLM counts in the next one."""
         plain = runner.execute_model
 
         def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
             self._keep(scheduled.finished_req_ids)  # before others get their slots
             out = plain(scheduled, *args, **options)
+            self._scheduled = scheduled.num_scheduled_tokens
             self._note(scheduled.total_num_scheduled_tokens)
             return out
 
         runner.execute_model = execute_model
 
     def take(self, name: str) -> np.ndarray | None:
-        """Return the experts [N, L, K] of a request's tokens, N being a multiple of a block's size;
-        None if it has no slots any more.
+        """Return the experts [N, L, K] of a request's tokens that are computed; None if it has no
+        slots any more.
         """
         if name in self._ended:
             return self._ended.pop(name)
@@ -115,5 +118,8 @@ class SlotRouting:
             return None
         blocks = self._blocks.get_numpy_array()[row, : self._blocks.num_blocks_per_row[row]]
         size = self._blocks.block_size
-        slots = (blocks[:, None].astype(np.int64) * size + np.arange(size)).reshape(-1)
+        before = int(self._runner.input_batch.num_computed_tokens_cpu[row])
+        # slots that are not written yet have the experts of another request
+        count = before + self._scheduled.get(number, 0)
+        slots = (blocks[:, None].astype(np.int64) * size + np.arange(size)).reshape(-1)[:count]
         return self._table[torch.from_numpy(slots).to(self._table.device)].numpy(force=True)
