@@ -14,6 +14,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen3_5Config,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from tests.hybrids import HYBRIDS, calm
@@ -88,7 +89,9 @@ def make_composite(folder: Path, family: str, **options: Any) -> Path:
             "out_hidden_size": text["hidden_size"],
             "deepstack_visual_indexes": [0],
         }
-        config = Qwen3VLConfig(
+        mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text |= mixture if family == "qwen3_vl_moe" else {}
+        config = (Qwen3VLMoeConfig if family == "qwen3_vl_moe" else Qwen3VLConfig)(
             text_config=text, vision_config=sight, image_token_id=image,
             vision_start_token_id=image + 1, vision_end_token_id=image + 2,
         )  # fmt: skip

@@ -83,14 +83,17 @@ def with_routing(samples: list[Experience], layers: int, *, seed: int = 1) -> li
     return samples
 
 
-def forced_gradients(folder: Path, family: str, batch: Batch) -> dict[str, Tensor]:
+def forced_gradients(
+    folder: Path, family: str, batch: Batch, adapt: Callable[[Any], None] = lambda _: None
+) -> dict[str, Tensor]:
     """Log-probabilities and gradients of transformers' own model in float64, one sample after the
-    other, whose routers compute the family's formula for the recorded experts.
+    other, whose routers compute the family's formula for the recorded experts. `adapt` changes it.
     """
     eager: Any = {"experts_implementation": "eager"}
     own = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float64, **eager
     )
+    adapt(own)
     recorded: list[np.ndarray | None] = [None]
 
     def force(router: Any, layer: int) -> None:
@@ -147,6 +150,53 @@ def test_replayed_training_is_that_of_a_model_with_forced_routers(
     checkpoint_activations(model.train())
     again = gradients(model, token_logprobs(model, batch)[0])
     assert apart(again, expected) < 2e-5
+
+
+def adapted(weights: dict[str, Tensor], scale: float) -> Callable[[Any], None]:
+    """Freeze a model, and write an adapter's products out into its layers; `weights` are peft's."""
+
+    def add(layer: Any, a: Tensor, b: Tensor) -> None:
+        plain = layer.forward
+        layer.lora_A, layer.lora_B = torch.nn.Parameter(a), torch.nn.Parameter(b)
+        layer.forward = lambda x: plain(x) + scale * (x @ layer.lora_A.T) @ layer.lora_B.T
+
+    def adapt(model: Any) -> None:
+        model.requires_grad_(False)
+        for name, layer in [*model.named_modules()]:
+            key = f"base_model.model.{name}.lora_"
+            if f"{key}A.weight" in weights:
+                add(layer, *(weights[f"{key}{one}.weight"].double() for one in "AB"))
+
+    return adapt
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_an_adapter_is_trained_as_in_a_model_with_forced_routers(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_mixture(tmp_path / family, family)
+    layers = len(routers_of(AutoModelForCausalLM.from_pretrained(folder)))
+    batch = flatten(with_routing(experiences(), layers))
+    modules = ("q_b_proj", "o_proj") if family == "deepseek_v3" else ("q_proj", "o_proj")
+    lora = Lora(rank=2, alpha=3, target_modules=modules)
+    backend = backend_of(folder, lora=lora, replays_routing=True)
+    assert backend.adapter is not None
+    draws = torch.Generator().manual_seed(3)
+    weights = {
+        name: 0.1 * torch.randn(tensor.shape, generator=draws)
+        for name, tensor in backend.adapter.weights().items()
+    }
+    backend.adapter.load(weights)
+    expected = forced_gradients(folder, family, batch, adapted(weights, scale=1.5))
+    assert len(expected) == 1 + len(weights)
+    for share in (True, False):
+        trained = token_logprobs(backend.module, batch, share_prefix=share)[0]
+        got = {
+            name.replace(".default.weight", ""): tensor
+            for name, tensor in gradients(backend.module, trained).items()
+        }
+        assert apart(got, expected) < 2e-5, share
+    assert float((backend.logprobs(batch) - expected["logprobs"]).abs().max()) < 2e-5
 
 
 @pytest.mark.parametrize("family", TESTED[REPLAY])
