@@ -9,7 +9,9 @@ import torch
 
 from tests.workflows.test_workflow import call
 from trireme import Experience, RewardPropagationWorkflow, StepWiseRewardWorkflow
+from trireme.task import Task
 from trireme.usercode import Refused
+from trireme.workflows.episode import EpisodeWorkflow
 from trireme.workflows.workflow import resolve
 
 
@@ -194,3 +196,16 @@ def _with_args(args: dict[str, Any]) -> Any:
         workflow_args = args
 
     return Holder()
+
+
+class Plays(EpisodeWorkflow):
+    """Its loop over an environment is the base's."""
+
+
+@pytest.mark.parametrize("workflow", [Steps, Guess, Plays])
+def test_the_number_of_steps_is_checked_before_the_run(workflow: Any) -> None:
+    spec = resolve(workflow)
+    spec.refuse_unused(Task({"prompt": ""}, workflow_args={"max_env_steps": 3, "my_own": 0}))
+    for wrong, says in ((0, "is 0: expected at least 1"), ("x", "is 'x': expected a whole number")):
+        with pytest.raises(ValueError, match=rf"workflow_args: max_env_steps {says}"):
+            spec.refuse_unused(Task({"prompt": ""}, workflow_args={"max_env_steps": wrong}))

@@ -56,6 +56,9 @@ class Workflow:
     examines_rows: bool = False
     """True if `examine` is cheap and sees every row before the run; otherwise it sees the first of
     a taskset."""
+    loop_options: Mapping[str, Any] = {}
+    """The options of `workflow_args` that a base class's loop reads, with their types: a value of
+    another type is refused before the run, for subclasses too."""
     rewards_itself: bool = False
     """True if it does not use the task's reward, so that a YAML that names one is refused before
     the run. It holds for subclasses too, unless one has another `run` or names `reward_fn`."""

@@ -115,6 +115,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
     is_async = True
     rewards_itself = True
     calls = ("generate_env_inference_samples",)
+    loop_options: Mapping[str, Any] = {"max_env_steps": Steps}
     per_step: bool = False
     """Whether each turn is an experience, instead of the conversation."""
     unfinished_reward: float = -0.1

@@ -6,7 +6,7 @@ A step that extends the one before shares its prefix in training, so that nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,12 +17,14 @@ from trireme.model.blocking import BlockingModel
 from trireme.rewards.reward import number
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
+from trireme.workflows.episode import Steps
 
 
 class _Episode(Workflow):
     """The loop over the steps, which both forms share."""
 
     calls = ("step", "reward", "step_async", "reward_async")
+    loop_options: Mapping[str, Any] = {"max_env_steps": Steps}
 
     def __init__(
         self,

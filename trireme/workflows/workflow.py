@@ -179,13 +179,18 @@ class WorkflowSpec:
 
     def refuse_unused(self, task: Task) -> None:
         """Raise ValueError for an option of `workflow_args` that a class does not have, and for a
-        reward that it does not use: see `Workflow.workflow_options` and `rewards_itself`.
+        reward that it does not use: see `Workflow.workflow_options`, `loop_options` and
+        `rewards_itself`.
         """
         declared = vars(self.code) if inspect.isclass(self.code) else {}
         if (kinds := declared.get("workflow_options")) is not None:
             refuse_unknown_options(f"{self.label}: workflow_args", task.workflow_args, kinds)
             for name, value in task.workflow_args.items():
                 checked_value(f"{self.label}: workflow_args", name, kinds[name], value)
+        for name, kind in getattr(self.code, "loop_options", {}).items():
+            if name in task.workflow_args:
+                options = f"{self.label}: workflow_args"
+                checked_value(options, name, kind, task.workflow_args[name])
         if self.rewards_itself and task.reward_fn is not None:
             ours = self.code.__module__.startswith("trireme.")
             uses = "" if ours else "; or set rewards_itself = False in the class if it does use it"
