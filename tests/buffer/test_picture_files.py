@@ -37,6 +37,29 @@ def test_the_oldest_go_past_the_limit(tmp_path: Path) -> None:
     assert picture_file(tmp_path, "notes.txt") is None
 
 
+def test_two_copies_that_trim_one_folder_lose_no_picture_that_is_shown_again(
+    tmp_path: Path,
+) -> None:
+    one, other = PictureFiles(tmp_path), PictureFiles(tmp_path, limit=450)
+    one.add([made(0)])
+    other.add(made(n) for n in range(1, 6))
+    assert picture_file(tmp_path, made(0).digest) is None
+    one.add([made(0)])
+    assert picture_bytes(tmp_path, made(0).digest) == made(0).data
+    limited = PictureFiles(tmp_path, limit=450)
+    limited.add([made(1)])  # it has read the folder
+    other.add(made(n) for n in range(6, 9))
+    limited.add(made(n) for n in range(9, 12))  # the files of `other` are the oldest
+    assert sum(path.stat().st_size for path in (tmp_path / FOLDER).iterdir()) <= 500
+
+
+def test_a_picture_that_another_copy_removes_meanwhile_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / made(0).digest).symlink_to(tmp_path / "gone")  # listed, and not there
+    PictureFiles(tmp_path).add([made(1)])
+    assert picture_bytes(tmp_path, made(1).digest) == made(1).data
+
+
 def test_a_copy_in_a_database_has_its_pictures_in_files(tmp_path: Path) -> None:
     data = bytes(50_000)
     seen = Picture(data, hashlib.sha256(data).hexdigest(), 2, (1, 2, 4))

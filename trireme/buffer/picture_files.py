@@ -1,5 +1,8 @@
 """Picture files: the pictures of a job's experiences, for people to look at: one file for each,
 `buffer/pictures/<digest>`, however many experiences show it.
+
+Several copies, also of several processes, may write and trim one folder at the same time: each
+reads it again before it trims, and writes what another has removed.
 """
 
 from __future__ import annotations
@@ -7,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from trireme.buffer.limit import SHARE
@@ -32,21 +36,27 @@ class PictureFiles:
         for picture in pictures:
             if self._sizes is None:
                 self._sizes = self._read()
-            if picture.digest not in self._sizes:
-                write_bytes(self._folder / picture.digest, picture.data)
+            path = self._folder / picture.digest
+            if picture.digest not in self._sizes or not path.is_file():
+                write_bytes(path, picture.data)
                 self._sizes[picture.digest] = len(picture.data)
-                self._trim(self._sizes)
+                self._trim()
 
     def _read(self) -> dict[str, int]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        found = [(p.stat(), p.name) for p in self._folder.iterdir() if _DIGEST.fullmatch(p.name)]
-        found.sort(key=lambda one: one[0].st_mtime_ns)
-        return {name: state.st_size for state, name in found}
+        found: list[tuple[int, str, int]] = []
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # another copy trims at this moment
+                if _DIGEST.fullmatch(path.name):
+                    state = path.stat()
+                    found.append((state.st_mtime_ns, path.name, state.st_size))
+        return {name: size for _, name, size in sorted(found)}
 
-    def _trim(self, sizes: dict[str, int]) -> None:
-        total = sum(sizes.values())
-        if total <= self._limit:
+    def _trim(self) -> None:
+        if self._sizes is None or sum(self._sizes.values()) <= self._limit:
             return
+        sizes = self._sizes = self._read()
+        total = sum(sizes.values())
         for digest in [*sizes]:
             if total <= SHARE * self._limit:
                 return
