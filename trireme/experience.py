@@ -260,6 +260,18 @@ class Experience:
         )
 
 
+def cut_to(experience: Experience, length: int) -> Experience:
+    """Remove the tokens past `length`, if there are any; the reply then counts as truncated."""
+    if len(experience.tokens) <= length:
+        return experience
+    for name in ("tokens", *TOKEN_FIELDS, "routed_experts"):
+        value = getattr(experience, name)
+        setattr(experience, name, None if value is None else value[:length])
+    experience.prompt_length = min(experience.prompt_length, length)
+    experience.truncate_status = "response_truncated"
+    return experience
+
+
 def wrong_routing(experience: Experience) -> str:
     """Return what `routed_experts` of an experience is and should be; '' if it is right, or None.
 

@@ -260,6 +260,19 @@ def test_recorded_experiences_come_back_as_they_were() -> None:
     assert e.reward == 1.0 and e.logprobs is not None and e.logprobs.tolist() == [0, 0, -1, -2]
 
 
+def test_recorded_experiences_are_cut_and_left_out_like_other_rows() -> None:
+    kept = {"tokens": [5, 6, 7, 8], "prompt_length": 2, "logprobs": [-1.0, -2.0]}
+    long_prompt = {"tokens": [5, 6, 7, 8], "prompt_length": 3, "logprobs": [-1.0]}
+    short = {"tokens": [5, 6, 7], "prompt_length": 2, "logprobs": [-1.0]}
+    form = SftFormat(rows(kept, long_prompt, short), make_tokenizer(), max_model_len=3)
+    cut, none, whole = (form(index, eid=EID(0, index)) for index in range(3))
+    assert cut is not None and none is None and whole is not None
+    assert cut.tokens.tolist() == [5, 6, 7] and cut.mask.tolist() == [False, False, True]
+    assert cut.logprobs is not None and cut.logprobs.tolist() == [0, 0, -1]
+    assert (cut.truncate_status, whole.truncate_status) == ("response_truncated", None)
+    assert form.counts == {"rows": 3, "cut": 1, "dropped": 1, "malformed": 0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from trireme.data.reply_mask import Rendered, message_weight, render_conversation, render_plain
 from trireme.data.rows import OnError, Rows
-from trireme.experience import EID, Experience
+from trireme.experience import EID, Experience, cut_to
 from trireme.pictures import (
     PictureReader,
     pictures_in,
@@ -148,8 +148,7 @@ class SftFormat:
         """Return row `index`; None if it is too long to leave anything to train."""
         row = self.rows[index]
         if self._columns.recorded:
-            recorded = {name: row[name] for name in _RECORDED if row.get(name) is not None}
-            return Experience(row["tokens"], eid=eid, info=row.get("info") or {}, **recorded)
+            return self._recorded(row, eid)
         with self._naming(index):
             rendered = self._render(row)
         self.counts["rows"] += 1
@@ -173,6 +172,19 @@ class SftFormat:
             response_text=self._decode(ids[first:]),
             pictures=rendered.pictures,
         )
+
+    def _recorded(self, row: Mapping[str, Any], eid: EID) -> Experience | None:
+        """Return the experience that a row holds, cut like any other."""
+        recorded = {name: row[name] for name in _RECORDED if row.get(name) is not None}
+        whole = Experience(row["tokens"], eid=eid, info=row.get("info") or {}, **recorded)
+        cut = len(whole.tokens) > self._max_len
+        experience = cut_to(whole, self._max_len)
+        self.counts["rows"] += 1
+        if not experience.trained_tokens:
+            self.counts["dropped"] += 1
+            return None
+        self.counts["cut"] += cut
+        return experience
 
     def _decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, with a placeholder for each picture."""

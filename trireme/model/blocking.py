@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trireme.aio import running_loop
-from trireme.experience import TOKEN_FIELDS, Experience
+from trireme.experience import TOKEN_FIELDS, Experience, cut_to
 from trireme.model.chat_tokens import Message
 from trireme.model.conversation import experience_of, with_metrics
 from trireme.pictures import album, as_json_messages, pictures_in, shown
@@ -221,7 +221,7 @@ class BlockingModel:
         experience.pictures = tuple(shown(experience.tokens.tolist(), known).values())
         replies = sum(message["role"] == "assistant" for message in conversation)
         with_metrics([experience], {"conversation/unmatched": replies - matched})
-        return _cut(experience, self.model.max_model_len)
+        return cut_to(experience, self.model.max_model_len)
 
     async def convert_messages_to_experience_async(
         self,
@@ -302,15 +302,4 @@ def _lengthened(experience: Experience, ids: Sequence[int]) -> Experience:
     if (routing := experience.routed_experts) is not None:
         unknown = routing.new_full((len(ids), *routing.shape[1:]), torch.iinfo(routing.dtype).max)
         experience.routed_experts = torch.cat([routing, unknown])
-    return experience
-
-
-def _cut(experience: Experience, length: int) -> Experience:
-    if len(experience.tokens) <= length:
-        return experience
-    for name in ("tokens", *TOKEN_FIELDS, "routed_experts"):
-        value = getattr(experience, name)
-        setattr(experience, name, None if value is None else value[:length])
-    experience.prompt_length = min(experience.prompt_length, length)
-    experience.truncate_status = "response_truncated"
     return experience
