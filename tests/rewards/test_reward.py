@@ -18,7 +18,7 @@ from trireme.registry import REWARDS
 from trireme.rewards.reward import RewardFn, examine_columns, resolve, score
 from trireme.task import Task
 from trireme.usercode import fault_of
-from trireme.workflows.single_turn import SimpleWorkflow
+from trireme.workflows.single_turn import MathWorkflow, SimpleWorkflow
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -267,6 +267,37 @@ def test_a_reward_without_its_column_is_refused_before_the_run() -> None:
     task = Task({"prompt": "?"}, workflow="simple_workflow", reward_fn=graded)
     with pytest.raises(ValueError, match="reward 'graded' needs 'level': expected a column"):
         SimpleWorkflow.examine(task)
+
+
+def test_a_reward_in_a_list_without_its_column_is_refused_before_the_run() -> None:
+    def examine(*rewards: Any) -> None:
+        task = Task({"prompt": "?"}, workflow="simple_workflow", reward_fn=[*rewards])
+        SimpleWorkflow.examine(task)
+
+    with pytest.raises(ValueError, match="reward 'graded' needs 'level': expected a column"):
+        examine("format_reward", graded)
+    with pytest.raises(ValueError, match="reward 'accuracy_reward' needs the right answer"):
+        examine("format_reward", {"name": "accuracy_reward", "weight": 0.5})
+    examine("format_reward", "repetition")
+
+
+@pytest.mark.parametrize(
+    "name", [None, "math_reward", "math_boxed_reward", "accuracy_reward", "math_dapo_reward"]
+)
+def test_data_without_the_right_answer_are_refused_before_the_run(name: str | None) -> None:
+    def examine(row: dict[str, Any], **format_args: str) -> None:
+        task = Task(row, workflow="math_workflow", reward_fn=name, format_args=format_args)
+        MathWorkflow.examine(task)
+
+    expected = (
+        r"needs the right answer, and the data set has no column 'response' "
+        r"\(format.response_key\): expected one of prompt, solution"
+    )
+    with pytest.raises(ValueError, match=expected):
+        examine({"prompt": "?", "solution": "2"})
+    examine({"prompt": "?", "solution": "2"}, response_key="solution")
+    examine({"prompt": "?", "response": None})  # of one row alone: its rollouts say so
+    examine({"prompt": "?", "judge": {"truth": "2"}}, response_key="judge.truth")
 
 
 def test_a_column_is_an_attribute_of_its_task() -> None:

@@ -25,7 +25,7 @@ from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.experience import Experience
 from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
 from trireme.rewards.orm import ORM, Unscored, Value
-from trireme.rewards.reward import number, score
+from trireme.rewards.reward import examine_columns, number, score
 from trireme.rewards.reward import resolve as resolve_single
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
@@ -128,6 +128,8 @@ class Judge:
                     f"reward '{name}' needs 'workdir', which there is not where several rewards "
                     "judge: expected it as the only reward of command_workflow"
                 )
+            else:
+                examine_columns(task, function.call)
 
     async def rewards(
         self, task: Task, rows: Sequence[Row], models: Sequence[Any] = ()

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from trireme.rewards.answers import boxed, final_answer, final_truth, plain, same, thinks
-from trireme.rewards.reward import RewardFn
+from trireme.rewards.reward import RewardFn, needs_truth
 from trireme.task import Task
 
 _THINK_ANSWER = re.compile(
@@ -49,11 +49,13 @@ def thinks_once(reply: str) -> bool:
     return text.startswith("<think>") and bool(text.rpartition("</think>")[2].strip())
 
 
+@needs_truth
 def accuracy_reward(task: Task, answer: str) -> dict[str, float]:
     """1 where the reply's result is the right one."""
     return {"accuracy": float(same(final_answer(answer), final_truth(task.truth)))}
 
 
+@needs_truth
 def math_reward(task: Task, answer: str, *, format_score_coef: float = 0.1) -> dict[str, float]:
     """1 for the right result, and plus or minus a little for <think> and <answer> blocks."""
     shaped = has_think_answer(answer)
@@ -63,6 +65,7 @@ def math_reward(task: Task, answer: str, *, format_score_coef: float = 0.1) -> d
     }
 
 
+@needs_truth
 def math_boxed_reward(
     task: Task, answer: str, *, with_think: bool = False, format_score_coef: float = 0.1
 ) -> dict[str, float]:
@@ -73,6 +76,7 @@ def math_boxed_reward(
     return {"accuracy": float(right), "format_score": -format_score_coef if missing else 0.0}
 
 
+@needs_truth
 class MathDapo(RewardFn):
     """1 for the right result; with `enable_overlong_penalty` less where the reply is too long.
 

@@ -15,7 +15,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from trireme.aio import call_user
 from trireme.config.dialect import adapted
@@ -32,6 +32,8 @@ NOTE = "note/"
 _NAMED = ("response", "truth", "prompt", "task")
 _GIVEN = ("response_token", "auxiliary_models", "workdir")
 """The data that are passed by name, and are not options."""
+_NEEDS_TRUTH = "needs_truth"
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RewardFn(ABC):
@@ -206,13 +208,28 @@ def _refuse_arguments(what: str, made: Any) -> None:
             )
 
 
+def needs_truth(reward: F) -> F:
+    """Decorator: a reward that compares with `task.truth`, so that data without it are refused
+    before the run.
+    """
+    setattr(reward, _NEEDS_TRUTH, True)
+    return reward
+
+
 def examine_columns(task: Task, reward: Callable[..., Any]) -> None:
     """Raise Refused where a reward needs a column that a task's row does not have. Warn where an
     option has its default and the name of a column.
     """
+    inner, set_here = _inner(reward), getattr(reward, "keywords", {})
+    key, has_truth = task.truth_key, task.truth is not None or task.truth_key in task.raw_task
+    if getattr(inner, _NEEDS_TRUTH, False) and not has_truth:
+        name = task.reward_fn if isinstance(task.reward_fn, str) else _name(reward)
+        raise Refused(
+            f"reward '{name}' needs the right answer, and the data set has no column '{key}' "
+            f"(format.response_key): expected one of {', '.join(task.raw_task)}"
+        )
     if not _is_function(reward):
         return
-    inner, set_here = _inner(reward), getattr(reward, "keywords", {})
     with UserCode(f"reward '{_name(reward)}'", inner):
         columns_for(task, reward)
     for name, argument in list(parameters_of(inner).items())[2:]:
