@@ -68,6 +68,17 @@ def test_the_mode_is_the_one_that_was_asked_for(tmp_path):
     assert "n: grpo, colocate\n" in printed(tmp_path / "config.yaml", "mode=colocate")[1]
 
 
+def test_a_run_that_measures_has_no_steps(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    tasks = "buffer.explorer_input.eval_tasksets=[{path: tasks.jsonl}]"
+    for override, said in (
+        ("explorer.name=explorer", "measures the model and all checkpoints"),
+        ("explorer.bench_on_latest_checkpoint=true", "measures the latest checkpoint"),
+    ):
+        text = printed(tmp_path / "config.yaml", "mode=bench", tasks, override)[1]
+        assert f"steps         {said}\n" in text and "explore steps" not in text
+
+
 @pytest.mark.extension("ray")
 def test_a_plan_without_a_place_for_an_engine_is_printed_with_its_problem(tmp_path):
     config_of(tmp_path, values(tmp_path))

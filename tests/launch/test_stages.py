@@ -115,7 +115,9 @@ def test_a_bench_measures_the_last_of_finished_stages_and_finishes_none(tmp_path
     assert len(run.finished_stages(plans[0].root_dir)) == 1
 
 
-def test_a_bench_leaves_the_summary_of_the_training(tmp_path: Path) -> None:
+def test_a_bench_leaves_the_summary_of_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_json(tmp_path / "config.yaml", small_config(tmp_path))
 
     def started(*overrides: str) -> Summary:
@@ -124,7 +126,9 @@ def test_a_bench_leaves_the_summary_of_the_training(tmp_path: Path) -> None:
 
     trained = started()
     job = tmp_path / "checkpoints/tests/job"
+    capsys.readouterr()
     measured = started("mode=bench")
+    assert "run: measures the model and all checkpoints\n" in capsys.readouterr().out
     assert Summary.read(job) == trained != measured
     assert Summary.read(job / "monitor/bench") == measured
     assert started() == trained  # it is finished

@@ -124,7 +124,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         share = plan.memory.engine_share
         turns = "" if share is None else f"; while it works, the engine has {share:g} of it"
         rows.append(("memory", f"{in_gib(plan.memory.needs)} {where}{again}{turns}"))
-    rows.append(("steps", _steps(plan.steps, explores, trains)))
+    known = explores or trains
+    rows.append(("steps", _steps(plan.steps, explores, trains) if known else plan.until))
     if plan.mode != "train":
         engine = ", ".join(plan.engine.urls) or _engines(plan)
         engine = f"the API at {plan.api.base_url}" if plan.api else engine

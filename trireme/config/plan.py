@@ -74,6 +74,18 @@ class Plan:
         return "explorer", self.steps.explore
 
     @property
+    def until(self) -> str:
+        """Describe the end of a run that has no number of steps."""
+        if self.mode == "serve":
+            return "until it is stopped"
+        if self.mode != "bench":
+            return "until the data ends"
+        if self.api is not None:
+            return "measures the model of the API"
+        latest = self.config.explorer.bench_on_latest_checkpoint
+        return "measures the " + ("latest checkpoint" if latest else "model and all checkpoints")
+
+    @property
     def has_adapter(self) -> bool:
         """True if the trained weights may start out different from those that engines load."""
         return bool(self.config.model.lora_configs)

@@ -66,7 +66,7 @@ def run_stages(
     results = list(finished)
     for plan in map(continued, plans[len(finished) :]):
         by, total = plan.counted
-        console.stage(plan.stage_name, total, by=by)
+        console.stage(plan.stage_name, total, by=by, until=plan.until)
         model, last = model_of(plan, results), len(results) == len(plans) - 1
         with rare_collections():
             work = run_plan(plan, model, console, stop=stop, measure_end=last)

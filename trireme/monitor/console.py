@@ -73,15 +73,20 @@ class Console:
         self._last_rollout = -math.inf
         self._begin("", None, "trainer")
 
-    def stage(self, name: str | None, total_steps: int | None, *, by: str = "trainer") -> None:
-        """Begin a stage. `by` is the part whose steps count towards `total_steps`."""
+    def stage(
+        self,
+        name: str | None,
+        total_steps: int | None,
+        *,
+        by: str = "trainer",
+        until: str = "until the data ends",
+    ) -> None:
+        """Begin a stage. `by` is the part whose steps count towards `total_steps`; without a total
+        `until` describes the stage's end.
+        """
         self.close()
         self._begin(name or "run", total_steps, by)
-        length = (
-            f"{total_steps} step{'s' * (total_steps != 1)}"
-            if total_steps
-            else "until the data ends"
-        )
+        length = f"{total_steps} step{'s' * (total_steps != 1)}" if total_steps else until
         self.note(f"{self._name}: {length}", style="bold")
         if self.live:
             self._display = Live(get_renderable=self._render, console=self.output, transient=True)

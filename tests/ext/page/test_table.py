@@ -19,8 +19,9 @@ import yaml
 from tests.ext.page.made import make_run
 from tests.limits import HANG_S
 from trireme.ext.page.listing import compare, list_runs, run_named
-from trireme.ext.page.runs import compared, find_runs, write_note
-from trireme.ext.page.table import Entries, differing
+from trireme.ext.page.runs import about, compared, find_runs, write_note
+from trireme.ext.page.table import SILENT_S, Entries, differing
+from trireme.files import write_json
 from trireme.monitor.monitor import JsonLinesMonitor
 from trireme.processes import began
 
@@ -140,6 +141,40 @@ def test_a_run_stays_what_it_is_when_its_checkpoints_are_measured(tmp_path: Path
     assert (one["state"], two["state"]) == ("finished", "running")
     assert [one["settings"], two["settings"]] == [{"lr": 0.1}, {"lr": 0.2}]
     assert [change["key"] for change in compared(*runs)] == ["algorithm.optimizer.lr"]
+
+
+def test_an_explorer_that_starts_last_does_not_decide_what_a_run_is(tmp_path: Path) -> None:
+    config = {"algorithm": {"algorithm_type": "grpo"}}
+    run = start(tmp_path / "run", config=config, mode="train")
+    (entry,) = json.loads((run / "run/starts.json").read_text())["starts"]
+    steps = {"by": "explorer", "total": 7}
+    explorers = [entry | {"mode": "explore", "name": name, "steps": steps} for name in "ab"]
+    (run / "run/starts.json").write_text(json.dumps({"starts": [entry, *explorers]}))
+    told = entry_of(run)
+    assert (told["kind"], told["mode"], told["total"]) == ("grpo", "train", 400)
+    (run / "run/starts.json").write_text(json.dumps({"starts": explorers}))
+    assert (entry_of(run)["kind"], entry_of(run)["total"]) == ("explores", 7)
+
+
+@pytest.mark.parametrize("mode", ["bench", "explore", ""])
+def test_a_run_that_only_measured_or_explored_elsewhere_has_finished(
+    tmp_path: Path, mode: str
+) -> None:
+    run = start(tmp_path / "run", mode=mode, name="", host="another")
+    monitor = JsonLinesMonitor(run / "monitor")
+    monitor.log({"bench/test/accuracy/mean@1": 0.5}, 0, "bench")
+    long_ago = time.time() - 10 * SILENT_S
+    files = [run / "monitor/metrics.jsonl", run / "run/starts.json"]
+    if not mode:
+        files.pop().unlink()  # made without the record of starts
+    for file in files:
+        os.utime(file, (long_ago, long_ago))
+    assert entry_of(run)["state"] == "unknown"
+    summary = run / "monitor" / ("" if mode == "explore" else "bench") / "summary.json"
+    write_json(summary, {"accuracy_before": 0.5})
+    assert entry_of(run)["state"] == "finished"
+    (found,) = find_runs(run)
+    assert about(found)["summary"] == {"accuracy_before": 0.5}
 
 
 def test_a_killed_attempt_lasted_until_its_last_line(

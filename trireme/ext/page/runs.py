@@ -365,14 +365,29 @@ def stage_of(run: RunFolder) -> dict[str, Any] | None:
     return next((s for s in meta.get("finished", []) if s["name"] in (run.folder.name, None)), None)
 
 
-def has_summary(run: RunFolder) -> bool:
-    """Return whether a run of one stage has ended: its summary is written last, and a resume logs
-    on.
+def has_summary(run: RunFolder, start: Mapping[str, Any]) -> bool:
+    """Return whether a start's command of one stage has ended, in a run without a record of starts
+    any: its summary is written last, and a resume logs on.
     """
-    path = run.folder / "summary.json"
-    if not path.exists():
-        return False
-    return path.stat().st_mtime_ns >= max(file.stat().st_mtime_ns for file in run.files)
+    written = [path.stat().st_mtime_ns for path in _summaries(run, start)]
+    return bool(written) and max(written) >= max(path.stat().st_mtime_ns for path in run.files)
+
+
+def _summaries(run: RunFolder, start: Mapping[str, Any] | None = None) -> list[Path]:
+    """Return the summary of a start's command, or of all, first of the command that trains: other
+    commands have theirs in `monitor/`.
+    """
+    monitor = run.folder / "monitor"
+    match start:
+        case {"mode": "both" | "train"}:
+            places = [run.folder]
+        case {"mode": "explore", "name": str(name)}:
+            places = [monitor / name]
+        case {"mode": str(mode)}:
+            places = [monitor / mode]
+        case _:
+            places = [run.folder, monitor, *sorted(monitor.glob("*"))]
+    return [path for place in places if (path := place / figures.FILE_NAME).is_file()]
 
 
 def starts_of(run: RunFolder) -> list[dict[str, Any]]:
@@ -437,11 +452,11 @@ def compared(one: RunFolder, other: RunFolder) -> list[dict[str, Any]]:
 
 
 def main_start(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the start that says what a run is: the newest, before those that only measure its
-    checkpoints; empty without any.
+    """Return the start that says what a run is: the newest of the command that trains, else of one
+    that explores or serves for it, else of one that measures; empty without any.
     """
-    others = [start for start in starts if start.get("mode") != "bench"]
-    return ([*(others or starts)] or [{}])[-1]
+    ranks = {"bench": 0, "explore": 1, "serve": 1}
+    return max(reversed(starts), key=lambda start: ranks.get(str(start.get("mode")), 2), default={})
 
 
 def note_of(run: RunFolder) -> dict[str, Any]:
@@ -464,6 +479,8 @@ def write_note(run: RunFolder, text: str, *, hidden: bool) -> None:
 def about(run: RunFolder) -> dict[str, Any]:
     """Return a run's provenance: its starts, its stage's end, and the summary of its job."""
     summary = _of_job(run, figures.FILE_NAME)
+    if summary is None:
+        summary = next((_read(path) for path in _summaries(run)), None)
     return {"starts": starts_of(run), "stage": stage_of(run), "summary": summary}
 
 

@@ -188,7 +188,7 @@ def _state(run: RunFolder, start: Mapping[str, Any]) -> tuple[str, str]:
         return end["how"], end["error"]
     if "process" in start and start.get("host") == socket.gethostname():
         return ("running" if _lives(start) else "killed"), ""
-    if stage_of(run) is not None or has_summary(run):
+    if stage_of(run) is not None or has_summary(run, start):
         return "finished", ""
     return ("running" if time.time() - run.updated < SILENT_S else "unknown"), ""
 

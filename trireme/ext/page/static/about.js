@@ -12,6 +12,7 @@ export async function about(main, state) {
   if (!starts.length) return void fill(main, empty("No start is recorded", "This folder has no run/starts.json: it was made by an older version, or by another program."));
   const info = state.runs.find((run) => run.name === state.run);
   const now = starts.at(-1);
+  const measured = [["before", summary?.accuracy_before], ["after SFT", summary?.accuracy_sft], ["after RL", summary?.accuracy_rl]].filter(([, value]) => value !== undefined);
   const pairs = (rows) => h("table.pairs", {}, h("tbody", {}, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, value)))));
   const lines = h("input", { type: "search", placeholder: "Filter keys", oninput: () => show() });
   const config = h("pre.config", { tabindex: 0 });
@@ -30,7 +31,7 @@ export async function about(main, state) {
       ["Code", h("span.mono", {}, now.code?.trireme ?? "")],
       stage && ["Took", seconds(stage.seconds)],
       stage?.model_dir && ["Trained model", h("span.mono", {}, stage.model_dir)],
-      summary?.accuracy_rl !== undefined && ["Held-out accuracy, all stages", [["before", summary.accuracy_before], ["after SFT", summary.accuracy_sft], ["after RL", summary.accuracy_rl]].filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${percent(value)}`).join(", ")],
+      measured.length > 0 && ["Held-out accuracy, all stages", measured.map(([name, value]) => `${name} ${percent(value)}`).join(", ")],
     ].filter(Boolean))),
     starts.length > 1 && h("div.card.box", {}, h("h2", {}, "What changed at a resume"), starts.slice(1).map((start, at) => h("div", { style: { "margin-bottom": "12px" } },
       h("p.quiet", {}, `Start ${at + 2}, ${start.time}${start.resumed_from === null || start.resumed_from === undefined ? "" : `, went on from step ${start.resumed_from}`}`),
