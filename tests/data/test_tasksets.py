@@ -82,6 +82,12 @@ def test_a_row_without_the_answer_that_others_have_is_noted(lacking: dict[str, A
         "first: dataset 'x', row 3 (x.jsonl, line 4)"
     )
     assert note(data, format_args=FORMAT | {"reward_fn_key": "answer"}) is None
+    nested = {"question": "q", "answer": {"style": "rule", "ground_truth": "7"}}
+    assert note([nested]) == (
+        "x: task.truth is a dictionary with style, ground_truth (format.response_key); if a reward "
+        "reads text, did you mean 'answer.ground_truth'?"
+    )
+    assert note([{"question": "q", "answer": {"target": 7, "numbers": [3, 4]}}]) is None
 
 
 def test_total_steps_go_before_epochs() -> None:

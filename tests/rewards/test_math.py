@@ -78,6 +78,8 @@ def test_algebra_works_outside_the_main_thread() -> None:
 def test_results_are_found_where_they_stand() -> None:
     assert boxed("\\boxed{1} then \\boxed{\\frac{1}{2}} and \\boxed{open") == "\\frac{1}{2}"
     assert final_truth(GSM8K) == "42" and final_truth(7) == "7"
+    with pytest.raises(ValueError, match="is a dictionary with style, ground_truth: expected text"):
+        final_truth({"style": "rule", "ground_truth": "42"})
     assert final_answer("3 bags of 42kg") == "42"
     assert final_answer("<answer>\\boxed{7}</answer>") == "7"
     assert number("12%") == 12 and number("1,2") is None and number("3/0") is None

@@ -263,6 +263,8 @@ class Taskset:
                 f"{self.name}: format.response_key and format.prompt_key are both '{column}', so "
                 "that task.truth is the prompt"
             )
+        if len(self.rows) and (note := self._entry_note(column, self.rows[0].get(column))):
+            return note
         lacking = sorted({*self.rows.without(column), *self.rows.blank(column)})
         if not lacking or len(lacking) == len(self.rows):
             return None
@@ -270,6 +272,17 @@ class Taskset:
         return (
             f"{self.name}: {of} hold nothing in '{column}' (format.response_key), so that their "
             f"task.truth is None or empty; the first: {self.rows.where(lacking[0])}"
+        )
+
+    def _entry_note(self, column: str, first: Any) -> str | None:
+        """Name the entry that a dictionary in place of a right answer has for it."""
+        if not isinstance(first, Mapping):
+            return None
+        texts = [name for name in first if isinstance(first[name], str | int | float)]
+        near = next((name for name in texts if "truth" in name), usual("response_key", texts))
+        return near and (
+            f"{self.name}: task.truth is a dictionary with {', '.join(map(str, first))} "
+            f"(format.response_key); if a reward reads text, did you mean '{column}.{near}'?"
         )
 
     def _count_steps(self, total_epochs: int, total_steps: int | None) -> int:

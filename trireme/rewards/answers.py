@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -54,6 +55,11 @@ def final_truth(truth: Any) -> str:
         raise ValueError(
             "the task has no right answer to compare with: format.response_key names none of its "
             "columns"
+        )
+    if isinstance(truth, Mapping):
+        raise ValueError(
+            f"the task's right answer is a dictionary with {', '.join(map(str, truth))}: expected "
+            "text or a number, such as one of its entries (format.response_key: column.entry)"
         )
     text = str(truth)
     return plain(text.rpartition("####")[2] if "####" in text else text)
