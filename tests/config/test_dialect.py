@@ -181,6 +181,9 @@ class Flags:
     def instead(self, name: str) -> str | None:
         return "trainer.grad_clip" if name == "honour" else None
 
+    def sets(self, name: str, key: str) -> bool:
+        return key == "seed"
+
     def overrides(self, flags: Given, config: Source) -> list[str]:
         return [f"seed={flags['batleth'][0]}"] if "batleth" in flags else []
 

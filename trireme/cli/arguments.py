@@ -7,7 +7,8 @@ it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from trireme.config import Problem
 from trireme.config.dialect import replaced
 from trireme.extensions import absent
 from trireme.registry import FLAGS
@@ -72,6 +74,10 @@ class FlagDialect(Protocol):
         """
         ...
 
+    def sets(self, name: str, key: str) -> bool:
+        """Return whether the flag sets the key of the YAML by its value alone."""
+        ...
+
     def overrides(self, flags: Given, config: Source) -> list[str]:
         """Return `key=value` for flags of a command. Raises BadParameter for invalid ones."""
         ...
@@ -82,6 +88,22 @@ def flag_dialects() -> list[FlagDialect]:
     out with a warning.
     """
     return [*FLAGS.make_all().values()]
+
+
+def with_flags(problems: Iterable[Problem], flags: Given | None) -> list[Problem]:
+    """Name the flag, if one was given, that has set the key of each problem."""
+    out = []
+    for problem in problems:
+        names = (
+            name
+            for one in flag_dialects() * bool(flags)
+            for name in flags or ()
+            if name in one.names and one.sets(name, problem.key)
+        )
+        flag = next(names, None)
+        key = problem.key if flag is None else f"--{flag}: {problem.key}"
+        out.append(replace(problem, key=key))
+    return out
 
 
 def with_options(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trireme.checkpoint.layout import JobFolder
+from trireme.cli.arguments import Given, with_flags
 from trireme.config import ConfigError, Plan
 from trireme.config.memory import in_gib
 from trireme.config.plan import unmet
@@ -31,8 +32,10 @@ def check(
     console: Terminal | None = None,
     *,
     strict: bool = False,
+    flags: Given | None = None,
 ) -> int:
-    """Print every Plan of the file and every problem; the exit code is 1 if there is one.
+    """Print every Plan of the file and every problem; the exit code is 1 if there is one. `flags`
+    have set keys, and are named in their problems.
 
     `strict`: another engine or device than the YAML asks for is a problem.
     """
@@ -57,7 +60,7 @@ def check(
             console.print(Text(f"note: {no_hub}: only this machine is looked at", "dim"))
         stages = [made.stage for made in parts]
         problems = merge_problems(stages, [one.problems for one in completed])
-    sentences = [str(problem) for problem in problems]
+    sentences = [str(problem) for problem in with_flags(problems, flags)]
     if not sentences:
         sentences = show_first_rows(plans, completed, console)
     show_problems(sentences, console)

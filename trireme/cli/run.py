@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trireme.config import ConfigError, Plan, load_config
 from trireme.config.plan import unmet
@@ -49,12 +49,14 @@ def run(
     fresh: bool = False,
     strict: bool = False,
     heading: str = "",
+    named: Callable[[Iterable[Any]], Iterable[Any]] = list,
 ) -> int:
     """Run the stages of a YAML (None: the demo); returns the exit code.
 
     `compare` also spends the last stage's time on more supervised training. `fresh` begins a new
     run, with the next free name. `strict` refuses another engine or device than the YAML names.
-    `heading` is printed once the configuration can run.
+    `heading` is printed once the configuration can run. `named` rewrites its problems, such as by
+    the flags that have set its keys.
     """
     set_environment()
     stop = Stop()
@@ -76,6 +78,9 @@ def run(
                 from trireme.launch.run import refuse_comparison
 
                 refuse_comparison(made.plans)
+        except ConfigError as error:
+            complain(str(ConfigError(named(error.problems), error.source)))
+            return 2
         except ValueError as error:
             complain(str(error))
             return 2

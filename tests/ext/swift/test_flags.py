@@ -827,3 +827,19 @@ def test_no_limit_of_steps_is_none_and_has_no_shares(keys: Any, iterations: str)
 def test_a_plug_in_of_ms_swift_that_judges_by_a_language_model_names_ours() -> None:
     with pytest.raises(ValueError, match=r"'genrm' asks a language model .* judge and rubric"):
         RM_PLUGINS.get("genrm")
+
+
+def test_a_refusal_names_the_flag_that_set_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(YAML)
+    words = ["check", str(file), "--num_train_epochs", "0.1", "--lr_scheduler_type", "up"]
+    said = CliRunner().invoke(app, [*words, "trainer.grad_clip=-1"]).output
+    assert "problem: --num_train_epochs: buffer.total_epochs is 0.1: expected a whole" in said
+    assert "--lr_scheduler_type: algorithm.optimizer.lr_scheduler_type is 'up'" in said
+    assert "problem: trainer.grad_clip is -1" in said
+    words = ["run", str(file), "--num_train_epochs", "0.1"]
+    result = CliRunner().invoke(app, words)
+    assert "run.yaml: --num_train_epochs: buffer.total_epochs is 0.1" in result.output
+    words = ["--model", "m", "--dataset", str(file), "--num_train_epochs", "0.1"]
+    result = CliRunner().invoke(app, ["rlhf", *words, "--output_dir", str(tmp_path / "out")])
+    assert "rlhf.yaml: --num_train_epochs: buffer.total_epochs is 0.1" in result.output

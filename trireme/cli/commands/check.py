@@ -32,4 +32,4 @@ def check(
     if config is None:
         raise typer.BadParameter("expected a YAML: trireme check my.yaml")
     add_plugin_dirs(plugin_dir or [])
-    raise typer.Exit(command(config, keys, strict=strict))
+    raise typer.Exit(command(config, keys, strict=strict, flags=ctx.obj))

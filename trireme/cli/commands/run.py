@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from trireme.cli.arguments import (
     Strict,
     WithFlags,
     Words,
+    with_flags,
     yaml_and_keys,
 )
 from trireme.text import say
@@ -43,6 +45,11 @@ def run(
     say(f"trireme {trireme.__version__}: {what}; {waits}", flush=True)
     from trireme.cli.run import run as command
 
-    raise typer.Exit(
-        command(config, keys, plugin_dir or [], compare=compare, fresh=fresh, strict=strict)
+    code = command(
+        *(config, keys, plugin_dir or []),
+        compare=compare,
+        fresh=fresh,
+        strict=strict,
+        named=partial(with_flags, flags=ctx.obj),
     )
+    raise typer.Exit(code)

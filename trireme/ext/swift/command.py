@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import typer
 
-from trireme.cli.arguments import Keys, PluginDirs, WithFlags, is_yaml
+from trireme.cli.arguments import Keys, PluginDirs, WithFlags, is_yaml, with_flags
 from trireme.text import say
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -41,4 +42,5 @@ def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) 
         complain(str(error))
         raise typer.Exit(2) from error
     say(f"# {path}: the same run is `trireme run {path}`", flush=True)
-    raise typer.Exit(command(path, [], plugin_dir or [], heading=path.read_text()))
+    named = partial(with_flags, flags=ctx.obj)
+    raise typer.Exit(command(path, [], plugin_dir or [], heading=path.read_text(), named=named))

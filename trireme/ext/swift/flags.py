@@ -59,6 +59,10 @@ class SwiftFlags:
         """Return what to set in place of a flag that is not accepted."""
         return elsewhere(name)
 
+    def sets(self, name: str, key: str) -> bool:
+        """Return whether the flag sets the key: by the table, or by one of the flag's own name."""
+        return key in (KEYS.get(name), f"model.{name}", f"model.lora_configs[0].{name}")
+
     def overrides(self, flags: Given, config: Source) -> list[str]:
         """Return `key=value` for each flag."""
         return overrides(flags, config)
