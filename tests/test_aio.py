@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from tests.limits import HANG_S
-from trireme.aio import OwnThread, at_once, call_user, ended, is_async, one_by_one, running
+from trireme.aio import (
+    OutOfTime,
+    OwnThread,
+    at_once,
+    call_user,
+    ended,
+    in_time,
+    is_async,
+    one_by_one,
+    running,
+)
 
 
 async def waits(value: int) -> int:
@@ -141,5 +151,25 @@ def test_a_wait_that_is_over_or_cancelled_does_not_end_its_future() -> None:
         assert waiting.cancelled() and not future.done()
         future.set_result(None)  # nobody is woken by it any more
         await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_only_the_end_of_its_time_is_out_of_time() -> None:
+    async def late() -> None:
+        raise TimeoutError("mine")
+
+    async def inner() -> None:
+        await in_time(asyncio.sleep(HANG_S), 0.01)
+
+    async def main() -> None:
+        assert await in_time(asyncio.sleep(0, "done"), None) == "done"
+        with pytest.raises(TimeoutError, match="mine") as raised:
+            await in_time(late(), HANG_S)
+        assert not isinstance(raised.value, OutOfTime)
+        with pytest.raises(OutOfTime):
+            await in_time(inner(), HANG_S)
+        with pytest.raises(OutOfTime):
+            await in_time(asyncio.sleep(HANG_S), 0.01)
 
     asyncio.run(main())

@@ -95,6 +95,24 @@ async def one_by_one(work: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
 
 
+class OutOfTime(TimeoutError):
+    """The time that `in_time` gives is over."""
+
+
+async def in_time(work: Awaitable[T], seconds: float | None) -> T:
+    """Return the result of the work. Raises OutOfTime if it takes longer, which a TimeoutError that
+    the work itself raises is not.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError as error:
+        if limit.expired() and isinstance(error.__cause__, asyncio.CancelledError):
+            raise OutOfTime from error
+        raise
+
+
 async def ended(future: asyncio.Future[Any], seconds: float) -> None:
     """Wait until a future is done, for at most so many seconds; its result and its error stay in
     it. `asyncio.wait` does the same for several, and takes twice as long for one.

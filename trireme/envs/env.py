@@ -118,14 +118,14 @@ def after_reset(returned: Any) -> Seen:
     return Seen(returned)
 
 
-def after_step(returned: Any) -> Seen:
+def after_step(returned: Any, method: str = "the environment's step") -> Seen:
     """Read the return value of `step`: four values (gym, TextWorld) or five (gymnasium).
 
-    Raises TypeError for anything else.
+    Raises TypeError for anything else, which names the `method`.
     """
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise TypeError(
-            f"the environment's step returned {returned!r:.80}: expected (observation, reward, "
+            f"{method} returned {returned!r:.80}: expected (observation, reward, "
             "done, info), or (observation, reward, terminated, truncated, info)"
         )
     observation, reward, *ended, info = returned

@@ -60,6 +60,12 @@ class AsyncGuess(Guess):
         super().close()
 
 
+class FiveValues(Guess):
+    def step(self, action: list[dict[str, Any]]) -> Any:
+        observation, reward, done, info = super().step(action)
+        return observation, reward, done, action[-1]["content"] == "stop", info
+
+
 class LastOnly(ContextManager):
     def manage_context(self, history: list[dict[str, Any]], trajectory_id: str) -> Any:
         return history[-int(self.ctx_config["keep"]) :]
@@ -99,6 +105,13 @@ def test_the_environments_reward_is_the_rollouts(env: type[Env]) -> None:
     assert [m["content"] for m in experience.messages] == ["Guess.", "1", "No.", "3"]
     assert trained(experience) == ["1<|im_end|>", "3<|im_end|>"]
     assert closed() == 1
+
+
+@pytest.mark.parametrize(("last", "total"), [("3", 0.75), ("stop", -0.5)])
+def test_gymnasiums_five_values_end_an_episode_by_either(last: str, total: float) -> None:
+    [experience] = play(["1", last, "2"], FiveValues)
+    infos = experience.info["rollout_infos"]
+    assert infos["gym_done"] and infos["num_turns"] == 2 and experience.reward == total
 
 
 def test_the_row_names_its_environment_and_goes_over_the_configuration() -> None:

@@ -49,10 +49,12 @@ async def broken(text: str) -> dict[str, str]:
     """Fails.
 
     Args:
-        text: Why, or exit.
+        text: Why, or exit, or late.
     """
     if text == "exit":
         sys.exit(3)
+    if text == "late":
+        raise TimeoutError("the database gave no answer in 5 s")
     raise KeyError(text)
 
 
@@ -158,6 +160,7 @@ def test_what_goes_wrong_in_a_tool_is_told_to_the_model() -> None:
         call("calculator", expression="1/0"),
         call("broken", text="why"),
         call("broken", text="exit"),
+        call("broken", text="late"),
         call("slow", text="late", seconds=3),
     ]
     experience = play(make(["".join(wrong), "sorry"]), timeout=1.0)
@@ -169,6 +172,7 @@ def test_what_goes_wrong_in_a_tool_is_told_to_the_model() -> None:
         "Error: division by zero",
         "Error: 'why'",
         "Error: the tool tried to exit (3)",
+        "Error: the database gave no answer in 5 s",
         "Error: slow took longer than 1 s",
     ]
     for found, start in zip(results(experience), starts, strict=True):

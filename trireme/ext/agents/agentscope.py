@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from pydantic import BaseModel, Field
 
-from trireme.aio import is_async
+from trireme.aio import OutOfTime, is_async
 from trireme.config.options import accepted, fitting_options
 from trireme.envs.env import extra
 from trireme.experience import Experience
@@ -399,7 +399,7 @@ def _as_agentscope(tool: Tool) -> Callable[..., Any]:
     async def call(**arguments: Any) -> Any:
         try:
             text = as_text(await tool.call(arguments, TOOL_LIMIT_S))
-        except TimeoutError:
+        except OutOfTime:
             text = f"Error: {tool.name} took longer than {TOOL_LIMIT_S:g} s"
         except Exception as raised:  # foreign code: the model gets the error
             text = f"Error: {raised!s}" if str(raised) else f"Error: {raised!r}"

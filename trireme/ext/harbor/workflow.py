@@ -22,6 +22,7 @@ from typing import IO, Annotated, Literal
 
 from pydantic import Field
 
+from trireme.aio import OutOfTime, in_time
 from trireme.experience import Experience
 from trireme.ext.agents.command import (
     NOWHERE,
@@ -256,8 +257,8 @@ class HarborWorkflow(Workflow):
         playing = play(scheduler, request_of({}, prompt, uuid), model, max_turns=settings.max_turns)
         seconds = trial.task.agent_seconds
         try:
-            ended = await asyncio.wait_for(playing, seconds)
-        except TimeoutError:
+            ended = await in_time(playing, seconds)
+        except OutOfTime:
             raise ProgramFailed(
                 f"the agent took longer than agent.timeout_sec ({seconds:g} s)"
             ) from None

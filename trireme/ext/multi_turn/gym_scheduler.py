@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme.aio import OwnThread
-from trireme.envs.env import OpenEnv, extra
+from trireme.envs.env import OpenEnv, after_step, extra
 from trireme.ext.multi_turn.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
@@ -42,8 +42,8 @@ class Env:
         raise NotImplementedError(f"{type(self).__name__} must define `reset(self, config)`")
 
     def step(self, action: Messages) -> Any:
-        """Return `(observation, reward, done, info)` after a conversation that ends with the
-        model's message.
+        """Return `(observation, reward, done, info)`, or gymnasium's five with `truncated`, after a
+        conversation that ends with the model's message.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step(self, action)`")
 
@@ -126,18 +126,13 @@ class GymScheduler(MultiTurnScheduler):
             action = copy.deepcopy(infer_request.messages)
             env = self._opened.env
             transition = await self._opened.call(env.step, action)
-            if not isinstance(transition, tuple) or len(transition) != 4:
-                raise TypeError(
-                    f"{type(env).__name__}.step returned {transition!r:.80}: expected "
-                    "(observation, reward, done, info)"
-                )
-            observation, reward, done, _ = transition
-            self._observation = str(observation)
-            self._rewards.append(float(reward or 0.0))
+            seen = after_step(transition, f"{type(env).__name__}.step")
+            self._observation, done = str(seen.observation), seen.done
+            self._rewards.append(seen.reward)
         infos = {
             "total_reward": sum(self._rewards),
             "step_rewards": list(self._rewards),
-            "gym_done": bool(done),
+            "gym_done": done,
         }
         return {"rollout_infos": infos, **({"done": True} if done else {})}
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from trireme.aio import call_user, in_thread
+from trireme.aio import OutOfTime, call_user, in_thread, in_time
 from trireme.envs.env import extra
 from trireme.ext.multi_turn.scheduler import (
     MultiTurnScheduler,
@@ -54,7 +54,7 @@ class Tool:
     schema: dict[str, Any]
     """In the form of chat templates: `{"type": "function", "function": {...}}`."""
     call: Callable[[dict[str, Any], float], Awaitable[Any]]
-    """Returns the result for arguments by name, within a number of seconds. Raises TimeoutError."""
+    """Returns the result for arguments by name, within a number of seconds. Raises OutOfTime."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,8 @@ class Tool:
 def python_tool(tool: str | Callable[..., Any]) -> Tool:
     """Make a tool of a function, by name, path or itself; a plain one runs in a thread.
 
-    A function's attribute `within`, a coroutine that takes `seconds` too, counts the time itself.
+    A function's attribute `within`, a coroutine that takes `seconds` too, counts the time itself,
+    and raises TimeoutError when it is over.
 
     Raises ValueError if its signature or docstring lacks facts that the model needs.
     """
@@ -98,8 +99,11 @@ def python_tool(tool: str | Callable[..., Any]) -> Tool:
     async def call(arguments: dict[str, Any], seconds: float) -> Any:
         if within is not None:
             inspect.signature(function).bind(**arguments)
-            return await within(**arguments, seconds=seconds)
-        return await asyncio.wait_for(unlimited(arguments), seconds)
+            try:
+                return await within(**arguments, seconds=seconds)
+            except TimeoutError as error:
+                raise OutOfTime from error
+        return await in_time(unlimited(arguments), seconds)
 
     return Tool(schema, call)
 
@@ -221,7 +225,7 @@ class McpServer:
 
 
 async def _call(client: Any, name: str, arguments: dict[str, Any], seconds: float) -> str:
-    result = await asyncio.wait_for(client.call_tool(name, arguments), seconds)
+    result = await in_time(client.call_tool(name, arguments), seconds)
     text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
     if result.is_error:
         raise RuntimeError(text)
@@ -365,7 +369,7 @@ class ToolCallScheduler(MultiTurnScheduler):
         self.infos["tool_calls"] += 1
         try:
             return joined(as_text(await self._run(call)))
-        except TimeoutError:
+        except OutOfTime:
             error = f"{call.name} took longer than {self.timeout:g} s"
         except Exception as raised:  # foreign code: the model gets the error
             error = str(raised) or repr(raised)
