@@ -467,7 +467,7 @@ print(len(made))
 
 def test_threads_that_begin_together_share_the_helpers() -> None:
     words = [sys.executable, "-c", BEGIN_TOGETHER]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert int(done.stdout) <= max(2, min(8, os.cpu_count() or 2))
 
 
