@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +198,9 @@ def test_criteria_come_from_the_row_else_from_the_yaml_else_it_is_said() -> None
     assert "1. is kind" in said.asked[0]
     with pytest.raises(ValueError, match="the row's column 'rubric'"):
         rewards("rubric", Said(), ["a"])
+    for text in ("is polite", '["is polite"', "{}"):  # as JSON, a text has the list
+        with pytest.raises(ValueError, match=f"a list of texts .* it got '{re.escape(text)}'"):
+            rewards("rubric", Said(), ["a"], Task(raw_task={"rubric": text}))
 
 
 def ask(asker: Asker, model: Any, *texts: str) -> list[str]:

@@ -263,7 +263,10 @@ def _rating(answer: str) -> float | None:
 
 
 def _criteria(rubric: Any) -> str:
-    criteria = json.loads(rubric) if isinstance(rubric, str) else rubric
+    try:
+        criteria = json.loads(rubric) if isinstance(rubric, str) else rubric
+    except ValueError:
+        criteria = None
     if not isinstance(criteria, list) or not criteria:
         raise ValueError(
             "the rubric judge needs criteria: the row's column 'rubric', a list of texts or of "
