@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
 from trireme.data.rows import Rows
 from trireme.envs.env import Seen
-from trireme.ext.environments.workflow import HouseholdWorkflow
+from trireme.ext.environments.workflow import HouseholdWorkflow, ReasoningGymWorkflow
 from trireme.task import Task
 from trireme.workflows.examine import examine_taskset
 from trireme.workflows.workflow import resolve
@@ -117,3 +118,20 @@ def test_an_environment_without_a_name_is_refused(workflow: str, said: str) -> N
     assert examine is not None
     with pytest.raises(ValueError, match=said):
         examine(Task({"prompt": 3}))
+
+
+def test_an_error_of_score_answer_scores_0_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def score(answer: str, row: Any) -> float:
+        raise IndexError(f"no {answer}")
+
+    async def both(one: Any, task: Task) -> list[dict[str, float]]:
+        return [await one.reward_fn(task, f"<answer>{said}</answer>") for said in "ab"]
+
+    one: Any = object.__new__(ReasoningGymWorkflow)
+    one._problems = SimpleNamespace(score=score)
+    task = Task({"generated_by": "reasoning_gym:x"})
+    assert asyncio.run(both(one, task)) == [{"score": 0.0}] * 2
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("reasoning_gym:x: score_answer raised IndexError (no a) for an answer")

@@ -26,6 +26,7 @@ from trireme.workflows.single_turn import THINK_ANSWER, SimpleWorkflow
 _EPISODE = {"max_env_steps": Steps, "per_step": bool}
 _MADE_BY_ID = {**_EPISODE, "env_id": str, "env_args": Mapping}
 _log = logging.getLogger(__name__)
+_said: set[tuple[str, str]] = set()
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -225,9 +226,22 @@ class ReasoningGymWorkflow(SimpleWorkflow):
         said = answers[-1].strip() if answers else ""
         try:
             return {"score": await asyncio.to_thread(self._problems.score, said, task.raw_task)}
-        except Exception:  # foreign code: some raise for an answer that is out of shape
-            _log.debug("no score for %r", said, exc_info=True)
+        except Exception as error:  # foreign code: some raise for an answer that is out of shape
+            _say_unscored(str(task.raw_task["generated_by"]), type(error).__name__, str(error)[:80])
             return {"score": 0.0}
+
+
+def _say_unscored(path: str, kind: str, error: str) -> None:
+    """Warn once of each kind of error of a data set: one that raises for every answer would
+    score 0 without end.
+    """
+    if (path, kind) not in _said:
+        _said.add((path, kind))
+        _log.warning(
+            "%s: score_answer raised %s (%s) for an answer, which scores 0; so do all for which it "
+            "does, without a further warning",
+            *(path, kind, error),
+        )
 
 
 def _env_id(task: Task, workflow: str, example: str) -> str:
