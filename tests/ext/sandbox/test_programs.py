@@ -544,7 +544,7 @@ def test_a_program_whose_asker_left_while_it_waited_is_not_run(
     helper = SimpleNamespace(
         ask=lambda job: asked.append(job["code"]) or '{"output": "", "error": ""}'
     )
-    monkeypatch.setattr(sandbox, "helpers", lambda: free)
+    monkeypatch.setattr(sandbox, "HELPERS", free)
 
     async def main() -> None:
         gone = asyncio.ensure_future(sandbox.transcript_within("# gone", 30))
@@ -572,7 +572,7 @@ def test_sleep_counts_like_processor_time() -> None:
 def test_programs_that_hold_all_helpers_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     free = sandbox.Helpers(2)
     held = [free.get(), free.get()]
-    monkeypatch.setattr(sandbox, "helpers", lambda: free)
+    monkeypatch.setattr(sandbox, "HELPERS", free)
     assert answered(f"# while both are held\n{RIGHT}") == [2, 4]
     assert held == [None, None] and free.qsize() == 1  # it stays, for the next one
     more = [free.get(), free.get()]

@@ -17,7 +17,7 @@ def test_what_a_program_waits_for_the_sandbox_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free: queue.LifoQueue[Any] = queue.LifoQueue()
-    monkeypatch.setattr(sandbox, "helpers", lambda: free)
+    monkeypatch.setattr(sandbox, "HELPERS", free)
     threading.Timer(3.0, free.put, [None]).start()  # all are busy for longer than the time-out
     experience = play(
         make([call("python", code="print(6 * 9)"), "54"]), tools=["python"], timeout=2.0
