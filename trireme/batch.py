@@ -299,8 +299,10 @@ def _unknown(name: str, asked_by: str, known: Collection[str], why: str = "") ->
     return ValueError(text)
 
 
-def flatten(experiences: Sequence[Experience]) -> Batch:
-    """Make the batch of these experiences: entries where `mask` is true, without index 0."""
+def flatten(experiences: Sequence[Experience], *, replays: bool = True) -> Batch:
+    """Make the batch of these experiences: entries where `mask` is true, without index 0.
+    `replays`: with the experts that are recorded for them.
+    """
     masks = [_mask(e) for e in experiences]
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -336,7 +338,7 @@ def flatten(experiences: Sequence[Experience]) -> Batch:
         fields=fields,
         missing=missing,
         pictures=pictures,
-        routed_experts=_routing(experiences),
+        routed_experts=_routing(experiences) if replays else (),
     )
 
 

@@ -25,8 +25,10 @@ from tests.tested import REPLAY, TESTED
 from tests.tiny import make_model
 from tests.trainer.own_pass import gradients
 from tests.trainer.ranks import run
-from tests.trainer.samples import backend_of, experiences, gap
+from tests.trainer.samples import backend_of, experiences, gap, gradients_of
+from trireme.algorithms.recipes import get_recipe
 from trireme.batch import Batch, flatten
+from trireme.config.schema import AlgorithmConfig
 from trireme.engines.engine import Sampling
 from trireme.engines.sampling import log_probabilities
 from trireme.engines.torch.engine import TorchEngine
@@ -272,6 +274,21 @@ def test_the_policy_replays_and_its_reference_does_not(folder: Path, lora: bool)
     assert float((backend.logprobs(batch, reference=True) - plain).abs().max()) < 1e-5
     without = replace(batch, routed_experts=())
     assert float((backend.logprobs(without) - plain).abs().max()) < 1e-5
+
+
+def test_records_that_are_not_replayed_change_nothing(folder: Path) -> None:
+    """As with explorer.rollout_model.enable_return_routed_experts alone; from any two models."""
+    recipe: Any = get_recipe(AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none"))
+    plain, recorded = experiences(), with_routing(experiences(), 3)
+    recorded[1].routed_experts = torch.zeros(len(recorded[1].tokens), 9, 1).byte()
+    (expected, without), (got, metrics) = (
+        gradients_of(backend_of(folder), recipe, samples) for samples in (plain, recorded)
+    )
+    assert gap(got, expected) == 0
+    assert set(metrics) == set(without) and "rollout/routing_recorded" not in metrics
+    replaying = backend_of(folder, replays_routing=True)
+    samples = with_routing(experiences(), 3)
+    assert gap(gradients_of(replaying, recipe, samples)[0], expected) > 1e-2
 
 
 def test_blocks_that_replay_are_not_compiled(folder: Path) -> None:

@@ -256,7 +256,8 @@ class RolloutModelConfig(Section, place="explorer.rollout_model"):
     """Not given: `model.rope_theta`."""
     enable_return_routed_experts: bool = False
     """Record the experts that the engine chooses, in `Experience.routed_experts`;
-    `algorithm.enable_router_replay` includes it."""
+    `algorithm.enable_router_replay` includes it, and it alone trains with them. Mode bench records
+    none."""
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
     enable_multimodal: Annotated[bool, NoEffect(on="engine")] = False

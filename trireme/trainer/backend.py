@@ -65,6 +65,7 @@ class Backend:
         self.ranks = ranks
         self.device = ranks.device if ranks else torch.device(settings.device)
         self._settings = settings
+        self.replays_routing = settings.replays_routing
         self._reference: Root | None = None
         self._has_reference = reference
         self._reference_moved = False

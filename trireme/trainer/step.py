@@ -59,7 +59,7 @@ def train_step(
         begun = time.monotonic()
         if recipe.schema == "dpo":
             experiences = split_pairs(experiences)
-        batch = flatten(experiences)
+        batch = flatten(experiences, replays=backend.replays_routing)
         metrics = {"perf/trained_tokens": 0.0}
         if batch.num_tokens:
             metrics = _learn(
