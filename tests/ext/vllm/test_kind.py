@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +255,25 @@ def test_experts_are_recorded_by_an_engine_that_has_all_tokens_and_layers(tmp_pa
         said = problems_of(tmp_path, VLLM, replay, f"{key(name)}=2", **mixture)
         text = f"{key(name)} is 2, and the experts that vLLM chooses are recorded by one"
         assert [each for each in said if each.startswith(text)] == [f"{text}: expected 1"]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_arguments_for_vllm_itself_are_checked_where_experts_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("enforce_eager", "data_parallel_size", "pipeline_parallel_size")
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda asked: replace(FOUND, arguments=names))
+    extra = f"{key('extra_engine_args')}={{enforce_eager: false, data_parallel_size: 2}}"
+    replay, mixture = "algorithm.enable_router_replay=true", {"head_dim": 64, "num_experts": 8}
+    assert not problems_of(tmp_path, VLLM, extra, **mixture)
+    assert problems_of(tmp_path, VLLM, extra, replay, **mixture) == [
+        f"{key('extra_engine_args')}.data_parallel_size is 2, and the experts that vLLM chooses "
+        "are recorded by one: expected 1",
+        f"{key('extra_engine_args')}.enforce_eager is false, and CUDA graphs record none of the "
+        "experts they choose: expected true",
+    ]
+    fine = f"{key('extra_engine_args')}={{enforce_eager: true, pipeline_parallel_size: 1}}"
+    assert not problems_of(tmp_path, VLLM, fine, replay, **mixture)
 
 
 @pytest.mark.usefixtures("vllm")

@@ -249,11 +249,18 @@ class SglangKind(VllmKind):
 
 def _check_routing(config: Config) -> Iterator[Problem]:
     """Yield what prevents vLLM from recording the experts that it chooses."""
+    if not records_routing(config):
+        return
     model = config.explorer.rollout_model
+    extra = model.extra_engine_args  # which overrides the keys of the same names
     for key in ("pipeline_parallel_size", "data_parallel_size"):
-        if records_routing(config) and (size := getattr(model, key)) > 1:
+        name = f"extra_engine_args.{key}" if key in extra else key
+        if (size := extra.get(key, getattr(model, key))) != 1:
             text = f"is {size}, and the experts that vLLM chooses are recorded by one: expected 1"
-            yield Problem(f"{KEY}.{key}", text)
+            yield Problem(f"{KEY}.{name}", text)
+    if not extra.get("enforce_eager", True):
+        text = "is false, and CUDA graphs record none of the experts they choose: expected true"
+        yield Problem(f"{KEY}.extra_engine_args.enforce_eager", text)
 
 
 def _wrong(key: str, text: str) -> EngineChoice:
