@@ -421,6 +421,29 @@ def engine_over(llm: Llm, tmp_path: Path) -> VllmEngine:
     )  # fmt: skip
 
 
+def test_rows_of_a_greedy_model_are_scored_by_its_own_distribution(tmp_path: Path) -> None:
+    """As the embedded engine does: at temperature 0 every number would be NaN or infinite."""
+    asked: list[Any] = []
+
+    class Scores(Llm):
+        async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+            asked.append((method, *args))
+            return []
+
+    async def main() -> None:
+        engine: Any = engine_over(Scores(), tmp_path)
+
+        async def score(row: list[int], pictures: Any) -> list[float]:
+            return [0.0] * len(row)
+
+        engine._score = score
+        for temperature in (0, 0.5, 0):
+            await engine.logprobs([[5, 6]], temperature=temperature)
+
+    asyncio.run(main())
+    assert asked == [("trireme_score_at", 0.5), ("trireme_score_at", 1.0)]
+
+
 @pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize("turns", [0, 1, 2])
 def test_a_request_that_is_aborted_as_soon_as_it_comes_ends_as_aborted(

@@ -261,6 +261,7 @@ class VllmEngine:
             max_model_len=self._max_model_len,
             pictures=pictures,
         )
+        temperature = temperature or 1.0  # greedy ones are scored by the model's own distribution
         async with self._scoring:  # all rows of one time have one temperature
             if temperature != self._score_temperature:
                 await self._rpc("trireme_score_at", temperature)
