@@ -30,6 +30,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         module = ModuleType(f"trireme.cli.{name}")
 
         def command(*args: Any, name: str = name, **options: Any) -> int:
+            flags = options.pop("flags", None)
+            rewrite = options.pop("named", None)
+            assert not flags and (rewrite is None or rewrite([]) == [])
             seen[name] = (*args, options) if options else args
             return 3
 

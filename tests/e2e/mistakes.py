@@ -362,7 +362,8 @@ MISTAKES = [
     ),
     Mistake(
         "N24 workflow gives text as reward", _workflow("mistaken_text_reward"),
-        "experiences(reward='0.5'): expected a number", 'model.experiences(reward="0.5")',
+        "experiences(reward=...): the reward is '0.5': expected a number",
+        'model.experiences(reward="0.5")',
     ),
     Mistake(
         "N26 workflow forgets to return", _workflow("mistaken_forgets_return"),
@@ -397,7 +398,8 @@ MISTAKES = [
         "failed in all 4 rollouts of step 1: KeyboardInterrupt", "raise KeyboardInterrupt",
     ),
     Mistake(
-        "environment raises", _workflow("mistaken_env"),
+        "environment raises",
+        (*_workflow("mistaken_env"), "buffer.explorer_input.default_reward_fn_type=null"),
         "the environment of Env failed in all 4 rollouts of step 1: KeyError: 'no such house'",
         'return {}["no such house"]',
     ),
