@@ -180,9 +180,11 @@ test-fuzz: setup ## odd requests against a live engine; FUZZ=100000
 	OMP_NUM_THREADS=1 TRIREME_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/ext/http/test_fuzz.py -m large
 
 # what is long and needs nothing more: every pair of features in some run, runs with equal bytes,
-# torch's own compiler and compiled ranks, a notebook that trains, benchmarks on little work, copies that
+# torch's own compiler and compiled ranks, a notebook that trains, engines of other processes with more
+# methods and models, benchmarks on little work, copies that
 # lack one extension each: minutes
 LONG := $(wildcard tests/ext/ray/test_colocate.py) tests/e2e/test_matrix.py tests/e2e/test_exact.py tests/e2e/test_families.py tests/e2e/test_notebooks.py \
+    tests/e2e/test_composites.py tests/e2e/test_engine_processes.py \
     tests/trainer/test_compiled.py tests/trainer/test_attention_kernels.py tests/test_scripts.py tests/test_gpu_report.py tests/test_without.py
 test-long: setup ## what is long and needs nothing more
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m large $(LONG)

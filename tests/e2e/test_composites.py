@@ -88,7 +88,7 @@ def text_bytes(folder: Path) -> int:
     ("family", "engine", "method"),
     [
         ("gemma3", TORCH, "nccl"),
-        ("qwen3_vl", TORCH, "memory"),
+        pytest.param("qwen3_vl", TORCH, "memory", marks=pytest.mark.large),
         pytest.param("idefics3", VLLM, "nccl", marks=needs_vllm),
     ],
 )
@@ -111,6 +111,7 @@ def test_towers_reach_no_engine_of_another_process_also_after_a_resume(
 
 
 @pytest.mark.slow
+@pytest.mark.large
 def test_an_engine_that_is_killed_has_the_towers_of_its_folder_again(tmp_path: Path) -> None:
     survives_a_killed_engine(tmp_path, processes(tmp_path, "gemma3", TORCH, "nccl"))
     assert set(scalars(tmp_path, "sync/pushed_bytes")) == {text_bytes(tmp_path)}

@@ -84,7 +84,11 @@ def test_engines_that_loaded_the_model_are_sent_no_weights_before_the_first_step
 
 @pytest.mark.parametrize(
     ("engine", "method"),
-    [pytest.param(VLLM, "nccl", marks=needs_vllm), (TORCH, "nccl"), (TORCH, "memory")],
+    [
+        pytest.param(VLLM, "nccl", marks=needs_vllm),
+        (TORCH, "nccl"),
+        pytest.param(TORCH, "memory", marks=pytest.mark.large),
+    ],
 )
 def test_an_adapter_alone_reaches_engines_of_other_processes_also_after_a_resume(
     tmp_path: Path, engine: dict[str, Any], method: str
@@ -140,7 +144,11 @@ def test_vllm_and_the_trainer_take_turns_on_one_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "method"),
-    [(TORCH, "nccl"), (TORCH, "checkpoint"), pytest.param(VLLM, "nccl", marks=needs_vllm)],
+    [
+        (TORCH, "nccl"),
+        pytest.param(TORCH, "checkpoint", marks=pytest.mark.large),
+        pytest.param(VLLM, "nccl", marks=needs_vllm),
+    ],
 )
 def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(
     tmp_path: Path, engine: dict[str, Any], method: str

@@ -105,9 +105,8 @@ def test_recorded_experts_reach_a_trainer_on_another_node(tmp_path: Path, cluste
     assert max(row["rollout/logprob_diff_max"] for row in trained) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "victim", ["actor", *(pytest.param(name, marks=LARGE) for name in ("process", "node"))]
-)
+@LARGE
+@pytest.mark.parametrize("victim", ["actor", "process", "node"])
 def test_an_engine_that_dies_is_made_anew_where_there_is_a_place_and_nothing_is_lost(
     tmp_path: Path, cluster: Any, victim: str
 ) -> None:
@@ -175,6 +174,7 @@ def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     assert nobody_left(tmp_path)
 
 
+@LARGE
 def test_sigterm_saves_what_was_learned_and_the_same_command_goes_on(
     tmp_path: Path, cluster: Any
 ) -> None:
