@@ -39,7 +39,7 @@ class Learner:
         self.fails_at = fails_at
         self.fails: Callable[[], None] = lambda: None
         """Called where it fails."""
-        self.rank, self.num_ranks, self.ranks = 0, 1, None
+        self.rank, self.num_ranks, self.ranks, self.replays_routing = 0, 1, None, False
         self.device = torch.device("cpu")
         self.measures = Measures(self.device)
 
