@@ -362,7 +362,7 @@ MISTAKES = [
     ),
     Mistake(
         "N24 workflow gives text as reward", _workflow("mistaken_text_reward"),
-        "experiences(reward=...): the reward is '0.5': expected a number",
+        "experiences(reward=...) has '0.5': expected a number",
         'model.experiences(reward="0.5")',
     ),
     Mistake(

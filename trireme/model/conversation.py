@@ -25,6 +25,7 @@ from trireme.engines.engine import Completion
 from trireme.experience import EID, REPORTED_TOKENS, Experience
 from trireme.model.recorder import Call
 from trireme.pictures import Picture, album, as_json_messages, shown
+from trireme.rewards.reward import number
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -262,6 +263,27 @@ def with_metrics(experiences: Sequence[Experience], metrics: dict[str, Any]) -> 
     """Add numbers to the metrics of each experience."""
     for experience in experiences:
         experience.metrics.update({name: float(value) for name, value in metrics.items()})
+
+
+def rewarded(
+    experiences: list[Experience], rewards: Sequence[Any] | None, metrics: dict[str, Any]
+) -> list[Experience]:
+    """Set the rewards of experiences that have none, one each, and add metrics. Raises ValueError
+    for what is no number.
+    """
+    whose = "experiences(reward=...) has"
+    if rewards is not None:
+        numbers = [number(reward, whose) for reward in rewards]
+        if len(numbers) != len(experiences):
+            raise ValueError(
+                f"{whose} {len(numbers)} numbers: expected {len(experiences)}, one for each reply "
+                "of the model"
+            )
+        for experience, its in zip(experiences, numbers, strict=True):
+            if experience.reward is None:
+                experience.reward = its
+    with_metrics(experiences, metrics)
+    return experiences
 
 
 def _truncation(call: Call) -> str | None:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trireme.engines.engine import Completion, Engine, OnToken, Sampling, with_options
 from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens, Message, Prompt
-from trireme.model.conversation import experiences_of, of_call, with_metrics
+from trireme.model.conversation import experiences_of, of_call, rewarded
 from trireme.model.edit import cut_back, replace_reply
 from trireme.model.recorder import Call, Recorder
 from trireme.pictures import pictures_in
 from trireme.registry import CLIENTS
-from trireme.rewards.reward import number
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -246,37 +245,19 @@ class Model:
         With `per_call`, or a list of rewards (one per reply, in order), one per reply. A prompt
         that was too long keeps its reward of 0. `metrics` are logged as they are.
         """
-        orphans = self.recorder.orphans()
+        orphans, counts = self.recorder.orphans(), dict[str, Any]()
         several: Any = reward
-        whole = rewards = None
-        is_text = isinstance(reward, str | bytes | bytearray)  # a sequence, too
-        if (isinstance(reward, Sequence) and not is_text) or getattr(reward, "shape", ()):
-            calls = self.recorder.fresh()  # arrays have a shape
-            rewards = [
-                number(value, f"experiences(reward=...): item {place} is")
-                for place, value in enumerate(several)
-            ]
-            if len(rewards) != len(calls):
-                raise ValueError(
-                    f"experiences(reward=...) has {len(rewards)} numbers: expected {len(calls)}, "
-                    "one for each reply of the model"
-                )
-        else:
-            calls = [call for call in self.recorder.fresh() if call not in orphans]
-            if reward is not None:
-                whole = number(reward, "experiences(reward=...): the reward is")
-        if per_call or rewards is not None:
+        one_each = _is_several(reward)
+        calls = [call for call in self.recorder.fresh() if one_each or call not in orphans]
+        if per_call or one_each:
             experiences = [self.experience(call) for call in calls]
         else:
             experiences = experiences_of(calls, orphans, self.chat_tokens.decode)
-        for index, experience in enumerate(experiences):
-            if experience.reward is None:
-                experience.reward = whole if rewards is None else rewards[index]
-        with_metrics(experiences, metrics)
         if len(self.recorder) > 1:
-            counts = {"splits": self.recorder.splits, "orphans": len(orphans)}
-            with_metrics(experiences, {f"conversation/{name}": n for name, n in counts.items()})
-        return experiences
+            counts["conversation/splits"] = self.recorder.splits
+            counts["conversation/orphans"] = len(orphans)
+        whole = None if reward is None else [reward] * len(experiences)
+        return rewarded(experiences, several if one_each else whole, metrics | counts)
 
     def experience(self, call: Call, *, run: int = 0) -> Experience:
         """Return the experience of one call."""
@@ -520,3 +501,10 @@ def _only(replies: list[Reply], many: str) -> Reply:
     if len(replies) != 1:
         raise ValueError(f"n={len(replies)} gives several replies: call {many}")
     return replies[0]
+
+
+def _is_several(reward: Any) -> bool:
+    """Return whether a reward is a sequence or an array of rewards; a text is neither."""
+    if isinstance(reward, str | bytes | bytearray):
+        return False
+    return isinstance(reward, Sequence) or bool(getattr(reward, "shape", ()))
