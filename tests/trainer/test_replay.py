@@ -132,13 +132,18 @@ def apart(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(difference, gap(got, expected))
 
 
+def mixture(place: Path, family: str) -> tuple[Path, int, Batch]:
+    """The folder of a random mixture, its layers with experts, and a batch with records of them."""
+    folder = make_mixture(place / family, family)
+    layers = len(routers_of(AutoModelForCausalLM.from_pretrained(folder)))
+    return folder, layers, flatten(with_routing(experiences(), layers))
+
+
 @pytest.mark.parametrize("family", FORMULAS)
 def test_replayed_training_is_that_of_a_model_with_forced_routers(
     family: str, tmp_path: Path
 ) -> None:
-    folder = make_mixture(tmp_path / family, family)
-    layers = len(routers_of(AutoModelForCausalLM.from_pretrained(folder)))
-    batch = flatten(with_routing(experiences(), layers))
+    folder, layers, batch = mixture(tmp_path, family)
     expected = forced_gradients(folder, family, batch)
     model = load_model(folder, device="cpu")
     own = gradients(model, token_logprobs(model, batch)[0])
@@ -176,9 +181,7 @@ def adapted(weights: dict[str, Tensor], scale: float) -> Callable[[Any], None]:
 def test_an_adapter_is_trained_as_in_a_model_with_forced_routers(
     family: str, tmp_path: Path
 ) -> None:
-    folder = make_mixture(tmp_path / family, family)
-    layers = len(routers_of(AutoModelForCausalLM.from_pretrained(folder)))
-    batch = flatten(with_routing(experiences(), layers))
+    folder, _, batch = mixture(tmp_path, family)
     modules = ("q_b_proj", "o_proj") if family == "deepseek_v3" else ("q_proj", "o_proj")
     lora = Lora(rank=2, alpha=3, target_modules=modules)
     backend = backend_of(folder, lora=lora, replays_routing=True)
@@ -205,9 +208,7 @@ def test_an_adapter_is_trained_as_in_a_model_with_forced_routers(
 def test_other_families_replay_alike_with_and_without_shared_prefixes(
     family: str, tmp_path: Path
 ) -> None:
-    folder = make_mixture(tmp_path / family, family)
-    layers = len(routers_of(AutoModelForCausalLM.from_pretrained(folder)))
-    batch = flatten(with_routing(experiences(), layers))
+    folder, _, batch = mixture(tmp_path, family)
     plain = token_logprobs(load_model(folder, device="cpu"), batch)[0]
     model = load_model(folder, device="cpu", replays=True)
     alone, shared = (
