@@ -23,6 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from trireme.registry import signature_of
+from trireme.syntax import source_lines
 
 _MARK = "__trireme_user_code__"
 _NOT_THEIRS = (
@@ -217,7 +218,7 @@ def _defined(code: Any) -> str:
     for thing in _unwrapped(code):
         try:
             file = inspect.getsourcefile(thing)
-            lines, first = inspect.getsourcelines(thing)
+            lines, first = source_lines(thing)
         except (TypeError, OSError):
             continue
         if file is None or not _is_theirs(file):

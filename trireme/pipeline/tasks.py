@@ -9,7 +9,6 @@ data set have changed, or an operator's options or code.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from trireme.files import in_turn, write_text
 from trireme.log import get_logger
 from trireme.pipeline.operators import Operator, OperatorFailed, make_operator
 from trireme.registry import TASK_OPERATORS, is_path
+from trireme.syntax import source_of
 from trireme.text import as_json
 from trireme.usercode import UserCode, fault_of
 
@@ -83,7 +83,7 @@ def _code(operator: Operator) -> str:
     """Return the source of an operator; nothing if it has none."""
     function = getattr(operator.function, "func", operator.function)  # without its options
     try:
-        return inspect.getsource(function if operator.made is None else type(operator.made))
+        return source_of(function if operator.made is None else type(operator.made))
     except (OSError, TypeError):  # of an interactive session, or compiled
         return ""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from trireme.rewards.answers import boxed, final_answer, final_truth, plain, same, thinks
 from trireme.rewards.reward import RewardFn, needs_truth
+from trireme.syntax import expression_tree
 from trireme.task import Task
 
 _THINK_ANSWER = re.compile(
@@ -203,7 +204,7 @@ def value_of(text: str) -> Fraction | None:
     if not _ALLOWED.fullmatch(expression):
         return None
     try:
-        return _value(ast.parse(expression, mode="eval").body)
+        return _value(expression_tree(expression))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None  # not an equation: a wrong answer
 

@@ -28,6 +28,7 @@ from trireme.model.model import Model
 from trireme.registry import WORKFLOWS, refuse_unknown_options
 from trireme.rewards.reward import number
 from trireme.serialize import JSON_FIELDS, TEXT_FIELDS
+from trireme.syntax import source_of
 from trireme.task import Task
 from trireme.usercode import Refused, refuse_signature
 from trireme.workflows.classes import Workflow, run_method
@@ -448,7 +449,7 @@ def _names_reward(code: Any) -> bool:
     is not there.
     """
     try:
-        return "reward_fn" in inspect.getsource(code)
+        return "reward_fn" in source_of(code)
     except (OSError, TypeError):
         return True
 

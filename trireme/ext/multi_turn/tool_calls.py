@@ -39,6 +39,7 @@ from trireme.model.tool_calls import (
     read_tool_calls,
 )
 from trireme.registry import TOOLS
+from trireme.syntax import expression_tree
 from trireme.task import object_or_text
 from trireme.text import joined
 
@@ -137,7 +138,7 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters: at most {_LONGEST}")
-    return str(_value(ast.parse(expression.strip(), mode="eval").body))
+    return str(_value(expression_tree(expression.strip())))
 
 
 def _value(node: ast.expr) -> int | float:
