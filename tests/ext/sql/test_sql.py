@@ -124,9 +124,8 @@ def test_a_step_that_an_explorer_repeats_after_a_crash_is_not_doubled(url: str) 
     run(main())
 
 
-@pytest.mark.parametrize("trained", [True, False])
 def test_a_whole_run_without_a_checkpoint_leaves_out_what_its_last_attempt_put(
-    trained: bool, url: str, caplog: pytest.LogCaptureFixture
+    url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rewarded(reward: float) -> list[Experience]:
         experiences = step_of(1)
@@ -139,19 +138,55 @@ def test_a_whole_run_without_a_checkpoint_leaves_out_what_its_last_attempt_put(
         await first.put(rewarded(1.0))
         await first.put(step_of(2))
         await first.take(2)
-        if trained:
-            first.commit()
         first.dispose()
         again = open_as("both", url)
-        taking = asyncio.create_task(again.take(2 if trained else 4))
+        taking = asyncio.create_task(again.take(4))
         await asyncio.sleep(0.1)  # it finds no rows before the put
         await again.put(rewarded(2.0))
         return [e.reward for e in await taking]
 
-    assert run(main()) == [2.0] * (2 if trained else 4)
-    # a group that was trained is another run's, or of a checkpoint that somebody has removed
-    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len([text for text in said if "of another run" in text]) == trained
+    assert run(main()) == [2.0] * 4
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_a_whole_run_does_not_begin_with_groups_that_were_trained(url: str) -> None:
+    """They are another run's, or of a checkpoint that somebody has removed."""
+
+    async def main() -> None:
+        first = open_as("both", url)
+        await first.put(step_of(1, tasks=2))
+        await first.take(2)
+        state = first.state()
+        first.commit()
+        first.dispose()
+        again = open_as("both", url)
+        with pytest.raises(ValueError, match=r"1 groups of the first step .* been trained"):
+            await again.put(step_of(1, tasks=2))
+        again.dispose()
+        continued = open_as("both", url)
+        continued.load_state(state)
+        await continued.put(step_of(1, tasks=2))
+        assert len(continued) == 2
+
+    run(main())
+
+
+def test_groups_of_another_run_that_replay_may_use_again_are_trained_with_a_warning(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        reuse = Reuse(cooldown=0.0, use_count_limit=2)
+        first = open_as("both", url, reuse=reuse)
+        await first.put(step_of(1))
+        await first.take(4)
+        first.commit()
+        first.dispose()
+        again = open_as("both", url, reuse=reuse)
+        await again.put(step_of(1))
+        assert len(await again.take(4)) == 4
+
+    run(main())
+    assert caplog.text.count("of another run") == 1
 
 
 def test_a_trainer_killed_between_checkpoint_and_commit_learns_nothing_twice(

@@ -91,6 +91,8 @@ class SqlBuffer:
         self._noted = False
         self._began = False
         """Whether anything has been put."""
+        self._continued = False
+        """Whether it goes on from a checkpoint."""
         self.demand = Demand()
         metadata = MetaData()
         party = party or "default"
@@ -269,7 +271,7 @@ class SqlBuffer:
         self._held.clear()
         self._seal, self._sealed, self._last_seal = None, 0, number
         self._knows_claims = True
-        self._begins_anew = False
+        self._begins_anew, self._continued = False, True
 
     def metrics(self) -> dict[str, float]:
         """Groups that had no room, and rows that were damaged, so far."""
@@ -428,24 +430,34 @@ class SqlBuffer:
         self._pictures.put(connection, pictures)
         there = self._claims.add(connection, rows)
         if there:
-            self._report_known(there)
+            self._report_known(connection, there)
         self._began = True
         if self._reuse is not None:
             self._dropped += self._claims.drop_lowest(connection, self._capacity)
         return True
 
-    def _report_known(self, groups: int) -> None:
-        """Report groups that were there already, whose experiences are not put again."""
-        if self._role == "both" and not self._began:  # later ones may be its own, put again
-            logger.warning(
-                "%d groups were in buffer '%s' already, of another run: this run's own experiences "
-                "of the same steps and tasks are left out, and those are trained, unless they "
-                "have been. For an empty buffer, give trainer_input.experience_buffer another "
-                "name or path",
-                groups, self.name,
-            )  # fmt: skip
-        else:
-            logger.info("%d groups were in buffer '%s' already", groups, self.name)
+    def _report_known(self, connection: Connection, groups: set[str]) -> None:
+        """Report groups that were there already, whose experiences are not put again.
+
+        Raises ValueError if a whole run begins with groups that another has trained: its own
+        rollouts would be lost, and nothing would come to train.
+        """
+        if self._role != "both" or self._began:  # they may be its own, put again
+            logger.info("%d groups were in buffer '%s' already", len(groups), self.name)
+            return
+        if not self._continued and (used := self._claims.used_up(connection, groups)):
+            raise ValueError(
+                f"buffer '{self.name}': {used} groups of the first step are in "
+                f"{self._where} already and have been trained, by another run or before its "
+                "checkpoints were removed: give trainer_input.experience_buffer another name or "
+                "path, or remove that table"
+            )
+        logger.warning(
+            "%d groups were in buffer '%s' already, of another run: those are trained, and this "
+            "run's own experiences of the same steps and tasks are left out. For an empty buffer, "
+            "give trainer_input.experience_buffer another name or path",
+            len(groups), self.name,
+        )  # fmt: skip
 
     def _is_full(self, connection: Connection) -> bool:
         """Return whether the buffer holds as many steps as allowed, and no reader waits

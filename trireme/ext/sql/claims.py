@@ -66,19 +66,30 @@ class Claims:
         self._reader = reader
         self._reuse = reuse
 
-    def add(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Put whole groups in; how many of them were there already, and are not put again."""
+    def add(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Put whole groups in; returns those that were there already, and are not put again."""
         table = self.table
-        groups = list(dict.fromkeys(row["task_id"] for row in rows))
         there: set[str] = set()
-        for part in _chunks(groups):
+        for part in _chunks(list(dict.fromkeys(row["task_id"] for row in rows))):
             known = select(table.c.task_id).where(table.c.task_id.in_(part)).distinct()
             there.update(connection.scalars(known))
         new = [dict(row) for row in rows if row["task_id"] not in there]
         self._set_priorities(new)
         if new:
             connection.execute(insert(table), new)
-        return len(there)
+        return there
+
+    def used_up(self, connection: Connection, groups: Iterable[str]) -> int:
+        """Count those of the groups of which no row will be taken again."""
+        table = self.table
+        left: set[str] = set()
+        wanted = set(groups)
+        unused = self._not_used_up() if self._reuse is not None else table.c.consumed == 0
+        to_come = and_(table.c.consumed >= 0, unused)
+        for part in _chunks(sorted(wanted)):
+            some = select(table.c.task_id).where(table.c.task_id.in_(part), to_come)
+            left.update(connection.scalars(some.distinct()))
+        return len(wanted - left)
 
     def drop_lowest(self, connection: Connection, capacity: int) -> int:
         """Drop the open groups of the lowest priority beyond `capacity`; how many. Those that are
