@@ -168,23 +168,26 @@ $(VLLM)/.installed: constraints-vllm.txt
 	$(VLLM)/bin/python scripts/declare_torchvision.py
 	@touch $@
 
-# deaths, a resume and several explorers on a Ray cluster of this machine: minutes
+# deaths, a resume and several explorers on a Ray cluster of this machine, and programs, servers and
+# evaluations whose engines are in other processes, of Ray or not: minutes
 test-ray: setup ## deaths and resumes on a Ray cluster
 	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rsfE -m large tests/ext/ray/test_runs.py \
 	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/ext/evaluation/test_bench.py \
-	    tests/e2e/test_odd_text.py
+	    tests/e2e/test_odd_text.py tests/launch/test_listeners.py
 
 # requests and calls that nobody thought of, against a live engine: FUZZ=100000 for more of them
 FUZZ ?= 10000
 test-fuzz: setup ## odd requests against a live engine; FUZZ=100000
 	OMP_NUM_THREADS=1 TRIREME_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/ext/http/test_fuzz.py -m large
 
-# what is long and needs nothing more: every pair of features in some run, runs with equal bytes,
-# torch's own compiler and compiled ranks, a notebook that trains, engines of other processes with more
-# methods and models, benchmarks on little work, copies that
-# lack one extension each: minutes
+# what is long and needs nothing more: every pair of features in some run, runs with equal bytes, every
+# algorithm on a bandit, torch's own compiler, more models on several ranks, ranks that freeze, the
+# memory of mixtures, a notebook that trains, engines of other processes with more methods and models,
+# benchmarks on little work, copies that lack one extension each: minutes
+RANKS := composites follow fsdp2 fsdp2_saved hybrids
 LONG := $(wildcard tests/ext/ray/test_colocate.py) tests/e2e/test_matrix.py tests/e2e/test_exact.py tests/e2e/test_families.py tests/e2e/test_notebooks.py \
-    tests/e2e/test_composites.py tests/e2e/test_engine_processes.py \
+    tests/e2e/test_composites.py tests/e2e/test_engine_processes.py tests/e2e/test_bandit.py tests/e2e/test_experts.py \
+    $(wildcard tests/ext/memory) $(RANKS:%=tests/trainer/test_%.py) \
     tests/trainer/test_compiled.py tests/trainer/test_attention_kernels.py tests/test_scripts.py tests/test_gpu_report.py tests/test_without.py
 test-long: setup ## what is long and needs nothing more
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m large $(LONG)

@@ -30,6 +30,8 @@ ONLINE = [
     for name in ALGORITHMS.built_in()
     if not ALGORITHMS.get(name).from_data and name != "grpo_verl"  # another name of grpo
 ]
+OFTEN = ("grpo", "ppo", "multi_step_grpo", "mix", "on_policy_distill", "opmd")
+"""One of each kind, for every `make test`; the others are for `make test-long`."""
 
 
 @workflow("two_digits")
@@ -139,7 +141,9 @@ def _run(folder: Path, config: dict[str, Any]) -> list[float]:
     return [row["metrics"][key] for row in found if key in row["metrics"]]
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in OFTEN else [pytest.mark.large]) for n in ONLINE]
+)
 def test_the_reward_of_a_bandit_rises(name, tmp_path):
     config = _config(tmp_path, name)
     if name in NEEDS:

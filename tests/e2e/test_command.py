@@ -34,6 +34,7 @@ ENGINES = [
     pytest.param(
         ("explorer.rollout_model.engine_type=torch", "explorer.rollout_model.engine_num=2"),
         id="processes",
+        marks=pytest.mark.large,
     ),
     pytest.param(
         (*ON_RAY, "cluster.gpu_per_node=2"), id="ray", marks=[pytest.mark.large, needs_ray]

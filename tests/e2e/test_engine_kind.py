@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.job import command, environment, small_config
-from tests.limits import HANG_S
+from tests.e2e.job import command, small_config
+from tests.e2e.job import trireme as commanded
 
 PLUGIN = Path(__file__).with_name("made_up_engine.py")
 
@@ -19,10 +18,8 @@ def trireme(folder: Path, what: str, **engine: Any) -> tuple[int, str]:
     config: Any = {**small_config(folder), "plugins": [str(PLUGIN)]}
     config["buffer"] |= {"total_steps": 2}
     config["explorer"]["rollout_model"] = {"engine_type": "made_up", **engine}
-    words = [what if word == "run" else word for word in command(folder, config)]
-    done = subprocess.run(
-        words, env=environment(), capture_output=True, text=True, timeout=HANG_S, cwd=folder
-    )
+    words = command(folder, config)
+    done = commanded(folder, what, *words[words.index("run") + 1 :])
     return done.returncode, done.stdout + done.stderr
 
 

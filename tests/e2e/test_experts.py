@@ -66,6 +66,7 @@ def test_a_run_with_replay_trains_by_recorded_experts_and_resumes_to_the_same_we
     assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-5
 
 
+@pytest.mark.large
 def test_engines_in_processes_of_their_own_send_recorded_experts(tmp_path: Path) -> None:
     config = replaying(tmp_path)
     config["explorer"]["rollout_model"] = {"engine_type": "torch", "engine_num": 2}

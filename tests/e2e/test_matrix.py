@@ -116,15 +116,13 @@ CASES = all_cases()
 
 
 QUICK = [
-    Case("multi_step_grpo", "fixed", "sql", "embedded", "steps", "lora", "one"),
     Case("ppo", "fixed", "replay", "embedded", "tools", "full", "one"),
     Case("dpo", "fixed", "file", "embedded", "single", "lora", "one"),
     Case("ppo", "fully_async", "sql", "embedded", "single", "full", "two"),
     Case("grpo", "fully_async", "file", "embedded", "single", "full", "one"),
     Case("grpo", "trainer_driven", "replay_again", "embedded", "single", "full", "one"),
-    Case("ppo", "explorer_driven", "queue", "process", "steps", "full", "one"),
 ]
-"""In every `make test`, a minute in all; the others are for `make test-long`."""
+"""In every `make test`, half a minute in all; the others are for `make test-long`."""
 
 
 def parameters() -> list[Any]:

@@ -92,6 +92,7 @@ def test_odd_texts_end_no_run_and_every_experience_is_learned_once(
     all_learned(tmp_path, run(tmp_path, odd_config(tmp_path, store, url)))
 
 
+@pytest.mark.large
 @pytest.mark.slow
 def test_odd_texts_go_through_engines_of_other_processes(tmp_path: Path) -> None:
     engines = ("explorer.rollout_model.engine_type=torch", "explorer.rollout_model.engine_num=2")

@@ -125,6 +125,7 @@ def test_a_listener_of_a_package_hears_what_a_run_does(package: Path, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.large
 def test_a_listener_of_a_package_hears_what_the_processes_of_ray_do(
     package: Path, tmp_path: Path
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_push_leaves_the_towers_at_home_and_proves_the_whole(
     run(folder, ask, max_model_len=64)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("family", families(RANKS, COMPOSITES))
 def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
     path = make_composite(tmp_path / "model", family)

@@ -104,7 +104,7 @@ def _break_second_step(how: str) -> None:
     Recipe.weights = broken
 
 
-@pytest.mark.parametrize("how", ["dies", "freezes", "fails"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("freezes", marks=pytest.mark.large), "fails"])
 def test_a_rank_that_is_gone_is_named_and_nothing_hangs(how, tiny_dir, tmp_path):
     address, file = free_address(), tmp_path / "said"
     places = [RankSpec(rank, 3, address, timeout=HANG_S, lost_after=10) for rank in range(3)]
@@ -160,6 +160,7 @@ def _beats(place: RankSpec, folder: Path) -> None:
     (folder / f"missed_{place.rank}").write_text(f"{sorted(missed)}")
 
 
+@pytest.mark.large
 def test_a_suspended_machine_loses_no_rank(tmp_path):
     address = free_address()
     places = [RankSpec(rank, 2, address, timeout=HANG_S, lost_after=10) for rank in range(2)]

@@ -110,7 +110,10 @@ def two_ranks_learn_alike(path: Path, folder: Path) -> None:
 SLICED: dict[int, list[str]] = {2: ["plain", "many_micro_batches", "lora"], 4: ["plain"]}
 
 
-@pytest.mark.parametrize(("size", "arch"), [(2, "qwen3"), (4, "qwen3"), (2, "gpt_oss")])
+@pytest.mark.parametrize(
+    ("size", "arch"),
+    [(2, "qwen3"), (4, "qwen3"), pytest.param(2, "gpt_oss", marks=pytest.mark.large)],
+)
 def test_ranks_that_share_sequences_learn_what_one_process_learns(size, arch, tmp_path):
     # Two pairs; or one group of four, for which the 2 key-value heads are repeated.
     path = make_model(tmp_path / "model", arch, tie=size == 2)
@@ -187,7 +190,14 @@ def test_no_group_of_ranks_waits_longer_than_the_others(tmp_path):
     assert found == [[HANG_S] * 4] * 4  # torch has 1,800 s
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "qwen3",
+        *(pytest.param(a, marks=pytest.mark.large) for a in ("llama", "gpt_oss")),
+        "qwen3_moe",
+    ],
+)
 def test_two_ranks_learn_what_one_process_learns(arch, tmp_path):
     path = make_model(tmp_path / arch, arch, tie=arch != "llama")
     plain = arch in ("qwen3", "llama")

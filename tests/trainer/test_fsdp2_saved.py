@@ -131,7 +131,7 @@ def test_what_two_ranks_save_any_number_resumes(lora, tiny_dir, tmp_path):
         _close(got, whole)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_what_two_copies_of_two_shards_save_any_number_resumes(lora, tiny_dir, tmp_path):
     job = tmp_path / "job"
     found = run(_interrupted, tmp_path / "four", tiny_dir, job, lora, world=4, shards=2)

@@ -293,6 +293,7 @@ def test_states_belong_to_a_version_as_keys_and_values_do(
     assert (gap_after > 1e-2) if keep else (gap_after < 1e-4)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("family", families(RANKS, HYBRIDS))
 def test_ranks_learn_what_one_process_learns(family: str, tmp_path: Path) -> None:
     path = make_hybrid(tmp_path / "model", family)

@@ -254,6 +254,7 @@ def _exact_peak(*given: Any) -> int:
 _MMAP_THRESHOLD = -3
 
 
+@pytest.mark.large
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc, and Linux's /proc")
 def test_the_plan_of_a_mixture_is_as_close_as_a_dense_models(tmp_path: Path) -> None:
     """Activations within 15 %; of the whole, which counts what a heap keeps, as much too many as
@@ -318,7 +319,11 @@ def test_layers_with_a_state_are_seen(family: str, further: Any, state: int) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc, and Linux's /proc")
 @pytest.mark.parametrize(
-    ("family", "further"), [("qwen3_5_text", _DELTA), ("granitemoehybrid", _MAMBA)]
+    ("family", "further"),
+    [
+        ("qwen3_5_text", _DELTA),
+        pytest.param("granitemoehybrid", _MAMBA, marks=pytest.mark.large),
+    ],
 )
 def test_the_plan_of_a_hybrid_is_near_what_a_rank_takes(
     family: str, further: Any, tmp_path: Path

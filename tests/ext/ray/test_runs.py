@@ -94,6 +94,7 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
     assert not left_behind(tmp_path)
 
 
+@LARGE
 def test_recorded_experts_reach_a_trainer_on_another_node(tmp_path: Path, cluster: Any) -> None:
     add_nodes(cluster, 2)
     config = small_config(tmp_path)
