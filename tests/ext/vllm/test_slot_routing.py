@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from trireme.ext.vllm.engine import VllmEngine
 from trireme.ext.vllm.options import ROUTED
 from trireme.ext.vllm.routing import SlotRouting
 
@@ -57,3 +62,49 @@ def test_requests_that_end_before_anybody_asks_keep_their_record_once() -> None:
     asked.take("7")
     asked._keep(["7-a"])
     assert asked._ended == {} and asked._taken == set()
+
+
+def test_no_record_is_kept_of_requests_whose_callers_were_cancelled() -> None:
+    routing = slot_routing(4, 1)
+    routing.forget(["7", "of another worker"])  # vLLM has not ended it yet
+    routing._keep(["7-a"])
+    assert routing._ended == {} and routing._taken == set()
+    routing._keep(["7-a"])
+    routing.forget(["7"])
+    assert routing._ended == {} and routing._taken == set()
+
+
+def test_the_next_record_that_is_asked_for_reports_cancelled_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Llm:
+        async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+        async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+            asked.append((method, *args))
+            return [None]
+
+    monkeypatch.setattr(
+        "trireme.ext.vllm.engine._params", lambda *_, **__: SimpleNamespace(extra_args={})
+    )
+    engine: Any = object.__new__(VllmEngine)
+    engine._llm, engine._records_routing, engine._adapter = Llm(), True, None
+    engine._count, engine._given_up, engine._failure = itertools.count(4), [], None
+    request: Any = SimpleNamespace(stop_reason=None, pictures=(), ids=[1, 2])
+
+    async def main() -> None:
+        calls = [asyncio.ensure_future(engine._sample(request, {}, None)) for _ in range(2)]
+        await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        assert await engine._routing(request, "6") is None
+        assert await engine._routing(request, "7") is None
+
+    asyncio.run(main())
+    name = "trireme_routing"
+    assert asked == [(name, "6", ["4", "5"]), (name, "7", [])]

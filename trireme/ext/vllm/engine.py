@@ -118,6 +118,8 @@ class VllmEngine:
         config = AutoConfig.from_pretrained(model)
         self._vocabulary: int = config.get_text_config().vocab_size
         self._rows: dict[asyncio.Future[Completion], Request] = {}
+        self._given_up: list[str] = []
+        """Names of cancelled requests, whose experts nobody will ask for."""
         self._count = itertools.count()
         self._version = 0
         self._generated = self._prefilled = self._cached = 0
@@ -425,6 +427,8 @@ class VllmEngine:
         except Exception as error:
             raise self._failed(error) from error
         finally:
+            if request.stop_reason is None and self._records_routing:
+                self._given_up.append(name)
             await stream.aclose()
             if request.stop_reason is not None:
                 await self._llm.abort(name)  # it may be on its way past a stop string
@@ -438,8 +442,9 @@ class VllmEngine:
         """Return the experts of a request's tokens; None if vLLM has lost them, or computes them
         again. Raises RuntimeError if its kernels reported none.
         """
+        given_up, self._given_up = self._given_up, []
         try:
-            wire = (await self._rpc("trireme_routing", name))[0]
+            wire = (await self._rpc("trireme_routing", name, given_up))[0]
         except Exception as error:
             raise self._failed(error) from error
         length = len(request.ids) - 1

@@ -8,7 +8,7 @@ here. A CUDA graph that was recorded before would not call it, so there are none
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -21,8 +21,7 @@ from trireme.ext.vllm.options import ROUTED
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
 """vLLM's kinds of caches that have a slot for every token of a request."""
 _LEFT = 4
-"""As many times the requests at once may have ended without anybody asking: their callers were
-cancelled."""
+"""As many times the requests at once may have ended without anybody asking yet."""
 
 
 class SlotRouting:
@@ -60,7 +59,7 @@ class SlotRouting:
         self._ended: dict[str, np.ndarray] = {}
         """The experts of requests that vLLM has ended and nobody has asked for, by our names."""
         self._taken: set[str] = set()
-        """The names of requests that were asked for before vLLM ended them here."""
+        """The names of requests that were asked for, or given up, before vLLM ended them here."""
         self._scheduled: Mapping[str, int] = {}
         """The tokens of each request in the last step, which vLLM counts in the next one."""
         plain = runner.execute_model
@@ -85,6 +84,13 @@ class SlotRouting:
                 self._taken.add(name)
                 return self._of(number)
         return None
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Keep no record of these requests, ended or not."""
+        live = set(map(self._name, self._runner.requests)) if names else set[str | None]()
+        for name in names:
+            if self._ended.pop(name, None) is None and name in live:
+                self._taken.add(name)
 
     def _note(self, tokens: int) -> None:
         """Store the experts of a step's tokens."""

@@ -209,8 +209,11 @@ class TriremeWorker:
         """Record the experts of all tokens from now on."""
         self._trireme_routing = SlotRouting(self.model_runner)
 
-    def trireme_routing(self, name: str) -> dict[str, Any] | None:
-        """Return the experts of a request's tokens, once: see SlotRouting."""
+    def trireme_routing(self, name: str, given_up: Sequence[str]) -> dict[str, Any] | None:
+        """Return the experts of a request's tokens, once, and forget those of requests that were
+        `given_up`: see SlotRouting.
+        """
+        self._trireme_routing.forget(given_up)
         taken = self._trireme_routing.take(name)
         return None if taken is None else array_to_wire(taken)
 
