@@ -541,6 +541,23 @@ def test_replay_notes_that_blocks_are_not_compiled(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("mode", "count"),
+    [
+        ("both", 0),
+        pytest.param("explore", 0, marks=pytest.mark.extension("sql")),
+        pytest.param("train", 1, marks=pytest.mark.extension("sql")),
+    ],
+)
+def test_experts_that_no_engine_of_the_stage_records_are_noted(tmp_path, mode, count):
+    write_model(tmp_path / "mixture", num_experts=8)
+    given = [f"mode={mode}", f"model.model_path={tmp_path}/mixture"]
+    key = "explorer.rollout_model.enable_return_routed_experts"
+    notes = plan_of(tmp_path, *given, f"{key}=true").notes
+    told = f"{key} (true): this stage has no engine that records experts for a trainer"
+    assert notes.count(told) == count
+
+
+@pytest.mark.parametrize(
     ("given", "noted"),
     [
         pytest.param(["policy_loss_fn=geo_mean"], True, marks=pytest.mark.extension("more_losses")),

@@ -250,6 +250,11 @@ def _check_routing(stage: StageFacts, engine: EnginePlan) -> Findings:
     """Check that the engine can record the experts that it chooses, if it has to."""
     findings, config = Findings(), stage.config
     if stage.reads_file or not records_routing(config):
+        if config.explorer.rollout_model.enable_return_routed_experts:
+            findings.note(
+                f"{KEY}.enable_return_routed_experts (true): this stage has no engine that records "
+                "experts for a trainer"
+            )
         return findings
     replay = "algorithm.enable_router_replay"
     key = replay if config.algorithm.enable_router_replay else f"{KEY}.enable_return_routed_experts"

@@ -258,6 +258,22 @@ def test_experts_are_recorded_by_an_engine_that_has_all_tokens_and_layers(tmp_pa
 
 
 @pytest.mark.usefixtures("vllm")
+def test_that_recording_experts_takes_no_cuda_graphs_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
+    replay, mixture = "algorithm.enable_router_replay=true", {"head_dim": 64, "num_experts": 8}
+    eager, graphs = (f"{key('enforce_eager')}={value}" for value in ("true", "false"))
+
+    def noted(*given: str) -> int:
+        notes = plan_of(tmp_path, VLLM, *given, **mixture).notes
+        return len([note for note in notes if "it runs without CUDA graphs, whatever" in note])
+
+    assert [noted(replay), noted(replay, graphs)] == [1, 1]
+    assert [noted(replay, eager), noted(graphs)] == [0, 0]
+
+
+@pytest.mark.usefixtures("vllm")
 def test_arguments_for_vllm_itself_are_checked_where_experts_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

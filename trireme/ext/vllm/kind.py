@@ -169,6 +169,11 @@ class VllmKind:
                 f"and values (extra_engine_args.kv_cache_memory_bytes), whatever enforce_eager, "
                 f"enable_chunked_prefill and gpu_memory_utilization say"
             )
+        elif records_routing(config) and not model.enforce_eager:
+            notes.append(
+                f"{prefix}: it runs without CUDA graphs, whatever enforce_eager says: the experts "
+                "that they choose cannot be recorded"
+            )
         return EngineChoice(
             self.name,
             vllm.python,
