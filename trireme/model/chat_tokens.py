@@ -240,16 +240,22 @@ class ChatTokens:
 
     def in_known_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages with the role `developer`, OpenAI's newer name for it, as `system` if the
-        template does not write it: many leave such a message out in silence.
+        template does not write it: many leave such a message out in silence. One that follows a
+        first message of the system continues it: many templates accept no second.
         """
         if all(message.get("role") != "developer" for message in messages):
             return messages
         if self._writes_developer:
             return messages
-        return [
-            {**message, "role": "system"} if message.get("role") == "developer" else message
-            for message in messages
-        ]
+        known: list[Message] = []
+        for message in messages:
+            if message.get("role") == "developer":
+                message = {**message, "role": "system"}
+                if len(known) == 1 and known[0].get("role") == "system":
+                    known = [_continued(known[0], message)]
+                    continue
+            known.append(message)
+        return known
 
     @cached_property
     def _writes_developer(self) -> bool:
@@ -583,3 +589,12 @@ def conversation_of(
     if system and plain[0]["role"] != "system":
         plain.insert(0, {"role": "system", "content": system})
     return plain
+
+
+def _continued(first: Message, second: Message) -> Message:
+    """Return one message with the contents of two, a blank line between them."""
+    contents = [message.get("content") or "" for message in (first, second)]
+    if all(isinstance(content, str) for content in contents):
+        return {**first, "content": "\n\n".join(filter(None, contents))}
+    before, after = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents)
+    return {**first, "content": [*before, {"type": "text", "text": "\n\n"}, *after]}

@@ -81,6 +81,19 @@ def test_a_developer_s_message_is_the_system_s_if_the_template_does_not_write_it
     assert len(model.experiences(1.0)) == 1  # the second turn goes on from the recorded one
 
 
+def test_a_developer_s_message_continues_the_system_s() -> None:
+    chat = make([], template=SYSTEM_ALONE).chat_tokens
+    system, developer = ({"role": role, "content": role[0]} for role in ("system", "developer"))
+    one = {"role": "system", "content": "s\n\nd"}
+    assert chat.in_known_roles([system, developer, user("1")]) == [one, user("1")]
+    parts = {"role": "developer", "content": [{"type": "text", "text": "d"}]}
+    [first] = chat.in_known_roles([system, parts])
+    assert [part["text"] for part in first["content"]] == ["s", "\n\n", "d"]
+    apart = chat.in_known_roles([user("1"), developer])
+    assert [message["role"] for message in apart] == ["user", "system"]
+    assert make([]).chat_tokens.in_known_roles([system, developer]) == [system, developer]
+
+
 def test_streams_are_served() -> None:
     model = make(["hello"])
 
