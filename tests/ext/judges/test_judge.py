@@ -15,6 +15,7 @@ from tests.limits import HANG_S
 from tests.tiny import make_tokenizer
 from trireme.engines.scripted import ScriptedEngine
 from trireme.ext.external_model.asker import Asker
+from trireme.ext.judges import judge
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.grouped import Judge, Row
@@ -160,6 +161,16 @@ def test_a_picture_is_named_to_a_judge_that_reads_text(name: str) -> None:
     task = Task(raw_task={"rubric": ["is short"]})
     asyncio.run(judge.rewards(task, judged, [said.model]))
     assert all("user: [image]What?" in asked for asked in said.asked)
+
+
+def test_that_a_judge_sees_no_pictures_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    judge._warn_of_pictures.cache_clear()
+    assert judge.seen_text({"role": "user", "content": [{"type": "text", "text": "a"}]}) == "a"
+    assert not caplog.records
+    for _ in range(2):
+        assert judge.seen_text(SHOWN) == "[image]What?"
+    [record] = caplog.records
+    assert "read text alone, and get [image] in their place" in record.getMessage()
 
 
 def test_the_relative_judge_compares_all_replies_in_one_question() -> None:

@@ -12,12 +12,16 @@ import math
 import re
 import string
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from trireme.config.options import fitting_options
 from trireme.ext.external_model.asker import Asker
-from trireme.pictures import content_text
+from trireme.log import get_logger
+from trireme.pictures import IMAGE_PARTS, content_text
 from trireme.rewards.orm import ORM, Unscored, Value
+
+logger = get_logger("explorer")
 
 PROMPT = """Judge the last reply of this conversation. {reference}
 Answer with one number from 0 (useless) to 1 (perfect), and nothing else.
@@ -187,8 +191,26 @@ def _refuse_question(question: str, subjects: Sequence[str]) -> None:
         )
 
 
+def seen_text(message: Mapping[str, Any]) -> str:
+    """Return a message as a judge or a reward model sees it, as text; the log names the first
+    picture that it does not see.
+    """
+    content = message.get("content")
+    if isinstance(content, list) and any(part.get("type") in IMAGE_PARTS for part in content):
+        _warn_of_pictures()
+    return content_text(message)
+
+
+@cache
+def _warn_of_pictures() -> None:
+    logger.warning(
+        "a conversation that is judged shows pictures: judges and reward models read text alone, "
+        "and get [image] in their place"
+    )
+
+
 def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n\n".join(f"{m['role']}: {content_text(m)}" for m in messages)
+    return "\n\n".join(f"{m['role']}: {seen_text(m)}" for m in messages)
 
 
 def _reference(truth: Any) -> str:

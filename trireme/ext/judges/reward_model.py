@@ -18,7 +18,7 @@ from annotated_types import Ge
 
 from trireme.aio import OwnThread, call_user
 from trireme.config.lookup import located, model_config, model_facts
-from trireme.pictures import content_text
+from trireme.ext.judges.judge import seen_text
 from trireme.registry import RM_PLUGINS
 from trireme.rewards.orm import ORM, Value
 from trireme.rewards.reward import number
@@ -265,8 +265,8 @@ def _conversation(prompt: Any, completion: str) -> list[dict[str, Any]]:
 
 
 def _as_template_wants(message: Mapping[str, Any]) -> dict[str, Any]:
-    return with_objects(message) | {"content": content_text(message)}
+    return with_objects(message) | {"content": seen_text(message)}
 
 
 def _plain(messages: Messages) -> str:
-    return "\n".join(map(content_text, messages))
+    return "\n".join(map(seen_text, messages))
