@@ -749,6 +749,11 @@ def test_lengths_that_change_rotary_embeddings_are_explored(tmp_path):
     path = write_model(tmp_path / "long", max_positions=200, **rope)
     longer = f"model.model_path={path}", "model.max_model_len=128"
     assert problems_of(tmp_path, *longer, "mode=explore") == []
+    noted = "model.max_model_len (128): up to 100 each reply is by its own tokens alone; a longer"
+    for length, count in ((128, 1), (100, 0)):
+        given = f"model.model_path={path}", f"model.max_model_len={length}", "mode=explore"
+        (plan,) = make_plans(config_of(tmp_path, values(tmp_path), *given))
+        assert len([note for note in plan.notes if note.startswith(noted)]) == count
 
 
 def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):

@@ -198,12 +198,19 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
         )
     longest = wanted or (model.max_prompt_tokens or 0) + (model.max_response_tokens or 0)
     steady = facts.steady_positions
-    if steady and longest > steady and stage.config.mode in ("both", "train"):
-        findings.problem(
-            "model.max_model_len",
-            f"is {longest}: expected at most {steady}, since a longer sequence changes the model's "
-            "rotary embeddings (rope_type longrope or dynamic) for all that are computed with it",
+    if steady and longest > steady:
+        why = (
+            "a longer sequence changes the model's rotary embeddings (rope_type longrope or "
+            "dynamic) for all that are computed with it"
         )
+        if stage.config.mode in ("both", "train"):
+            text = f"is {longest}: expected at most {steady}, since {why}"
+            findings.problem("model.max_model_len", text)
+        else:
+            findings.note(
+                f"model.max_model_len ({longest}): up to {steady} each reply is by its own tokens "
+                f"alone; {why}"
+            )
     window, heads = stage.config.trainer.ulysses_sequence_parallel_size, facts.attention_heads
     if heads and heads % window:
         findings.problem(

@@ -138,9 +138,15 @@ def unknown_layers(read: Callable[[str], Any]) -> tuple[str, ...]:
     return tuple(sorted({*(read("layer_types") or ())} - WITHOUT_STATE - WITH_STATE))
 
 
-def steady_positions(read: Callable[[str], Any]) -> int | None:
+LONG_ROPES = ("longrope", "su")
+"""Rotary embeddings of two kinds, for sequences up to a length and for longer ones."""
+
+
+def steady_positions(
+    read: Callable[[str], Any], ropes: Sequence[str] = (*LONG_ROPES, "dynamic")
+) -> int | None:
     """Return the length up to which rotary embeddings do not depend on the longest sequence that is
-    computed; None if they never do.
+    computed; None if they never do, or are none of `ropes`.
     """
     rope = read("rope_parameters") or read("rope_scaling") or {}
     kinds = [one for one in rope.values() if isinstance(one, dict)] or [rope]  # by kind of layer
@@ -148,7 +154,7 @@ def steady_positions(read: Callable[[str], Any]) -> int | None:
     lengths = [
         read(key) or one.get(key) or read("max_position_embeddings")
         for one in kinds
-        if one.get("rope_type", one.get("type")) in ("longrope", "su", "dynamic")
+        if one.get("rope_type", one.get("type")) in ropes
     ]
     return min((length for length in lengths if length), default=None)
 

@@ -258,6 +258,19 @@ def test_experts_are_recorded_by_an_engine_that_has_all_tokens_and_layers(tmp_pa
 
 
 @pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(("kind", "count"), [("longrope", 1), ("dynamic", 0), ("yarn", 0)])
+def test_the_token_that_makes_vllm_take_long_rotary_embeddings_is_refused(
+    tmp_path: Path, kind: str, count: int
+) -> None:
+    """vLLM chooses by its `max_model_len` alone, and gets one more than the run's."""
+    rope = {"rope_scaling": {"type": kind}, "original_max_position_embeddings": 100}
+    said = problems_of(tmp_path, VLLM, "model.max_model_len=100", head_dim=64, **rope)
+    told = "model.max_model_len is 100: expected at most 99 with vLLM, which is started with one"
+    assert len(said) == count and all(each.startswith(told) for each in said)
+    assert not problems_of(tmp_path, VLLM, "model.max_model_len=99", head_dim=64, **rope)
+
+
+@pytest.mark.usefixtures("vllm")
 def test_that_recording_experts_takes_no_cuda_graphs_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from trireme.config.engine_kind import (
     records_routing,
     size_of,
 )
-from trireme.config.lookup import model_config
+from trireme.config.lookup import LONG_ROPES, model_config, steady_positions
 from trireme.config.memory import GIB
 from trireme.config.section import of
 from trireme.config.shape import shape_at
@@ -186,6 +186,7 @@ class VllmKind:
                 *_check_heads(config, gpus),
                 *_check_temperatures(config),
                 *_check_routing(config),
+                *_check_ropes(config),
                 *(_check_libraries(request, vllm) if gpus else ()),
             ],
         )
@@ -266,6 +267,25 @@ def _check_routing(config: Config) -> Iterator[Problem]:
     if not extra.get("enforce_eager", True):
         text = "is false, and CUDA graphs record none of the experts they choose: expected true"
         yield Problem(f"{KEY}.extra_engine_args.enforce_eager", text)
+
+
+def _check_ropes(config: Config) -> Iterator[Problem]:
+    """Find a longest sequence at which vLLM takes other rotary embeddings than transformers: it
+    takes those for long sequences if it is started for one, and it is started with a token more.
+    """
+    model = config.model
+    longest = model.max_model_len or (model.max_prompt_tokens or 0) + (
+        model.max_response_tokens or 0
+    )
+    facts = model_config(model.model_path)
+    facts |= facts.get("text_config") or {}
+    if longest == steady_positions(facts.get, LONG_ROPES):
+        yield Problem(
+            "model.max_model_len",
+            f"is {longest}: expected at most {longest - 1} with vLLM, which is started with one "
+            "token more, to score the last one, and would take the rotary embeddings of longer "
+            "sequences for all (rope_type longrope)",
+        )
 
 
 def _wrong(key: str, text: str) -> EngineChoice:
