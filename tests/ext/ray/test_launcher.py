@@ -122,6 +122,32 @@ def test_a_cluster_that_was_killed_is_named_by_rays_file(tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.parametrize(
+    ("variable", "address"),
+    [
+        ("10.0.0.1:6379", "10.0.0.1:6379"),
+        ("local", None),
+        ("auto", "of the file"),
+        ("", "of the file"),
+    ],
+)
+def test_a_cluster_is_named_by_rays_variable_or_file(tmp_path, monkeypatch, variable, address):
+    pytest.importorskip("ray")
+    from trireme.ext.ray.cluster import address_of
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("of the file")
+    plan = plan_of(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert address_of(plan) == address
+    for wrong in ("http://127.0.0.1:8265", "ray://10.0.0.1:10001"):
+        monkeypatch.setenv("RAY_ADDRESS", wrong)
+        with pytest.raises(ValueError, match=f"RAY_ADDRESS is '{wrong}', and .* HOST:PORT"):
+            address_of(plan)
+        assert address_of(plan_of(tmp_path, "cluster.ray_address=local")) is None
+
+
 def test_a_named_clusters_gpus_are_those_of_all_stages(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.ext.ray.cluster.gpus_of", lambda cluster: EIGHT)
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: pytest.fail("it is elsewhere"))

@@ -64,14 +64,25 @@ def cluster(plan: Plan) -> Iterator[bool]:
 
 
 def address_of(plan: Plan) -> str | None:
-    """Return HOST:PORT of the cluster to join; None if there is none and the run starts its own."""
+    """Return HOST:PORT of the cluster to join; None if there is none and the run starts its own.
+
+    Raises ValueError if RAY_ADDRESS names none, such as a server of `ray job submit`.
+    """
     address = of(plan.config.cluster, RayCluster).ray_address
     if address == "local":
         return None
     if address not in ("auto", ""):
         return address
-    if named := os.environ.get("RAY_ADDRESS"):
-        return None if named == "local" else named
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named == "local":
+        return None
+    if named not in ("auto", ""):
+        if "://" in named:
+            raise ValueError(
+                f"the variable RAY_ADDRESS is {named!r}, and cluster.ray_address is auto, which "
+                "joins what it names: expected HOST:PORT of a Ray cluster in either, or local"
+            )
+        return named
     path = _running()
     return path.read_text().strip() or None if path.exists() else None
 
