@@ -406,11 +406,17 @@ def test_a_process_that_is_in_a_cluster_counts_its_gpus(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("there", "may_grow", "limit"),
-    [(1, False, "0.1"), (1, True, "0.3"), (2, False, None), (2, True, None)],
+    ("there", "engine", "may_grow", "limit"),
+    [
+        (1, 1, False, "0.1"),
+        (1, 1, True, "0.3"),
+        (2, 1, False, None),
+        (2, 1, True, None),
+        (4, 2, True, "0.3"),
+    ],
 )
 def test_places_that_the_cluster_has_are_waited_for_and_lacking_ones_briefly(
-    there: int, may_grow: bool, limit: str | None, monkeypatch: pytest.MonkeyPatch
+    there: int, engine: int, may_grow: bool, limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two CPUs that another run holds for more than half a second: both limits are shorter."""
     looks: list[float] = []
@@ -420,15 +426,22 @@ def test_places_that_the_cluster_has_are_waited_for_and_lacking_ones_briefly(
         looks.append(seconds)
         return len(looks) > 60
 
-    group = SimpleNamespace(bundle_specs=[{"CPU": 1}] * 2, wait=wait)
+    group = SimpleNamespace(bundle_specs=[{"CPU": 1}, {"CPU": engine}], wait=wait)
     monkeypatch.setattr(ray_cluster, "placement_group", lambda bundles, strategy: group)
     monkeypatch.setattr(ray_cluster, "OWN_S", 0.1)
     monkeypatch.setattr(ray_cluster, "JOIN_S", 0.3)
     for name in ("cluster_resources", "available_resources"):
         monkeypatch.setattr(ray, name, lambda: {"CPU": there})
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
+    machine = {"Alive": True, "Resources": {"CPU": 1.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [machine] * there)
     places = SimpleNamespace(
-        trainer_ranks=1, per_node=2, auxiliary=0, num_engines=1, engine_size=1, total=2, nodes=1
+        trainer_ranks=1,
+        per_node=2,
+        auxiliary=0,
+        num_engines=1,
+        engine_size=engine,
+        total=2,
+        nodes=1,
     )
     plan: Any = SimpleNamespace(device="cpu", places=places)
     plan.engine, plan.sync = SimpleNamespace(urls=()), SimpleNamespace(takes_turns=False)
@@ -437,7 +450,9 @@ def test_places_that_the_cluster_has_are_waited_for_and_lacking_ones_briefly(
     if limit is None:
         asyncio.run(ready)
         return
-    with pytest.raises(RuntimeError, match=rf"has 1 CPUs on 1 machines, .* after {limit} s"):
+    apart = "; 2 have to be on one machine, and the largest has 1" if engine > 1 else ""
+    said = rf"has {there} CPUs on {there} machines, {there} of them free{apart} after {limit} s"
+    with pytest.raises(RuntimeError, match=said):
         asyncio.run(ready)
 
 

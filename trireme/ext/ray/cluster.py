@@ -254,7 +254,7 @@ class Reservation:
         if self._group is None:
             return
         limit = self._plan.config.cluster.start_timeout
-        if self._there() < self._needed():
+        if self._there() < self._needed() or self._largest() < self._on_one():
             limit = min(limit, JOIN_S if may_grow else OWN_S)
         begun, noted = time.monotonic(), False
         while not await asyncio.to_thread(self._group.wait, 0.5):
@@ -308,6 +308,17 @@ class Reservation:
         bundles = self._group.bundle_specs if self._group is not None else ()
         return sum(int(bundle.get(self._kind, 0)) for bundle in bundles)
 
+    def _on_one(self) -> int:
+        """Return the most places that one machine has to have."""
+        bundles = self._group.bundle_specs if self._group is not None else ()
+        sizes = [int(bundle.get(self._kind, 0)) for bundle in bundles]
+        return sum(sizes) if self._plan.sync.takes_turns else max(sizes, default=0)
+
+    def _largest(self) -> int:
+        """Return the places of the cluster's largest machine, free or not."""
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return max((int(resources.get(self._kind, 0)) for resources in alive), default=0)
+
     def _there(self) -> int:
         """Return the places of the cluster's machines, free or not."""
         return int(ray.cluster_resources().get(self._kind, 0))
@@ -317,8 +328,12 @@ class Reservation:
         free = int(ray.available_resources().get(kind, 0))
         asked, nodes = self._plan.places.total, self._plan.places.nodes
         alive = sum(node["Alive"] for node in ray.nodes())
+        on_one, largest = self._on_one(), self._largest()
+        apart = ""
+        if largest < on_one:
+            apart = f"; {on_one} have to be on one machine, and the largest has {largest}"
         return (
             f"this run takes {needed} of the {asked} places of one {kind} each that `cluster` "
             f"describes ({nodes} x {self._plan.places.per_node}), and the Ray cluster has {there} "
-            f"{kind}s on {alive} machines, {free} of them free"
+            f"{kind}s on {alive} machines, {free} of them free{apart}"
         )
