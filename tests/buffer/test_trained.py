@@ -91,6 +91,18 @@ def test_past_its_limit_the_older_steps_are_thinned(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for _, path in left) <= 10.5 * size
 
 
+def test_a_step_does_not_look_at_the_files_of_all_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    monkeypatch.setattr(trained, "files", lambda folder: looks.append(folder) or files(folder))
+    kept = TrainedTokens(tmp_path, limit=1e9)
+    for number in range(1, 11):
+        step(kept, number)
+    kept.close()
+    assert len(looks) == 1 and len(files(tmp_path / "trained")) == 10
+
+
 def test_a_resume_removes_what_it_does_again(tmp_path: Path) -> None:
     kept = TrainedTokens(tmp_path)
     for number in (1, 2, 3):

@@ -52,6 +52,8 @@ class TrainedTokens:
         self._batch: Batch | None = None
         self._found: list[tuple[Batch, Tensor]] = []
         self._kept: set[str] = set()
+        self._bytes: int | None = None
+        """Bytes of all files; None: not yet counted."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trained-tokens")
         self._writing: Future[None] | None = None
 
@@ -136,8 +138,9 @@ class TrainedTokens:
             "counts": part.counts.tolist(),
         }
         path = self._folder / f"step_{step}.safetensors"
-        write_bytes(path, save(rows, {"rows": json.dumps(head)}))
-        self._thin()
+        data = save(rows, {"rows": json.dumps(head)})
+        write_bytes(path, data)
+        self._thin(len(data))
 
     def rewind(self, step: int) -> None:
         """Remove the files of steps after `step`."""
@@ -145,16 +148,21 @@ class TrainedTokens:
         for number, path in files(self._folder):
             if number > step:
                 remove(path)
+        self._bytes = None
 
-    def _thin(self) -> None:
-        """Remove every second one of the older files until all fit."""
-        paths = [path for _, path in files(self._folder)]
-        sizes = {path: path.lstat().st_size for path in paths}
+    def _thin(self, new: int) -> None:
+        """Remove every second one of the older files until all fit; the newest has `new` bytes."""
+        if self._bytes is not None:  # a step must not look at the files of all steps before it
+            self._bytes += new
+            if self._bytes <= self._limit:
+                return
+        sizes = {path: path.lstat().st_size for _, path in files(self._folder)}
         while sum(sizes.values()) > self._limit and len(sizes) > 1:
             older = list(sizes)[: max(1, len(sizes) - 1 - int(KEPT_NEWEST * len(sizes)))]
             for path in older[1::2] or older:
                 remove(path)
                 del sizes[path]
+        self._bytes = sum(sizes.values())
 
 
 def files(folder: Path) -> list[tuple[int, Path]]:
