@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -17,6 +18,7 @@ from starlette.testclient import TestClient
 from tests.buffer.made import TOOLS, experience
 from tests.ext.page.made import make_run
 from tests.odd import ALL, ODD
+from trireme.buffer import trained
 from trireme.buffer.record import Record
 from trireme.ext.page.app import STATIC, UPLOT, Page, create_app
 from trireme.ext.page.report import write_report
@@ -205,6 +207,21 @@ def test_the_numbers_are_those_of_the_newest_step_that_is_still_kept(tmp_path: P
     assert page.tokens({**RUN, "eid": eid})["trained_step"] == 3
     (kept / "step_3.safetensors").unlink()  # rewound
     assert page.tokens({**RUN, "eid": eid})["trained_step"] == 1
+
+
+def test_the_files_of_all_steps_are_listed_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, looks = make_run(tmp_path / "run"), []
+    kept, files = run / "buffer/trained", trained.files
+    monkeypatch.setattr(trained, "files", lambda folder: looks.append(folder) or files(folder))
+    os.utime(kept, (1e9, 1e9))  # nobody writes any more
+    page = Page(run)
+    for number in range(4):
+        assert page.tokens({**RUN, "eid": f"1/1/{number}/0"})["trained_step"] == 1
+    assert len(looks) == 1
+    write_bytes(kept / "step_3.safetensors", (kept / "step_1.safetensors").read_bytes())
+    assert page.tokens({**RUN, "eid": "1/1/1/0"})["trained_step"] == 3
 
 
 def test_a_wrong_question_is_answered_in_a_sentence(client: TestClient) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from trireme.experience import Experience
 
 TABLE = "experiences"
+SETTLED_NS = 2 * 10**9
+"""A folder that was changed this long ago has another time of modification after its next
+change."""
 
 
 class Tokens:
@@ -40,6 +44,10 @@ class Tokens:
         self._steps: dict[str, set[int]] = {}
         self._read_at: dict[int, int] = {}
         """The modification time of each step's file when it was read: a resumed run rewrites it."""
+        self._files: Mapping[int, Path] = {}
+        """The file of each step."""
+        self._changed_at: int | None = None
+        """The modification time of their folder when all were read; None: they must be read on."""
 
     def of(self, eid: str, kind: str = "train") -> dict[str, Any]:
         """Return text, ids and every number of the tokens of a rollout, or of a data set's row.
@@ -94,19 +102,30 @@ class Tokens:
     def _learned(self, eid: str) -> tuple[dict[str, Any] | None, int | None]:
         """Return the values of the last train step that used it, and the number of that step."""
         with self._lock:
-            files = dict(trained.files(self._buffer / trained.FOLDER))
-            for step, path in files.items():
-                written_at = path.stat().st_mtime_ns
-                if self._read_at.get(step) != written_at:
-                    self._read_at[step] = written_at
-                    for trained_eid in trained.eids_of(path):
-                        self._steps.setdefault(trained_eid, set()).add(step)
+            self._read_on()
+            files = self._files
             steps = sorted(self._steps.get(eid, ()), reverse=True)
         for step in steps:  # some may have been removed since: thinned, or rewound by a resume
             learned = trained.read_trained(files[step], eid) if step in files else None
             if learned is not None:
                 return learned, step
         return None, None
+
+    def _read_on(self) -> None:
+        """Read the ids in the files that were written since the last time."""
+        folder = self._buffer / trained.FOLDER
+        changed_at = folder.stat().st_mtime_ns if folder.is_dir() else 0
+        if changed_at == self._changed_at:  # a file is renamed into its folder
+            return
+        self._files = dict(trained.files(folder))
+        for step, path in self._files.items():
+            written_at = path.stat().st_mtime_ns
+            if self._read_at.get(step) != written_at:
+                self._read_at[step] = written_at
+                for trained_eid in trained.eids_of(path):
+                    self._steps.setdefault(trained_eid, set()).add(step)
+        is_settled = time.time_ns() - changed_at > SETTLED_NS
+        self._changed_at = changed_at if is_settled else None
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         path = tokenizer_file(self._run)
