@@ -169,6 +169,21 @@ def test_what_cannot_be_served_is_refused_before_a_stream_begins() -> None:
     asyncio.run(main())
 
 
+def test_a_refused_call_leaves_no_session_unless_its_client_has_named_it() -> None:
+    async def open_sessions(*, named: bool) -> str:
+        async with agent([]) as (_, _, http):
+            headers = {"x-session-id": "mine"} if named else {}
+            for stream in (False, True):
+                body = {"model": "m", "messages": USER, "top_p": 3.0, "stream": stream}
+                answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+                assert answer.status_code == 400
+            figures = (await http.get("/metrics")).text.splitlines()
+            return next(line for line in figures if line.startswith("trireme_sessions_open "))
+
+    assert asyncio.run(open_sessions(named=False)) == "trireme_sessions_open 0"
+    assert asyncio.run(open_sessions(named=True)) == "trireme_sessions_open 1"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_with_tools_goes_on_from_the_sampled_ids(stream: bool) -> None:
     async def main() -> None:

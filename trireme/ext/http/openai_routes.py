@@ -128,26 +128,26 @@ def _add_apis(
                     "belongs to another session"
                 )
             name, before = owner.name, call.conversation
-        session = sessions.open(name)
+        with sessions.opened(name) as session:
 
-        def note(reply_id: str, replies: Sequence[Reply]) -> None:
-            sessions.note(session, reply_id, [reply.call for reply in replies])
+            def note(reply_id: str, replies: Sequence[Reply]) -> None:
+                sessions.note(session, reply_id, [reply.call for reply in replies])
 
-        asked = body
-        if path.endswith("/messages"):
-            asked = messages.chat_body(body)
-        elif path.endswith("/responses"):
-            asked = responses.chat_body(body, before)
-        chat = not path.endswith("/v1/completions")
-        headers = {"x-session-id": session.name}
-        if not asked.get("stream"):
-            work = respond(session.model, asked, chat=chat, note=note)
-            response = _whole(path, await until_gone(request, work), body)
-            return Answer(response, headers=headers)
-        chunks = stream(session.model, asked, chat=chat, note=note)
-        first = await until_gone(request, anext(chunks))  # unserved requests are refused here
-        events = _events(path, _all_of(first, chunks), body)
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+            asked = body
+            if path.endswith("/messages"):
+                asked = messages.chat_body(body)
+            elif path.endswith("/responses"):
+                asked = responses.chat_body(body, before)
+            chat = not path.endswith("/v1/completions")
+            headers = {"x-session-id": session.name}
+            if not asked.get("stream"):
+                work = respond(session.model, asked, chat=chat, note=note)
+                response = _whole(path, await until_gone(request, work), body)
+                return Answer(response, headers=headers)
+            chunks = stream(session.model, asked, chat=chat, note=note)
+            first = await until_gone(request, anext(chunks))  # unserved requests are refused here
+            events = _events(path, _all_of(first, chunks), body)
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     async def v1(request: Request) -> Response:
         headers = request.headers

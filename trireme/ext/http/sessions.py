@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from trireme.experience import EID, Experience
@@ -134,6 +135,19 @@ class Sessions:
             session = self._sessions[name] = Session(name, self._make(name, times), alone)
         session.touched = time.monotonic()
         return session
+
+    @contextmanager
+    def opened(self, name: str | None = None) -> Iterator[Session]:
+        """Open a session for one call. If the call fails, a session without a name from its client
+        ends: nobody has learned its name, and it would take the place of another one.
+        """
+        session = self.open(name)
+        try:
+            yield session
+        except BaseException:
+            if not name:
+                self.close(session.name)
+            raise
 
     def alone(self) -> Model:
         """Make a Model without a session, for requests that get no reward."""
