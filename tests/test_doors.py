@@ -50,7 +50,7 @@ class ShelfBuffer(InMemory):
     async def put(self, experiences):
         self.lying += experiences
 
-    async def take(self, n):
+    async def take(self, n, *, oldest=0):
         return [self.lying.pop() for _ in range(n)]
 
     def __len__(self):

@@ -247,6 +247,12 @@ class Experience:
         oldest = int(np.minimum.reduce(versions, initial=2**32 - 1))
         return oldest if oldest < 2**31 else -1
 
+    def is_older(self, version: float) -> bool:
+        """Return True if the oldest sampled token of its group is of an earlier version; a group
+        that no weights sampled has none.
+        """
+        return 0 <= self.info.get("group_version", self.version) < version
+
     @property
     def trained_tokens(self) -> int:
         """The number of trained tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from annotated_types import Gt, Le
 from torch import Tensor
 
 from trireme.algorithms.advantage import by_group
-from trireme.algorithms.recipes import algorithm, get_recipe
+from trireme.algorithms.recipes import Recipe, algorithm, get_recipe
 from trireme.batch import Columns, flatten
 from trireme.config.schema import AlgorithmConfig
 from trireme.experience import EID, Experience
@@ -345,7 +344,7 @@ def test_the_default_strategy_takes_what_the_buffer_gives(strategy):
         async def take_step(self) -> list[Experience]:
             raise AssertionError("not asked for")
 
-        async def take(self, n: int) -> list[Experience]:
+        async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
             return experiences_of({(0, run): 0.0 for run in range(n)})
 
     recipe = get_recipe(_config(algorithm_type="grpo", sample_strategy=strategy))
@@ -353,77 +352,46 @@ def test_the_default_strategy_takes_what_the_buffer_gives(strategy):
     assert len(taken) == 5 and not sampled
 
 
+def staleness(**options: float) -> Recipe:
+    given = {"sample_strategy": "staleness_control", "sample_strategy_args": options}
+    return get_recipe(_config(algorithm_type="grpo", **given))
+
+
+class Once:
+    """Gives one list, whatever is asked for, and then its end."""
+
+    def __init__(self, *versions: int) -> None:
+        self.left = experiences_of({(i, 0): 0.0 for i in range(len(versions))})
+        for experience, version in zip(self.left, versions, strict=True):
+            experience.versions = torch.full((len(experience.tokens),), version)
+        self.asked: list[tuple[int, float]] = []
+
+    async def take_step(self) -> list[Experience]:
+        raise AssertionError("not asked for")
+
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
+        self.asked.append((n, oldest))
+        if not self.left:
+            raise EOFError
+        taken, self.left = self.left, []
+        return taken
+
+
 def test_what_no_weights_sampled_is_never_stale():
-    class Expert:
-        asked = 0
-
-        async def take_step(self) -> list[Experience]:
-            raise AssertionError("not asked for")
-
-        async def take(self, n: int) -> list[Experience]:
-            self.asked += 1
-            assert self.asked == 1, "what the first take gave was dropped"
-            return experiences_of({(0, run): 0.0 for run in range(n)})
-
-    options = {"sample_strategy_args": {"max_staleness": 1}}
-    recipe = get_recipe(
-        _config(algorithm_type="grpo", sample_strategy="staleness_control", **options)
-    )
-    taken, _ = asyncio.run(recipe.take(Expert(), 2, version=9))
+    taken, _ = asyncio.run(staleness(max_staleness=1).take(Once(-1, -1), 2, version=9))
     assert [e.version for e in taken] == [-1, -1]
 
 
 def test_stale_experiences_are_dropped_and_counted():
-    class Ages:
-        """Five of each version from 0 on; the last take is short."""
-
-        def __init__(self) -> None:
-            self.left = [experiences_of({(0, run): 0.0 for run in range(5)}) for _ in range(4)]
-
-        async def take_step(self) -> list[Experience]:
-            raise AssertionError("not asked for")
-
-        async def take(self, n: int) -> list[Experience]:
-            version = 4 - len(self.left)
-            found, rest = self.left[0][:n], self.left[0][n:]
-            for experience in found:
-                experience.versions = torch.full((len(experience.tokens),), version)
-            self.left[0] = rest
-            if not rest:
-                del self.left[0]
-            return found
-
-    options = {"sample_strategy_args": {"max_staleness": 1}}
-    recipe = get_recipe(
-        _config(algorithm_type="grpo", sample_strategy="staleness_control", **options)
-    )
-    taken, sampled = asyncio.run(recipe.take(Ages(), 5, version=3))
-    assert [e.version for e in taken] == [2] * 5
-    assert sampled["sample/dropped_stale"] == 10.0
+    ages = Once(0, 0, 2, 1, 3)
+    taken, sampled = asyncio.run(staleness(max_staleness=1).take(ages, 2, version=3))
+    assert [e.version for e in taken] == [2, 3] and ages.asked == [(2, 2.0)]
+    assert sampled == {"sample/dropped_stale": 3.0, "sample/dropped_stale_groups": 3.0}
 
 
-def test_no_more_is_taken_than_fresh_ones_are_missing():
-    asked, fresh = [], itertools.cycle([0, 1])
-
-    class Half:
-        """Every second experience is stale."""
-
-        async def take_step(self) -> list[Experience]:
-            raise AssertionError("not asked for")
-
-        async def take(self, n: int) -> list[Experience]:
-            asked.append(n)
-            taken = experiences_of({(0, run): 0.0 for run in range(n)})
-            for experience in taken:
-                experience.versions = torch.full((len(experience.tokens),), 9 * next(fresh))
-            return taken
-
-    options = {"sample_strategy_args": {"max_staleness": 1}}
-    recipe = get_recipe(
-        _config(algorithm_type="grpo", sample_strategy="staleness_control", **options)
-    )
-    taken, _ = asyncio.run(recipe.take(Half(), 6, version=9))
-    assert asked == [6, 3, 2, 1] and [e.version for e in taken] == [9] * 6
+def test_last_ones_that_are_all_stale_are_no_batch():
+    with pytest.raises(EOFError):
+        asyncio.run(staleness(max_staleness=1).take(Once(0, 1), 2, version=3))
 
 
 @advantage("rank")

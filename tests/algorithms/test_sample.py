@@ -20,7 +20,7 @@ class Rows:
     def __init__(self, kind: str) -> None:
         self.kind, self.asked = kind, []
 
-    async def take(self, n: int) -> list[Experience]:
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
         self.asked.append(n)
         return [Experience([1, 2, 3], prompt_length=1, eid=EID(self.kind, i)) for i in range(n)]
 
@@ -98,7 +98,7 @@ def test_parts_that_do_not_fit_are_refused_in_one_sentence(given, message):
 
 @pytest.mark.parametrize(
     ("strategy", "once"),
-    [("default", True), ("warmup", True), ("explore_step", True), ("staleness_control", False)],
+    [("default", True), ("warmup", True), ("explore_step", True), ("staleness_control", True)],
 )
 def test_a_strategy_says_whether_a_batch_is_one_take_of_the_buffer(strategy, once):
     """Where it is, a take that is cancelled has taken nothing."""

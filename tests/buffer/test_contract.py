@@ -73,6 +73,33 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
 ALL = uids(step_of(1))
 
 
+def test_what_is_older_than_a_take_accepts_leaves_with_it_and_does_not_count(make: Make) -> None:
+    async def main() -> None:
+        buffer = make(max_read_timeout=5)
+        for batch in (1, 3, 2, 3):
+            await buffer.put([sample(batch, len(buffer), 0)])
+        taken = await buffer.take(2, oldest=3)
+        assert sorted(e.eid.batch for e in taken) == [1, 2, 3, 3] and len(buffer) == 0
+
+    run(main())
+
+
+def test_a_take_that_has_only_what_is_too_old_waits_for_more_and_says_for_what(make: Make) -> None:
+    async def main() -> None:
+        buffer = make(max_read_timeout=0.5, capacity=1)
+        await buffer.put(step_of(1))
+        take = asyncio.create_task(buffer.take(2, oldest=3))
+        await asyncio.sleep(0.1)
+        await buffer.put(step_of(3))  # there is room for it, since the trainer waits
+        taken = await take
+        assert sorted(e.eid.batch for e in taken) == [1, 1, 1, 1, 3, 3]
+        said = "requested 3 experiences of version 3 or later of buffer 'experiences', which has 2"
+        with pytest.raises(TimeoutError, match=said):
+            await buffer.take(3, oldest=3)
+
+    run(main())
+
+
 def test_experiences_come_in_the_order_of_the_puts_across_their_borders(make: Make) -> None:
     async def main() -> None:
         buffer = make()

@@ -24,8 +24,10 @@ Sample = tuple[list[Experience], dict[str, float]]
 class Takes(Protocol):
     """The methods of a buffer that a strategy needs."""
 
-    async def take(self, n: int) -> list[Experience]:
-        """Return n experiences; fewer only if these are the last. Raises EOFError after these."""
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
+        """Return n experiences, and those of groups older than the version `oldest` that it passed
+        over for good; fewer only if these are the last. Raises EOFError after these.
+        """
         ...
 
     async def take_step(self) -> list[Experience]:
@@ -51,6 +53,7 @@ async def explore_step(buffer: Takes) -> Sample:
     return await buffer.take_step(), {}
 
 
+@takes_once
 async def staleness_control(
     buffer: Takes, num: int, version: int, *, max_staleness: Annotated[float, Ge(0)] = math.inf
 ) -> Sample:
@@ -59,22 +62,12 @@ async def staleness_control(
     A group is as old as its oldest sampled token, and stays or goes as a whole, wherever a batch
     begins. What no weights sampled is never stale.
     """
+    oldest = version - max_staleness
     kept: list[Experience] = []
     stale: list[Experience] = []
-    while len(kept) < num:
-        wanted = num - len(kept)
-        try:
-            taken = await buffer.take(wanted)
-        except EOFError:
-            if not kept:
-                raise
-            break
-        for experience in taken:
-            made = experience.info.get("group_version", experience.version)
-            fresh = made < 0 or version - made <= max_staleness
-            (kept if fresh else stale).append(experience)
-        if len(taken) < wanted and kept:
-            break  # the last ones; if none are left, the next take reports the end
+    while not kept:  # if the last ones are all stale, the next take reports the end
+        for experience in await buffer.take(num, oldest=oldest):
+            (stale if experience.is_older(oldest) else kept).append(experience)
     return kept, {
         "sample/dropped_stale": float(len(stale)),
         "sample/dropped_stale_groups": float(len({e.eid.tid for e in stale})),

@@ -61,9 +61,11 @@ class Buffer(Puts, Protocol):
     demand: Demand
     """Whether a take waits."""
 
-    async def take(self, n: int) -> list[Experience]:
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
         """Return n experiences; fewer only if the buffer is closed and these are its last.
 
+        Experiences of groups older than the version `oldest` (`Experience.is_older`) are none of
+        the n: those that it meets leave the buffer for good, and are returned with the others.
         Waits for more; raises TimeoutError naming the buffer, the requested and the available
         number after `max_read_timeout` seconds without a new one; raises Closed when closed and
         empty.
@@ -244,8 +246,14 @@ class InMemory:
                 f"buffer '{self.name}': the other side has failed: {self._failure}"
             ) from self._failure
 
-    def _starved(self, n: int) -> str:
+    def _starved(self, n: int, has: int, oldest: float) -> str:
         return (
-            f"the trainer requested {n} experiences of buffer '{self.name}', which has "
-            f"{len(self)}, and no new one came for {self.max_read_timeout:g} s (max_read_timeout)"
+            f"the trainer requested {n} experiences{of_versions(oldest)} of buffer '{self.name}', "
+            f"which has {has}, and no new one came for {self.max_read_timeout:g} s "
+            "(max_read_timeout)"
         )
+
+
+def of_versions(oldest: float) -> str:
+    """Describe which versions a take accepts, for a message; empty if all."""
+    return f" of version {oldest:g} or later" if oldest > 0 else ""

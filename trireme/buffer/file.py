@@ -112,8 +112,8 @@ class FileBuffer:
         """Raise ValueError: a data set accepts no experiences."""
         raise ValueError(f"buffer '{self.name}' reads a data set: nothing can be put into it")
 
-    async def take(self, n: int) -> list[Experience]:
-        """Take the next `n` experiences, without waiting."""
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
+        """Take the next `n` experiences, without waiting. No weights sampled them: none is old."""
         if self._failure is not None:
             raise RuntimeError(
                 f"buffer '{self.name}': the run has failed: {self._failure}"

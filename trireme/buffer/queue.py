@@ -57,7 +57,7 @@ class QueueBuffer(InMemory):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._puts: deque[deque[Experience]] = deque()
-        self._wanted = 0
+        self._wanted, self._oldest = 0, 0.0
         self._last_take = self.clock.now()
 
     async def put(self, experiences: Sequence[Experience]) -> None:
@@ -66,7 +66,7 @@ class QueueBuffer(InMemory):
         """
         begun = self.clock.now()
         await self._changed.until(
-            lambda: self._closed or len(self._puts) < self.capacity or self._wanted > len(self),
+            lambda: self._closed or len(self._puts) < self.capacity or self._lacks(),
             timeout=self.max_read_timeout,
             since=lambda: max(begun, self._last_take),
             waited_for=lambda: (
@@ -84,13 +84,18 @@ class QueueBuffer(InMemory):
         self._puts.append(deque(experiences))
         logger.info("%d experiences put, %d wait", len(experiences), len(self))
         self._last_put = self.clock.now()
-        self.demand.set(self._wanted > len(self))
+        self.demand.set(self._lacks())
         self._changed.notify_all()
 
-    async def take(self, n: int) -> list[Experience]:
-        """Take `n` experiences, waiting for them; fewer at the end."""
-        await self._wait_for(n)
-        taken = [self._pop() for _ in range(min(n, len(self)))]
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
+        """Take `n` experiences, waiting for them; fewer at the end. Older ones on the way are taken
+        too.
+        """
+        await self._wait_for(n, oldest)
+        taken: list[Experience] = []
+        while n > 0 and self._puts:
+            taken.append(self._pop())
+            n -= not taken[-1].is_older(oldest)
         self._taken()
         logger.info("%d experiences taken, %d wait", len(taken), len(self))
         return taken
@@ -103,26 +108,36 @@ class QueueBuffer(InMemory):
         logger.info("%d experiences taken, %d wait", len(taken), len(self))
         return taken
 
-    async def _wait_for(self, n: int) -> None:
+    async def _wait_for(self, n: int, oldest: float = 0) -> None:
         """Wait until there are n experiences, or the last ones. Raises Closed if there are none."""
         begun = self.clock.now()
-        self._wanted = n
-        if len(self) < n:
+        self._wanted, self._oldest = n, oldest
+        if self._lacks():
             self.demand.set(True)
             self._changed.notify_all()  # a put that waits for room may be what we need
         try:
             await self._changed.until(
-                lambda: self._closed or len(self) >= n,
+                lambda: self._closed or not self._lacks(),
                 timeout=self.max_read_timeout,
                 since=lambda: max(begun, self._last_put),
-                waited_for=lambda: self._starved(n),
+                waited_for=lambda: self._starved(n, self._count(oldest), oldest),
             )
         finally:
-            self._wanted = 0
+            self._wanted, self._oldest = 0, 0.0
             self.demand.set(False)
         self._stop_if_failed()
         if not self._puts:
             raise Closed(f"buffer '{self.name}' is closed and empty")
+
+    def _lacks(self) -> bool:
+        """Return True if a take waits for more than there is."""
+        return self._wanted > self._count(self._oldest)
+
+    def _count(self, oldest: float) -> int:
+        """Count the experiences of that version or later."""
+        if oldest <= 0:
+            return len(self)
+        return sum(not e.is_older(oldest) for experiences in self._puts for e in experiences)
 
     def _taken(self) -> None:
         self._last_take = self.clock.now()

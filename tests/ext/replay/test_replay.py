@@ -73,6 +73,40 @@ def test_a_used_group_comes_back_after_its_rest_with_a_lower_priority() -> None:
     run(main())
 
 
+def test_a_group_that_is_too_old_leaves_for_good_and_the_wait_for_others_ends() -> None:
+    async def main() -> None:
+        clock = JumpingClock()
+        buffer = ReplayBuffer("b", reuse_cooldown_time=1, clock=clock, max_read_timeout=30)
+        for version in (1, 5):
+            await buffer.put(step_of(version, tasks=1))
+        assert len(await buffer.take(3)) == 3  # both groups were begun, and will return
+        taken = await buffer.take(2, oldest=5)
+        # the rest of the older one, and all of it, when it returned
+        assert [e.eid.batch for e in taken] == [5, 5, 1, 1, 1]
+        await clock.sleep(2)
+        assert [e.eid.batch for e in await buffer.take(2, oldest=5)] == [5, 5]
+        said = r"requested 1 experiences of version 6 or later of buffer 'b', which has 0, and"
+        with pytest.raises(TimeoutError, match=said):
+            await buffer.take(1, oldest=6)
+        assert buffer.metrics() == {"buffer/groups": 0, "buffer/resting": 0, "buffer/dropped": 0}
+
+    run(main())
+
+
+def test_a_batch_has_no_group_twice() -> None:
+    async def main() -> None:
+        clock, newest = JumpingClock(), linear_decay(decay=0)
+        buffer = ReplayBuffer("b", priority=newest, reuse_cooldown_time=1, clock=clock)
+        for version in (1, 2, 3):
+            await buffer.put(step_of(version, tasks=1))
+        assert [e.eid.batch for e in await buffer.take(3)] == [3, 3, 2]
+        await clock.sleep(2)  # the second group could return, and its rest is not taken yet
+        batch = uids(await buffer.take(5))
+        assert len(batch) == len(set(batch)) == 5
+
+    run(main())
+
+
 def test_a_limit_of_uses_ends_the_reuse() -> None:
     async def main() -> None:
         clock = JumpingClock()

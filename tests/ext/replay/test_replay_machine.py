@@ -68,7 +68,10 @@ class ReplayMachine(RuleBasedStateMachine):
 
     @rule(share=st.floats(0.01, 1.0))
     def take(self, share: float) -> None:
-        rested = [g for g in self.resting if g.rested_at <= self.clock.now()]
+        now = self.clock.now()
+        rested = [
+            g for g in self.resting if g.rested_at <= now and not set(g.ids) & set(self.begun)
+        ]
         there = len(self.begun) + sum(len(g.ids) for g in self.waiting)
         if not there + sum(len(g.ids) for g in rested):
             return

@@ -511,6 +511,29 @@ def test_replay_in_a_database_gives_the_newest_first_and_again_after_its_rest(ur
     run(main())
 
 
+def test_a_group_in_a_database_that_is_too_old_for_a_take_never_comes_back(url: str) -> None:
+    async def main() -> None:
+        options = {"reuse": Reuse(decay=0.0, cooldown=0.05), "max_read_timeout": 0.5}
+        buffer = open_as("both", url, **options)
+        await buffer.put(step_of(5, tasks=1))
+        await buffer.put(step_of(1, tasks=1))
+        state = buffer.state()
+        assert len(await buffer.take(4)) == 4
+        await asyncio.sleep(0.1)
+        taken = await buffer.take(2, oldest=5)
+        assert [e.eid.batch for e in taken] == [5, 5]
+        await asyncio.sleep(0.1)
+        with pytest.raises(TimeoutError, match="4 experiences of version 5 or later of buffer 'ex"):
+            await buffer.take(4, oldest=5)  # meets the older ones
+        buffer.commit()
+        assert [e.eid.batch for e in await buffer.take(2)] == [5, 5]
+        again = open_as("both", url, **options)
+        again.load_state(state)  # of a time at which they were young enough
+        assert len(await again.take(4)) == 4
+
+    run(main())
+
+
 def test_replay_in_a_database_drops_the_lowest_priority(url: str) -> None:
     async def main() -> None:
         buffer = open_as("both", url, reuse=Reuse(), capacity=2)

@@ -164,7 +164,7 @@ class Rows:
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    async def take(self, n: int) -> list[Experience]:
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
         self.taken.append(n)
         first = sum(self.taken) - n
         made = (Experience([1, 2, 3], prompt_length=1, eid=EID(i)) for i in range(first, first + n))
@@ -237,13 +237,16 @@ def test_what_is_no_sample_is_refused_by_the_strategys_name(plugin: Any, given: 
 class LastRows(Rows):
     """Has eight rows, row i of weight version i, and then its end."""
 
-    async def take(self, n: int) -> list[Experience]:
-        left = 8 - sum(self.taken)
-        if not left:
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
+        taken: list[Experience] = []
+        while n and (left := 8 - sum(self.taken)):
+            rows = await super().take(min(n, left))
+            for e in rows:
+                e.versions = torch.full((3,), int(e.eid.batch), dtype=torch.int32)
+                n -= not e.is_older(oldest)
+            taken += rows
+        if not taken:
             raise Closed("read to its end")
-        taken = await super().take(min(n, left))
-        for e in taken:
-            e.versions = torch.full((3,), int(e.eid.batch), dtype=torch.int32)
         return taken
 
 

@@ -4,7 +4,9 @@ Invariants:
 - Groups (one task in one explore step) enter and leave whole. Their version is that of their oldest
   sampled token; the rest of a group that a batch cuts begins the next batch.
 - `put` never waits: beyond `capacity` groups the lowest priority is dropped, and counted.
-- A group is used again only if `reuse_cooldown_time` is set, and that long after its last use.
+- A group is used again only if `reuse_cooldown_time` is set, and that long after its last use; not
+  by a batch that has the rest of it.
+- A group that is older than a take accepts leaves for good: it never becomes younger.
 - After `close` no group returns: each is used at most once more.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +75,9 @@ class _Group:
     def name(self) -> str:
         return self.experiences[0].eid.tid
 
+    def is_older(self, version: float) -> bool:
+        return any(e.is_older(version) for e in self.experiences)
+
     def __lt__(self, other: _Group) -> bool:
         """Order by higher priority, then by arrival."""
         return (-self.priority, self.number) < (-other.priority, other.number)
@@ -91,6 +97,8 @@ class ReplayBuffer(InMemory):
         self._resting: list[_Group] = []
         self._begun: list[Experience] = []
         """The rest of a group that the last batch began."""
+        self._older: list[Experience] = []
+        """Those that left since the last take because of their age."""
         self._count = itertools.count()
 
     async def put(self, experiences: Sequence[Experience]) -> None:
@@ -106,18 +114,18 @@ class ReplayBuffer(InMemory):
         self.demand.set(False)  # until the waiting take has checked
         self._changed.notify_all()
 
-    async def take(self, n: int) -> list[Experience]:
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
         """Wait for `n` experiences. The use count rises by one for each group that a batch begins
         with.
         """
         begun = self.clock.now()
-        while not self._closed and self._count_ready() < n:
+        while self._count_ready(oldest) < n and not self._closed:
             now = self.clock.now()
             left = max(begun, self._last_put) + self.max_read_timeout - now
             if left <= 0:
-                raise TimeoutError(self._starved(n))
+                raise TimeoutError(self._starved(n, len(self), oldest))
             self.demand.set(True)
-            rested = min((g.ready_at - now for g in self._resting), default=left)
+            rested = min((self._ready_at(g) - now for g in self._resting), default=left)
             await self._changed.wait(min(left, max(rested, 0.0)))
         self.demand.set(False)
         self._stop_if_failed()
@@ -128,10 +136,11 @@ class ReplayBuffer(InMemory):
             room = n - len(taken)
             taken += self._begun[:room]
             self._begun = self._begun[room:]
-        if not taken:
+        older, self._older = self._older, []
+        if not (taken or older):
             raise Closed(f"buffer '{self.name}' is closed and empty")
         logger.info("%d experiences taken, %d wait", len(taken), len(self))
-        return taken
+        return taken + older
 
     async def take_step(self) -> list[Experience]:
         """Raise an error: the Plan refuses this combination."""
@@ -207,11 +216,31 @@ class ReplayBuffer(InMemory):
             experience.info["use_count"] = group.used
         return list(group.experiences)
 
-    def _count_ready(self) -> int:
-        """Put groups back that have rested long enough; how many experiences can be taken then."""
+    def _count_ready(self, oldest: float) -> int:
+        """Put groups back that have rested long enough, and remove those that are older; how many
+        experiences can be taken then.
+        """
         now = self.clock.now()
-        rested = [group for group in self._resting if group.ready_at <= now]
-        self._resting = [group for group in self._resting if group.ready_at > now]
+        rested = [group for group in self._resting if self._ready_at(group) <= now]
+        self._resting = [group for group in self._resting if self._ready_at(group) > now]
         for group in rested:
             self._add(group)
+        if oldest > 0:
+            self._remove_older(oldest)
         return len(self)
+
+    def _ready_at(self, group: _Group) -> float:
+        """Return the time from which a group may be used; never while a batch has yet to take the
+        rest of it, which would then have parts of it twice.
+        """
+        begun = bool(self._begun) and self._begun[0].eid.tid == group.name
+        return math.inf if begun else group.ready_at
+
+    def _remove_older(self, oldest: float) -> None:
+        older = [group for group in self._heap if group.is_older(oldest)]
+        self._older += [e for group in older for e in group.experiences]
+        self._heap = [group for group in self._heap if not group.is_older(oldest)]
+        heapq.heapify(self._heap)
+        if any(e.is_older(oldest) for e in self._begun):
+            self._older += self._begun
+            self._begun = []

@@ -15,6 +15,7 @@ Invariants:
   Opening a buffer as a party resets the record of that party's last process.
 - A row is read before it is claimed: one whose bytes are damaged ends the take, which has claimed
   nothing then; with `on_error` skip it is dropped for good, counted, and another takes its place.
+- Rows that are older than a take accepts are claimed with it, and no replay returns them again.
 - A server that goes away is waited for, as long as for an experience (`max_read_timeout`);
   reporting a failure, and releasing the claims of a cancelled take, do not wait.
 """
@@ -33,7 +34,15 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy import Connection, Engine, MetaData
 from sqlalchemy.exc import DBAPIError
 
-from trireme.buffer.buffer import DEFAULTS, Clock, Closed, Condition, Demand, WallClock
+from trireme.buffer.buffer import (
+    DEFAULTS,
+    Clock,
+    Closed,
+    Condition,
+    Demand,
+    WallClock,
+    of_versions,
+)
 from trireme.buffer.table import first_line, is_away, open_database, rows_of
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
@@ -120,6 +129,8 @@ class SqlBuffer:
         self._away = False
         self._knows_claims = False
         """Whether this reader's claims in the database are exactly `_held` and the sealed rows."""
+        self._older: dict[int, Experience] = {}
+        """Rows that the take met and that are too old for it."""
         self._dropped = 0
         self._damaged: set[int] = set()
         """Rows that were left out."""
@@ -154,9 +165,10 @@ class SqlBuffer:
         self.demand.set(False)  # until a look that begins now has found too few
         self._changed.notify_all()
 
-    async def take(self, n: int) -> list[Experience]:
+    async def take(self, n: int, *, oldest: float = 0) -> list[Experience]:
         """Wait for `n` experiences and claim them. If cancelled, it has claimed none."""
         self._remove_earlier()
+        self._older = {}
         self._gives_up.clear()
 
         def transact(attempt: Callable[[Connection], Result], gives_up: threading.Event) -> Result:
@@ -165,15 +177,15 @@ class SqlBuffer:
 
         def waited_for() -> str:
             return (
-                f"the trainer requested {n} experiences of buffer '{self.name}', which has "
-                f"{len(self)}, and no new one came for {self._timeout:g} s "
-                f"(max_read_timeout){self._missing('explore')}"
+                f"the trainer requested {n} experiences{of_versions(oldest)} of buffer "
+                f"'{self.name}', which has {len(self)}, and no new one came for "
+                f"{self._timeout:g} s (max_read_timeout){self._missing('explore')}"
             )
 
         before = set(self._held)
         try:
             taken = await self._poll(
-                lambda connection: self._try_take(connection, n),
+                lambda connection: self._try_take(connection, n, oldest),
                 waited_for,
                 "explore",
                 in_vain=lambda: self.demand.set(True),
@@ -181,11 +193,11 @@ class SqlBuffer:
                 gives_up=self._gives_up,
             )
             self._changed.notify_all()
-            if not taken:
+            if not (taken or self._older):
                 raise Closed(f"buffer '{self.name}' is closed and empty")
-            self._held.update(row_id for row_id, _, _ in taken)
+            self._held.update(self._older, (row_id for row_id, _, _ in taken))
             logger.info("%d experiences taken", len(taken))
-            return [experience for _, _, experience in taken]
+            return [*(experience for _, _, experience in taken), *self._older.values()]
         except asyncio.CancelledError:
             with self._taking:  # its thread may be about to claim
                 self._held = before
@@ -469,7 +481,9 @@ class SqlBuffer:
             return False
         return self._parties.wanted(connection) <= self._claims.count(connection)
 
-    def _try_take(self, connection: Connection, n: int) -> list[tuple[int, int, Experience]] | None:
+    def _try_take(
+        self, connection: Connection, n: int, oldest: float
+    ) -> list[tuple[int, int, Experience]] | None:
         """Claim and return rows; an empty list at the end; None while there are too few."""
         if self._gives_up.is_set():
             return []
@@ -483,11 +497,17 @@ class SqlBuffer:
             return None
         least = 1 if ended else n
         read = partial(self._read, lru_cache(partial(self._pictures.get, connection)))
-        claimed = self._claims.claim(connection, n, read, least=least, ended=ended)
+
+        def is_older(row: int, experience: Experience) -> bool:
+            if older := experience.is_older(oldest):
+                self._older[row] = experience
+            return older
+
+        claimed = self._claims.claim(connection, n, read, is_older, least=least, ended=ended)
         if self._reuse is not None:
             for _, use, experience in claimed:
                 experience.info["use_count"] = use
-        # None: another reader is just taking them, or the rows were damaged
+        # None: another reader is just taking them, or the rows were damaged or too old
         return claimed if claimed or not has else None
 
     def _read(self, stored: Stored, row: int, data: bytes) -> Experience | None:
@@ -510,6 +530,7 @@ class SqlBuffer:
         """Release the claims of this reader's last process, and those of silent readers."""
         if not self._knows_claims:
             self._claims.release(connection, but=self._held, seal=self._seal)
+            self._older = {}  # released as well
             self._knows_claims = True
         silent = self._parties.silent(connection, "train")
         if silent and (back := self._claims.release_of(connection, silent)):

@@ -22,13 +22,14 @@ from sqlalchemy import (
     insert,
     or_,
     select,
-    true,
     update,
 )
 
 from trireme.buffer.table import database_time, experience_table
 from trireme.experience import Experience
 
+NEVER = 1e18
+"""The time of the next use of a row that is too old for its trainer: later than any clock."""
 CHUNK = 500
 """Ids in one statement: databases limit the number of parameters."""
 _AND = "\n"
@@ -132,12 +133,14 @@ class Claims:
         connection: Connection,
         n: int,
         read: Callable[[int, bytes], Experience | None],
+        is_older: Callable[[int, Experience], bool],
         *,
         least: int,
         ended: bool,
     ) -> list[tuple[int, int, Experience]]:
         """Claim at most n open rows that no other reader is just taking; returns id, use, and the
-        result of `read` on the bytes. Rows for which `read` returns None are dropped.
+        result of `read` on the bytes. Rows for which `read` returns None are dropped. Those that
+        `is_older` are claimed for good, and are none of the n.
 
         Returns none if there are fewer than `least`.
         """
@@ -148,18 +151,27 @@ class Claims:
         while True:
             locked = connection.execute(rows.limit(n).with_for_update(skip_locked=True)).all()
             made = [(row[0], row[1], read(row[0], row[2])) for row in locked]
-            taken_rows = [(row, use, e) for row, use, e in made if e is not None]
-            if len(taken_rows) == len(made):
-                break
             self._drop(connection, [row for row, _, e in made if e is None])
-        if len(locked) < least:
+            whole = [(row, use, e) for row, use, e in made if e is not None]
+            older = {row for row, _, e in whole if is_older(row, e)}
+            self._mark(connection, sorted(older), ready_at=NEVER)
+            taken = [(row, use, e) for row, use, e in whole if row not in older]
+            if len(taken) == len(made):
+                break
+        if len(taken) < least:
             return []
-        taken: dict[str, Any] = {"claimed_by": self._reader, "used": table.c.used + 1}
+        rests: dict[str, Any] = {}
         if self._reuse is not None and self._reuse.cooldown is not None:
-            taken["ready_at"] = database_time(connection) + self._reuse.cooldown
-        for part in _chunks([row[0] for row in locked]):
-            connection.execute(update(table).where(table.c.id.in_(part)).values(**taken))
-        return taken_rows
+            rests["ready_at"] = database_time(connection) + self._reuse.cooldown
+        self._mark(connection, [row for row, _, _ in taken], **rests)
+        return taken
+
+    def _mark(self, connection: Connection, ids: Sequence[int], **rests: Any) -> None:
+        """Mark rows as taken by this reader; `rests` says when they may be used again."""
+        taken = {"claimed_by": self._reader, "used": self.table.c.used + 1, **rests}
+        for part in _chunks(ids):
+            rows = self.table.c.id.in_(part)
+            connection.execute(update(self.table).where(rows).values(**taken))
 
     def seal(self, connection: Connection, seal: str) -> int:
         """Bind this reader's rows to the checkpoint `seal`; returns their number."""
@@ -282,9 +294,10 @@ class Claims:
         return or_(fresh, and_(again, self._not_used_up()))
 
     def _not_used_up(self) -> ColumnElement[bool]:
+        young = self.table.c.ready_at < NEVER
         if self._reuse is None or not self._reuse.limit:
-            return true()
-        return self.table.c.consumed + self.table.c.used < self._reuse.limit
+            return young
+        return and_(young, self.table.c.consumed + self.table.c.used < self._reuse.limit)
 
     def _priority(self) -> ColumnElement[float]:
         decay = self._reuse.decay if self._reuse else 0.0
