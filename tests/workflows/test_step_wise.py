@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -206,6 +207,9 @@ class Plays(EpisodeWorkflow):
 def test_the_number_of_steps_is_checked_before_the_run(workflow: Any) -> None:
     spec = resolve(workflow)
     spec.refuse_unused(Task({"prompt": ""}, workflow_args={"max_env_steps": 3, "my_own": 0}))
-    for wrong, says in ((0, "is 0: expected at least 1"), ("x", "is 'x': expected a whole number")):
+    whole = "expected a whole number"
+    wrongs = [(0, "is 0: expected at least 1"), ("x", f"is 'x': {whole}")]
+    wrongs += [(math.inf, f"is inf: {whole}"), (math.nan, f"is nan: {whole}")]
+    for wrong, says in wrongs:
         with pytest.raises(ValueError, match=rf"workflow_args: max_env_steps {says}"):
             spec.refuse_unused(Task({"prompt": ""}, workflow_args={"max_env_steps": wrong}))

@@ -140,7 +140,8 @@ def checked_options(
 def checked_value(whose: str, name: str, kind: Any, value: Any) -> Any:
     """Convert one value to `kind`. Raises ValueError, also if it is out of the range of `kind`."""
     kind, marks = split(kind)
-    if not _is_plain(kind) or value == math.inf:
+    endless = value == math.inf and (kind is float or float in get_args(kind))
+    if not _is_plain(kind) or endless:
         return value
     if value is None and type(None) in get_args(kind):
         return None
