@@ -422,6 +422,14 @@ def test_grpo_compares_at_least_two_rollouts(tmp_path):
     assert found.startswith("algorithm.repeat_times is 1: expected at least 2, since grpo")
 
 
+def test_a_bench_trains_nothing_and_needs_no_two_rollouts_to_compare(tmp_path):
+    tree = values(tmp_path)
+    tasks = tree["buffer"]["explorer_input"]
+    tasks["eval_tasksets"] = [tasks["taskset"]]
+    config = config_of(tmp_path, tree, "mode=bench", "algorithm.repeat_times=1")
+    assert draft(config).problems == []
+
+
 @pytest.mark.parametrize("root", ["file", "/proc/nowhere"])
 def test_a_folder_that_cannot_be_written(tmp_path, root):
     (tmp_path / "file").write_text("")

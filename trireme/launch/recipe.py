@@ -54,7 +54,7 @@ def make_recipe(stage: StageFacts) -> tuple[tuple[StageFacts, Recipe | None], Fi
         needs_teacher=recipe.needs_teacher,
         resamples=recipe.max_resample_times,
     )
-    explores = config.mode not in ("train", "serve")
+    explores = config.mode not in ("train", "serve", "bench")  # for a trainer
     if recipe.needs_groups and algorithm.repeat_times < 2 and explores:
         findings.problem(
             "algorithm.repeat_times",
