@@ -164,7 +164,7 @@ class Judge:
                 )
             totals.append(math.fsum(used) if used else None)
             named = [(n, v) for n, v in zip(self.names, values, strict=True) if v is not None]
-            more = [m for _, v in named if isinstance(v, Value) for m in v.metrics.items()]
+            more = [m for v in given if isinstance(v, Value | Unscored) for m in v.metrics.items()]
             named += environment.items()
             parts.append(dict(more) | {f"rewards/{n}": float(v) for n, v in named})
         return totals, parts

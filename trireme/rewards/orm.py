@@ -50,7 +50,17 @@ class Value(float):
 
 
 class Unscored(str):
-    """No reward, like None, and the reason: for the error if no other function gives one."""
+    """No reward, like None, and the reason: for the error if no other function gives one; with its
+    own metrics.
+    """
+
+    metrics: Mapping[str, float]
+
+    def __new__(cls, reason: str, metrics: Mapping[str, float]) -> Unscored:
+        """`metrics` by name."""
+        made = super().__new__(cls, reason)
+        made.metrics = metrics
+        return made
 
 
 class MathAccuracy(ORM):

@@ -15,7 +15,7 @@ from tests.limits import HANG_S
 from tests.tiny import make_tokenizer
 from trireme.engines.scripted import ScriptedEngine
 from trireme.ext.external_model.asker import Asker
-from trireme.ext.judges import judge
+from trireme.ext.judges import judge as judge_module
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.grouped import Judge, Row
@@ -72,16 +72,16 @@ def test_the_number_that_it_says_is_the_reward() -> None:
 
 
 @pytest.mark.extension("http")
-@pytest.mark.parametrize("answer", ["good", "8/10"])
+@pytest.mark.parametrize("answer", ["good", "8"])
 def test_a_judge_that_says_no_number_from_0_to_1_does_not_apply(answer: str) -> None:
     with pytest.raises(ValueError, match="no reward function applies to rollout 0"):
         over_http([answer], ["2"])
 
 
 @pytest.mark.parametrize(
-    "answer", ["1/10", "0 / 1", "I give 1 out of 10", "1 of 5", "1 star", "1%", "0,8", "-0.5"]
+    "answer", ["7.", "**7**", "12/10", "3/0", "1 of 5", "1 star", "0,8", "-0.5", "1/2/2030"]
 )
-def test_a_number_of_another_scale_is_no_reward(answer: str) -> None:
+def test_a_number_of_an_unknown_scale_is_no_reward(answer: str) -> None:
     with pytest.raises(ValueError, match="judge gave None") as raised:
         rewards("judge", Said(answer), ["2"])
     assert f"it answered '{answer}': expected one number from 0 to 1" in str(raised.value)
@@ -132,6 +132,8 @@ def test_what_a_judge_answers_is_shown_by_its_beginning() -> None:
     [
         *(("**0.7**", 0.7), ("Score: .5.", 0.5), ("- 1", 1.0), ("1\n\nGood.", 1.0)),
         *(("1e-1", 0.1), ("0.7. Yes, 0.70.", 0.7), ("0.8\n\nIt makes 2 points.", 0.8)),
+        *(("0.8/1", 0.8), ("**8 / 10**.", 0.8), ("Score: 4 out of 5", 0.8), ("80%", 0.8)),
+        *(("4/5 stars", 0.8), ("1/10", 0.1), ("2 mistakes.\n\nScore: 8/10", 0.8)),
         *(("1. Right.\n2. Short.\n\n**Score:** 0.3.", 0.3), ("<think>1 error</think>0.5", 0.5)),
     ],
 )
@@ -164,11 +166,11 @@ def test_a_picture_is_named_to_a_judge_that_reads_text(name: str) -> None:
 
 
 def test_that_a_judge_sees_no_pictures_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    judge._warn_of_pictures.cache_clear()
-    assert judge.seen_text({"role": "user", "content": [{"type": "text", "text": "a"}]}) == "a"
+    judge_module._warn_of_pictures.cache_clear()
+    assert judge_module.seen_text({"role": "user", "content": [{"type": "text", "text": "a"}]}) == "a"
     assert not caplog.records
     for _ in range(2):
-        assert judge.seen_text(SHOWN) == "[image]What?"
+        assert judge_module.seen_text(SHOWN) == "[image]What?"
     [record] = caplog.records
     assert "read text alone, and get [image] in their place" in record.getMessage()
 
@@ -183,14 +185,28 @@ def test_the_relative_judge_compares_all_replies_in_one_question() -> None:
     assert asked.index("assistant: two") < asked.index("assistant: three")
 
 
-@pytest.mark.parametrize("answer", ["all are good", "[1, 2, 3]", "[0.5, true]", "[0.5, NaN]", "[1"])
-def test_scores_that_cannot_be_read_are_nobodys_advantage(answer: str) -> None:
-    totals, parts = rewards("ruler", Said(answer), ["two", "three"])
-    assert totals == [0.0, 0.0] and parts[0]["judge_success"] == 0.0
+@pytest.mark.parametrize(
+    "answer",
+    ["all are good", "[1, 2, 3]", "[0.5, true]", "[0.5, NaN]", "[1", "[8, 6]", "[-0.1, 0.5]"],
+)
+def test_scores_that_cannot_be_read_are_nobodys_advantage(
+    answer: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_module, "_said", set())
+    for _ in range(2):
+        totals, parts = rewards("ruler", Said(answer), ["two", "three"])
+        assert totals == [0.0, 0.0] and parts[0]["judge_success"] == 0.0
+    [warned] = caplog.messages
+    assert warned.startswith(f"the judge 'ruler' answered {answer!r}: expected a list of 2 numbers")
 
 
-def test_scores_outside_the_range_are_cut() -> None:
-    assert rewards("ruler", Said("[-1, 7.5]"), ["two", "three"])[0] == [0.0, 1.0]
+def test_an_answer_that_is_not_read_counts_also_where_another_reward_applies() -> None:
+    judge = Judge.of([{"name": "judge", "concurrency": 1}, "format"])
+    given = judge.rewards(TASK, rows(["2", "3"]), [Said("good", "0.5").model])
+    totals, parts = asyncio.run(given)
+    assert totals == [0.0, 0.5]
+    assert [part["judge_success"] for part in parts] == [0.0, 1.0]
+    assert "rewards/judge" not in parts[0]
 
 
 def test_a_rubric_rating_goes_from_0_to_1() -> None:
@@ -201,6 +217,31 @@ def test_a_rubric_rating_goes_from_0_to_1() -> None:
     assert totals == [1.0, pytest.approx(1 / 3), 0.0]
     assert [part["judge_success"] for part in parts] == [1.0, 1.0, 0.0]
     assert "1. (weight 2) is short\n2. names a number" in said.asked[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        *(("Rating: **4**", 1 / 3), ("4/10", 1 / 3), ("4 out of 10.", 1 / 3), ("10", 1.0)),
+        *(('{"rating": "4"}', 1 / 3), ('{"rating": "4/10"}', 1 / 3), ("1 mistake\n\n4", 1 / 3)),
+    ],
+)
+def test_a_rating_is_read_without_json_too(answer: str, reward: float) -> None:
+    totals, parts = rewards({"name": "rubric", "criteria": ["is kind"]}, Said(answer), ["a"])
+    assert totals == [pytest.approx(reward)] and parts[0]["judge_success"] == 1.0
+
+
+@pytest.mark.parametrize("answer", ["0.8", "4/5", "0", "40%", '{"rating": true}', "8 for 2 errors"])
+def test_a_rating_that_is_not_read_is_0_and_is_said_once(
+    answer: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_module, "_said", set())
+    for _ in range(2):
+        asked = {"name": "rubric", "criteria": ["is kind"]}
+        totals, parts = rewards(asked, Said(answer), ["a"])
+        assert totals == [0.0] and parts[0]["judge_success"] == 0.0
+    [warned] = caplog.messages
+    assert "the judge 'rubric' answered" in warned and "score 0" in warned
 
 
 def test_criteria_come_from_the_row_else_from_the_yaml_else_it_is_said() -> None:

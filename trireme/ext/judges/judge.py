@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import logging
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -52,14 +52,21 @@ counts as much as its weight; a reply that misses several must be rated low.
 </criteria>
 
 Answer with JSON: {{"rating": <a whole number from 1 to 10>}}"""
+_NUMERAL = r"(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?"
 _NUMBER = re.compile(
-    r"([-\u2212])?((?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
-    r"(,\d|\s*(?:/|%|(?:out\s+)?of\b|stars?\b))?",
+    rf"(?P<minus>[-\u2212])?(?P<number>{_NUMERAL})"
+    rf"(?:\s*(?:/|out\s+of\b)\s*(?P<of>{_NUMERAL})|(?P<percent>\s*%)"
+    r"|(?P<other>,\d|\s*(?:/|(?:out\s+)?of\b|stars?\b)))?",
     re.IGNORECASE,
 )
-"""A number, with what makes it one of another scale: a minus before it, `/10` or `stars` after."""
+"""A number with its scale (`/10`, `out of 10`, `%`), or with a sign of one that is not known: a
+minus before it, `stars` after.
+"""
 _LABEL = re.compile(r"[^\d:=]*[:=]")
 """What may stand before a number on its line, such as `Score:`."""
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+_UNREAD = {"judge_success": 0.0}
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _OBJECT = re.compile(r"\{[^{}]*\}")
 
@@ -106,7 +113,8 @@ class ModelJudge(Asking):
         text = self._prompt.format(dialogue=_dialogue(messages), reference=_reference(truth))
         answer = await self._asker.ask([{"role": "user", "content": text}], models)
         if (score := read_score(answer)) is None:
-            return Unscored(f"it answered {answer[:80]!r}: expected one number from 0 to 1")
+            expected = "expected one number from 0 to 1, or with its scale, such as 8/10 or 80%"
+            return Unscored(f"it answered {answer[:80]!r}: {expected}", _UNREAD)
         return Value(score, {"judge_success": 1.0})
 
 
@@ -132,6 +140,8 @@ class RelativeJudge(Asking):
         models = kwargs.get("auxiliary_models", ())
         answer = await self._asker.ask([{"role": "user", "content": text}], models)
         scores = read_scores(answer, len(shown))
+        if scores is None:
+            _say_unread("ruler", answer, f"a list of {len(shown)} numbers from 0 to 1")
         success = {"judge_success": float(scores is not None)}
         by_reply = dict(zip(shown, scores or [0.0] * len(shown), strict=True))
         return [Value(by_reply[reply], success) for reply in replies]
@@ -168,8 +178,22 @@ class RubricJudge(Asking):
         answer = await self._asker.ask([{"role": "user", "content": text}], models)
         rating = _rating(answer)
         if rating is None:
-            return Value(0.0, {"judge_success": 0.0})
+            _say_unread("rubric", answer, '{"rating": <1 to 10>}')
+            return Value(0.0, _UNREAD)
         return Value((rating - 1) / 9, {"judge_success": 1.0})
+
+
+def _say_unread(judge: str, answer: str, expected: str) -> None:
+    """Warn once of each kind of judge: one whose answers are never read would give 0 without
+    end.
+    """
+    if judge not in _said:
+        _said.add(judge)
+        _log.warning(
+            "the judge '%s' answered %r: expected %s; the replies score 0, and so will those of "
+            "further such answers, without a warning (metric judge_success)",
+            *(judge, answer[:80], expected),
+        )
 
 
 def _refuse_question(question: str, subjects: Sequence[str]) -> None:
@@ -242,46 +266,69 @@ def comparison(
 
 
 def read_score(answer: str) -> float | None:
-    """Return the number from 0 to 1 that an answer gives: its only one, else the only one on a line
-    of its own. None if there is none, or it is of another scale: "1/10" is no 1.
+    """Return the score from 0 to 1 that an answer states, see `_stated`; None if there is none.
+
+    With a scale it is the share of it: `8/10` and `80%` are 0.8. A larger number without one is
+    None.
     """
-    given = {_number(match) for match in _NUMBER.finditer(answer)}
-    if len(given) > 1:
-        lines = (_LABEL.sub("", line, count=1).strip(" *_`#") for line in answer.splitlines())
-        alone = (_NUMBER.fullmatch(line.removesuffix(".")) for line in lines)
-        given = {_number(match) for match in alone if match}
-    [score] = given if len(given) == 1 else [-1.0]
+    number, most = _stated(answer) or (-1.0, None)
+    score = number / (most or 1.0)
     return score if 0 <= score <= 1 else None
 
 
-def _number(match: re.Match[str]) -> float:
-    """Return a number that was found; -1 for one of another scale."""
-    return -1.0 if match[1] or match[3] else float(match[2])
+def _stated(answer: str) -> tuple[float, float | None] | None:
+    """Return the number that an answer states and the scale after it, if it has one: the only
+    number, else the only one on a line of its own. None if there is none, or its scale is unknown.
+    """
+    stated = {_number(match) for match in _NUMBER.finditer(answer)}
+    if len(stated) > 1:
+        lines = (_LABEL.sub("", line, count=1).strip(" *_`#") for line in answer.splitlines())
+        alone = (_NUMBER.fullmatch(line.removesuffix(".")) for line in lines)
+        stated = {_number(match) for match in alone if match}
+    return stated.pop() if len(stated) == 1 else None
+
+
+def _number(match: re.Match[str]) -> tuple[float, float | None] | None:
+    """Return a number and its scale; None for one of an unknown scale."""
+    most = 100.0 if match["percent"] else float(match["of"]) if match["of"] else None
+    if match["minus"] or match["other"] or most == 0:
+        return None
+    return float(match["number"]), most
 
 
 def read_scores(answer: str, count: int) -> list[float] | None:
-    """Return the last list of `count` numbers in an answer, each clipped to 0 to 1."""
+    """Return the last list of `count` numbers in an answer; None if it is not of numbers from 0
+    to 1: cut, `[8, 6]` would be no comparison.
+    """
     for text in reversed(_LIST.findall(answer)):
         try:
             parsed = json.loads(text)
         except ValueError:
             continue
         numbers = [x for x in parsed if isinstance(x, int | float) and not isinstance(x, bool)]
-        if len(numbers) == len(parsed) == count and all(map(math.isfinite, numbers)):
-            return [min(max(float(number), 0.0), 1.0) for number in numbers]
+        if len(numbers) == len(parsed) == count:
+            return [float(n) for n in numbers] if all(0 <= n <= 1 for n in numbers) else None
     return None
 
 
 def _rating(answer: str) -> float | None:
-    """Return the last `rating` from 1 to 10 in an answer's JSON."""
+    """Return the rating from 1 to 10 of an answer: the last `rating` in its JSON, else the number
+    that the text states, without a scale or out of 10.
+    """
+    number, most = _stated(_rated(answer)) or (0.0, None)
+    return number if 1 <= number <= 10 and most in (None, 10) else None
+
+
+def _rated(answer: str) -> str:
+    """Return the last `rating` in an answer's JSON as text; the answer itself without one."""
     for text in reversed(_OBJECT.findall(answer)):
         try:
-            rating = json.loads(text).get("rating")
-        except ValueError:
+            rated = json.loads(text)
+        except (ValueError, RecursionError):
             continue
-        if isinstance(rating, int | float) and not isinstance(rating, bool) and 1 <= rating <= 10:
-            return float(rating)
-    return None
+        if "rating" in rated:
+            return str(rated["rating"])
+    return answer
 
 
 def _criteria(rubric: Any) -> str:
