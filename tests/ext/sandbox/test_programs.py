@@ -9,6 +9,7 @@ import os
 import queue
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -375,6 +376,20 @@ def test_unit_tests_all_have_to_pass() -> None:
         f"First:\n```\nnothing\n```\nNow:\n```python\n{RIGHT}\n```\nDone.",
         f"```python\n{RIGHT}\n```\nand ```never closed",
         f"```{RIGHT}\n```",
+        *(
+            f"```{language}\n{RIGHT}\n```"
+            for language in (
+                "python3.11",
+                "py",
+                " Python ",
+                "python-3",
+                "{.python}",
+                "python {x=1}",
+            )
+        ),
+        f"````python\n{RIGHT}\n````",
+        f"~~~python\n{RIGHT}\n~~~",
+        f"1. So:\n   ```python\n{textwrap.indent(RIGHT, '   ')}\n   ```",
     ],
 )
 def test_the_program_is_the_last_block(answer: str) -> None:
@@ -437,6 +452,7 @@ def test_one_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
 BEGIN_TOGETHER = """
 import subprocess
 import sys
+import textwrap
 import threading, time
 import trireme.ext.sandbox.programs as sandbox
 

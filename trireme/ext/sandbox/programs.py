@@ -27,9 +27,11 @@ import json
 import logging
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -40,6 +42,11 @@ from trireme.aio import in_thread
 from trireme.task import Task
 
 _log = logging.getLogger(__name__)
+_FENCE = re.compile(r"`{3,}|^[ \t]*~{3,}", re.MULTILINE)
+_LANGUAGE = re.compile(r"\s*(?:[A-Za-z][\w.+#-]*)?\s*(?:\{[^{}]*\})?\s*")
+"""What may stand after an opening fence: `python3.11`, `c++`, `{.python}`; anything else is
+code.
+"""
 
 LIMITS = {"seconds": 10.0, "cpu": 2, "memory": 512 << 20, "output": 1 << 20}
 LONGEST = 50_000
@@ -533,13 +540,15 @@ vars(python)["within"] = transcript_within
 
 
 def code_of(answer: str) -> str:
-    """Return the last closed Markdown block of a reply, or else all of it."""
-    parts = answer.split("```")
+    """Return the last closed Markdown block of a reply without its language and its indentation,
+    or else all of it.
+    """
+    parts = _FENCE.split(answer)
     if len(parts) < 3:
         return answer
     block = parts[(len(parts) - 1) // 2 * 2 - 1]
     language, _, code = block.partition("\n")
-    return code if not language.strip() or language.strip().isalnum() else block
+    return textwrap.dedent(code) if _LANGUAGE.fullmatch(language) else block
 
 
 @functools.lru_cache(maxsize=256)
