@@ -247,3 +247,19 @@ def test_a_column_called_data_dict_is_one_as_any_other(value: Any) -> None:
 def test_rewards_and_weights_that_are_no_lists_are_refused(args: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         judge_of(None, args)
+
+
+@pytest.mark.parametrize("name", ["accuracy", {"name": "cosine", "max_len": 8}])
+def test_rewards_that_compare_with_an_answer_need_one_before_the_run(name: Any) -> None:
+    def examine(row: dict[str, Any], *more: Any) -> None:
+        judge_of([name, *more], {}).examine(Task({"prompt": "?", **row}))
+
+    with pytest.raises(ValueError, match=r"needs the right answer.* no column 'response'.*prompt"):
+        examine({})
+    with pytest.raises(ValueError, match="needs the right answer"):
+        examine({}, "accuracy")
+    examine({"solution": "2"})
+    examine({"response": "2"})
+    examine({"response": None})  # of this row alone
+    examine({"solution": None})
+    examine({}, "format")  # which applies to all rows

@@ -300,6 +300,34 @@ def test_data_without_the_right_answer_are_refused_before_the_run(name: str | No
     examine({"prompt": "?", "judge": {"truth": "2"}}, response_key="judge.truth")
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        ("countdown_reward", {"prompt": "?"}, "needs a target and its numbers.* has: prompt"),
+        ("countdown_reward", {"target": 3}, "needs a target and its numbers"),
+        ("countdown_reward", {"response": '{"target": 3'}, "column 'response' is .* not JSON"),
+        ("countdown_reward", {"target": "x", "nums": [1]}, "the target is 'x' and its numbers"),
+        ("countdown_reward", {"target": 3, "nums": 12}, r"its numbers are 12: expected a number"),
+        ("tool_call_reward", {"prompt": "?"}, "the row's column 'answer' is None"),
+        ("tool_call_reward", {"answer": '[{"name": "f"}]'}, "expected a JSON list of calls"),
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_a_row_that_a_reward_cannot_read_is_refused_before_the_run(
+    name: str, row: dict[str, Any], expected: str, several: bool
+) -> None:
+    task = Task({"prompt": "?", **row}, reward_fn=[name, "format_reward"] if several else name)
+    with pytest.raises(ValueError, match=expected):
+        SimpleWorkflow.examine(task)
+
+
+def test_rows_that_a_reward_can_read_are_examined() -> None:
+    for row in ({"target": "3", "nums": [1, 2]}, {"response": '{"target": 3, "numbers": [3]}'}):
+        SimpleWorkflow.examine(Task({"prompt": "?", **row}, reward_fn="countdown_reward"))
+    calls = [{"name": "f", "arguments": {}}]
+    SimpleWorkflow.examine(Task({"prompt": "?", "answer": calls}, reward_fn="tool_call_reward"))
+
+
 def test_a_column_is_an_attribute_of_its_task() -> None:
     task = Task({"prompt": "?", "level": 3, "index": "the row's"})
     assert task.level == 3 and task.index == {} and task.raw_task["index"] == "the row's"

@@ -25,7 +25,7 @@ from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.experience import Experience
 from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
 from trireme.rewards.orm import ORM, Unscored, Value
-from trireme.rewards.reward import examine_columns, number, score
+from trireme.rewards.reward import examine_columns, lacks_truth, no_truth, number, score
 from trireme.rewards.reward import resolve as resolve_single
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
@@ -118,9 +118,18 @@ class Judge:
         column that a task's row does not have.
         """
         columns = _columns(task, [Row("", [])]) | {"auxiliary_models": []}
+        calls = [function.call for function in self.functions]
+        # beside others a reward of groups may apply to no row
+        if (
+            calls
+            and all(lacks_truth(task, call) for call in calls)
+            and "solution" not in task.raw_task
+            and columns["solution"] == [None]
+        ):
+            raise no_truth(task, self.names[0])
         for name, function in zip(self.names, self.functions, strict=True):
             if (look := getattr(function.call, "examine", None)) is not None:
-                look()
+                look(**accepted(look, columns))
             if not function.each:
                 _arguments(name, function.call, columns)
             elif _needs_workdir(function.call):

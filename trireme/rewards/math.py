@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from trireme.rewards.answers import boxed, final_answer, final_truth, plain, same, thinks
-from trireme.rewards.reward import RewardFn, needs_truth
+from trireme.rewards.reward import RewardFn, examined_by, needs_truth
 from trireme.syntax import expression_tree
 from trireme.task import Task
 
@@ -111,6 +111,37 @@ class MathDapo(RewardFn):
         return {**accuracy_reward(task, response), "format_score": -share * self.factor}
 
 
+def _puzzle(task: Task) -> tuple[Fraction, list[int]]:
+    """Return target and numbers, from the truth or from the row's columns. Raises ValueError if
+    they are missing, or are not numbers.
+    """
+    truth: Any = task.truth
+    if isinstance(truth, str) and truth.lstrip().startswith("{"):
+        try:
+            truth = json.loads(truth)
+        except ValueError as error:
+            raise ValueError(
+                f"countdown_reward: the row's column '{task.truth_key}' is {truth!r:.60}, which is "
+                f"not JSON: {error}"
+            ) from error
+    row: Mapping[str, Any] = truth if isinstance(truth, Mapping) else task.raw_task
+    numbers = row.get("numbers", row.get("nums"))
+    target = row.get("target", truth)
+    if numbers is None or target is None or isinstance(target, Mapping):
+        raise ValueError(
+            "countdown_reward needs a target and its numbers: the truth, or the row's columns, "
+            f"must hold 'target' and 'numbers' (or 'nums'). The row has: {', '.join(task.raw_task)}"
+        )
+    try:
+        return Fraction(str(target)), [int(number) for number in numbers]
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"countdown_reward: the target is {target!r:.60} and its numbers are {numbers!r:.60}: "
+            "expected a number and a list of numbers"
+        ) from error
+
+
+@examined_by(_puzzle)
 def countdown_reward(task: Task, answer: str, *, format_score: float = 0.1) -> dict[str, float]:
     """0 without an equation in <answer>, `format_score` for a wrong one, 1 for a right one."""
     target, numbers = _puzzle(task)
@@ -119,19 +150,6 @@ def countdown_reward(task: Task, answer: str, *, format_score: float = 0.1) -> d
         return {"score": 0.0}
     right = _solves(answers[-1], target, numbers)
     return {"score": 1.0 if right else format_score}
-
-
-def tool_call_reward(task: Task, answer: str) -> dict[str, float]:
-    """1 where the last <tool_call> holds the row's calls (column `answer`), in any order, and one
-    <think> block ends before the first; else 0 (Tool-N1, arXiv:2505.00024).
-    """
-    wanted, blocks = _counted(expected_calls(task)), list(_CALLS.finditer(answer))
-    shaped = thinks(answer) and bool(blocks) and answer.index("</think>") < blocks[0].start()
-    try:
-        made = _counted(_call_list(blocks[-1][1])) if shaped else None
-    except (ValueError, RecursionError):
-        made = None  # no calls: a wrong answer
-    return {"tool_calls": float(made == wanted)}
 
 
 def expected_calls(task: Task) -> list[Any]:
@@ -166,20 +184,18 @@ def _counted(calls: Any) -> Counter[tuple[str, str]]:
     return Counter((c["name"], json.dumps(c["arguments"], sort_keys=True)) for c in calls)
 
 
-def _puzzle(task: Task) -> tuple[Fraction, list[int]]:
-    """Return target and numbers, from the truth or from the row's columns."""
-    truth: Any = task.truth
-    if isinstance(truth, str) and truth.lstrip().startswith("{"):
-        truth = json.loads(truth)
-    row: Mapping[str, Any] = truth if isinstance(truth, Mapping) else task.raw_task
-    numbers = row.get("numbers", row.get("nums"))
-    target = row.get("target", truth)
-    if numbers is None or target is None or isinstance(target, Mapping):
-        raise ValueError(
-            "countdown_reward needs a target and its numbers: the truth, or the row's columns, "
-            f"must hold 'target' and 'numbers' (or 'nums'). The row has: {', '.join(task.raw_task)}"
-        )
-    return Fraction(str(target)), [int(number) for number in numbers]
+@examined_by(expected_calls)
+def tool_call_reward(task: Task, answer: str) -> dict[str, float]:
+    """1 where the last <tool_call> holds the row's calls (column `answer`), in any order, and one
+    <think> block ends before the first; else 0 (Tool-N1, arXiv:2505.00024).
+    """
+    wanted, blocks = _counted(expected_calls(task)), list(_CALLS.finditer(answer))
+    shaped = thinks(answer) and bool(blocks) and answer.index("</think>") < blocks[0].start()
+    try:
+        made = _counted(_call_list(blocks[-1][1])) if shaped else None
+    except (ValueError, RecursionError):
+        made = None  # no calls: a wrong answer
+    return {"tool_calls": float(made == wanted)}
 
 
 def _solves(text: str, target: Fraction, numbers: list[int]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from trireme.extensions import former_names
 from trireme.rewards.answers import final_answer, final_truth, same
+from trireme.rewards.reward import needs_truth
 
 _FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 
@@ -63,6 +64,7 @@ class Unscored(str):
         return made
 
 
+@needs_truth
 class MathAccuracy(ORM):
     """1 where a completion's result is that of the solution, else 0; None without a solution."""
 
@@ -85,6 +87,7 @@ class Format(ORM):
         return [float(_FORMAT.fullmatch(text) is not None) for text in completions]
 
 
+@needs_truth
 class Cosine(ORM):
     """A right answer is worth less the longer it is, a wrong one costs less (arXiv:2502.03373).
 

@@ -32,7 +32,7 @@ NOTE = "note/"
 _NAMED = ("response", "truth", "prompt", "task")
 _GIVEN = ("response_token", "auxiliary_models", "workdir")
 """The data that are passed by name, and are not options."""
-_NEEDS_TRUTH = "needs_truth"
+_NEEDS_TRUTH, _EXAMINE = "needs_truth", "examine_row"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -216,18 +216,28 @@ def needs_truth(reward: F) -> F:
     return reward
 
 
+def examined_by(look: Callable[[Task], Any]) -> Callable[[F], F]:
+    """Decorator: a reward function that reads a row by `look(task)`, whose ValueError is raised
+    before the run too.
+    """
+
+    def mark(reward: F) -> F:
+        setattr(reward, _EXAMINE, look)
+        return reward
+
+    return mark
+
+
 def examine_columns(task: Task, reward: Callable[..., Any]) -> None:
     """Raise Refused where a reward needs a column that a task's row does not have. Warn where an
     option has its default and the name of a column.
     """
     inner, set_here = _inner(reward), getattr(reward, "keywords", {})
-    key, has_truth = task.truth_key, task.truth is not None or task.truth_key in task.raw_task
-    if getattr(inner, _NEEDS_TRUTH, False) and not has_truth:
+    if lacks_truth(task, reward):
         name = task.reward_fn if isinstance(task.reward_fn, str) else _name(reward)
-        raise Refused(
-            f"reward '{name}' needs the right answer, and the data set has no column '{key}' "
-            f"(format.response_key): expected one of {', '.join(task.raw_task)}"
-        )
+        raise no_truth(task, name)
+    if (look := getattr(inner, _EXAMINE, None)) is not None:
+        look(task)
     if not _is_function(reward):
         return
     with UserCode(f"reward '{_name(reward)}'", inner):
@@ -236,6 +246,20 @@ def examine_columns(task: Task, reward: Callable[..., Any]) -> None:
         by_place = argument.kind is argument.POSITIONAL_OR_KEYWORD
         if by_place and name in task.raw_task and name not in {*set_here, *_GIVEN}:
             _warn_of_column(_name(reward), name, repr(argument.default)[:60])
+
+
+def lacks_truth(task: Task, reward: Callable[..., Any]) -> bool:
+    """Return whether a reward compares with the right answer, and the rows have no column of it."""
+    needs = getattr(_inner(reward), _NEEDS_TRUTH, False)
+    return needs and task.truth is None and task.truth_key not in task.raw_task
+
+
+def no_truth(task: Task, name: str) -> Refused:
+    """Return the error of a reward that compares with what the rows lack."""
+    return Refused(
+        f"reward '{name}' needs the right answer, and the data set has no column "
+        f"'{task.truth_key}' (format.response_key): expected one of {', '.join(task.raw_task)}"
+    )
 
 
 @functools.lru_cache(maxsize=256)

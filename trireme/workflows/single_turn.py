@@ -18,7 +18,6 @@ from trireme.model.blocking import BlockingModel
 from trireme.model.chat_tokens import conversation_of, plain_messages
 from trireme.registry import REWARDS
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
-from trireme.rewards.math import expected_calls
 from trireme.rewards.reward import examine_columns, option_names, resolve, score
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
@@ -330,8 +329,6 @@ class ToolCallWorkflow(SimpleWorkflow):
     def examine(cls, task: Task) -> None:
         """Raise ValueError for a row without its columns, and for a wrong reward."""
         _dialogue_of(task)
-        if task.reward_fn is None:
-            expected_calls(task)
         super().examine(task)
 
 

@@ -39,6 +39,7 @@ from functools import partial
 from typing import Any
 
 from trireme.aio import in_thread
+from trireme.rewards.reward import needs_truth
 from trireme.task import Task
 
 _log = logging.getLogger(__name__)
@@ -462,6 +463,7 @@ async def unit_tests(
     return {"accuracy": float(results == wanted), "note/not_run": float(refused)}
 
 
+@needs_truth
 async def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[str, float]:
     """1 where the query gives what the right one (`task.truth`) gives, in all databases.
 

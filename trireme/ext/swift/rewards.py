@@ -9,6 +9,7 @@ from typing import Any
 
 from trireme.rewards.answers import boxed_or_all, graded
 from trireme.rewards.orm import ORM
+from trireme.rewards.reward import needs_truth
 
 _SPECIAL = re.compile(r"<\|(?:endoftext|im_end)\|>")
 _REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:.*?", re.DOTALL)
@@ -22,6 +23,7 @@ class ReactFormat(ORM):
         return [float(_REACT.fullmatch(text) is not None) for text in completions]
 
 
+@needs_truth
 class MathORM(ORM):
     """1 where the boxed result of a completion is that of the solution, else 0; of a text without
     \\boxed{} all counts, of one with `# Answer` what follows it. None without a solution.
@@ -43,6 +45,7 @@ def _result(text: str) -> str:
     return boxed_or_all(rest.partition("# Answer")[0] if marked else text)[1]
 
 
+@needs_truth
 class ReactORM(ORM):
     """1 where a completion's last `Action:` and `Action Input:` are those of the solution, else 0.
 
