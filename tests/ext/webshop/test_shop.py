@@ -16,6 +16,7 @@ pytest.importorskip("Stemmer", reason="PyStemmer is not installed: make test-ext
 pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed: make test-extras runs these")
 
 from tests.model.fake import make
+from trireme.ext.webshop import catalogue
 from trireme.ext.webshop.catalogue import (
     Goal,
     Product,
@@ -24,9 +25,10 @@ from trireme.ext.webshop.catalogue import (
     load_products,
     synthetic_goals,
 )
-from trireme.ext.webshop.env import Shop, WebShopEnv, open_shop
+from trireme.ext.webshop.env import Shop, WebShopEnv, num_goals, open_shop
 from trireme.ext.webshop.make_catalogue import make_catalogue
 from trireme.ext.webshop.reward import simple_nouns
+from trireme.ext.webshop.workflow import WebShopWorkflow
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
@@ -156,6 +158,37 @@ def test_a_shop_may_have_fewer_products_and_goals(folder: Path) -> None:
     assert len(open_shop(str(folder), human=False, limit_goals=1).goals) == 1
     with pytest.raises(ValueError, match="limit_goals=0 leave no goal"):
         open_shop(str(folder), limit_goals=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"human": False}, {"human": False, "limit_goals": 1}, {"limit_goals": 99}),
+        *({"num_products": 3}, {"human": False, "num_products": 1}),
+    ],
+)
+def test_goals_are_counted_without_opening_the_shop(
+    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"human_goals" if key == "human" else key: value for key, value in options.items()}
+    args["data"] = str(folder)
+    goals = len(open_shop(str(folder), **options).goals)
+    assert num_goals(str(folder), **options) == goals
+    monkeypatch.setattr(catalogue, "_product", None)  # which would take the most time
+    num_goals.cache_clear()
+    WebShopWorkflow.examine(Task({"prompt": goals - 1}, workflow_args=args))
+    with pytest.raises(ValueError, match=f"the shop has {goals} goals: expected a session from 0"):
+        WebShopWorkflow.examine(Task({"prompt": goals}, workflow_args=args))
+
+
+def test_a_shop_that_cannot_be_opened_has_no_count(folder: Path) -> None:
+    for options in ({"limit_goals": 0}, {"num_products": 0}, {"nouns": "no_such_model"}):
+        said = []
+        for look in (open_shop, num_goals):
+            with pytest.raises(ValueError) as raised:
+                look(str(folder), **options)
+            said.append(str(raised.value).replace("leaves", "leave")[-40:])
+        assert said[0] == said[1]
 
 
 def test_the_first_page_and_the_results(env: WebShopEnv) -> None:

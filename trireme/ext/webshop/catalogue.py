@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 from bisect import bisect
@@ -20,6 +21,7 @@ from typing import Any
 
 SHUFFLE_SEED = 233
 NO_LIMIT = 1_000_000
+_WANTED = "instruction_attributes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +77,31 @@ def load_products(
     """
     source = _source(seed)
     about = read_json(attributes, dict)
-    products: dict[str, Product] = {}
-    rows = read_json(items, list)[:num_products]
-    for index, row in enumerate(rows):
-        rows[index] = None  # a million of them are gigabytes
-        if "asin" not in row or "name" not in row:
-            raise ValueError(f"{items}: product {index} has no 'asin' or no 'name'")
-        asin = row["asin"]
-        if asin == "nan" or len(asin) > 10 or asin in products:
-            continue
-        products[asin] = _product(row, about.get(asin, {}), source)
-    if not products:
-        raise ValueError(f"{items}: there is no product in it")
-    return list(products.values())
+    rows = _rows(items, num_products)
+    return [_product(row, about.get(row["asin"], {}), source) for row in rows]
+
+
+def count_goals(
+    items: Path,
+    attributes: Path,
+    instructions: Path,
+    *,
+    human: bool = True,
+    num_products: int | None = None,
+) -> int:
+    """Count the goals of `human_goals` or `synthetic_goals` without making them, in a fifth of the
+    time.
+    """
+    rows = _rows(items, num_products)
+    if human:
+        written = read_json(instructions, dict)
+        return sum(len(list(_instructions(written, row["asin"]))) for row in rows)
+    about = read_json(attributes, dict)
+    return sum(
+        math.prod(map(len, _options_of(row).values()))
+        for row in rows
+        if all(about.get(row["asin"], {}).get(key) for key in ("instruction", _WANTED))
+    )
 
 
 def human_goals(products: Sequence[Product], instructions: Path, seed: Seed = 0) -> list[Goal]:
@@ -96,14 +110,11 @@ def human_goals(products: Sequence[Product], instructions: Path, seed: Seed = 0)
     written = read_json(instructions, dict)
     goals = []
     for product in products:
-        for row in written.get(product.asin, ()):
-            wanted = row.get("instruction_attributes") or []
-            if not wanted:
-                continue
+        for row in _instructions(written, product.asin):
             said, limit = _price_limit(product.price, source)
             text = row["instruction"].strip(".") + said
             options = tuple(row.get("instruction_options") or ())
-            goals.append(_goal(product, text, tuple(wanted), limit, options))
+            goals.append(_goal(product, text, tuple(row[_WANTED]), limit, options))
     return goals
 
 
@@ -176,6 +187,28 @@ def read_json(path: Path, kind: type) -> Any:
     return held
 
 
+def _rows(items: Path, num_products: int | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of products, each product once. Raises ValueError as `load_products` does."""
+    rows = read_json(items, list)[:num_products]
+    seen: set[str] = set()
+    for index, row in enumerate(rows):
+        rows[index] = None  # a million of them are gigabytes
+        if "asin" not in row or "name" not in row:
+            raise ValueError(f"{items}: product {index} has no 'asin' or no 'name'")
+        asin = row["asin"]
+        if asin == "nan" or len(asin) > 10 or asin in seen:
+            continue
+        seen.add(asin)
+        yield row
+    if not seen:
+        raise ValueError(f"{items}: there is no product in it")
+
+
+def _instructions(written: Mapping[str, Any], asin: str) -> Iterator[Mapping[str, Any]]:
+    """Yield a product's instructions that say what is wanted."""
+    return (row for row in written.get(asin, ()) if row.get(_WANTED))
+
+
 def _product(row: Mapping[str, Any], about: Mapping[str, Any], source: random.Random) -> Product:
     bullets = row.get("small_description") or []
     prices = _prices(row.get("pricing"))
@@ -188,13 +221,13 @@ def _product(row: Mapping[str, Any], about: Mapping[str, Any], source: random.Ra
         bullets=(bullets,) if isinstance(bullets, str) else tuple(bullets),
         price_tag=tag,
         price=price,
-        options=dict(_options(row.get("customization_options") or {})),
+        options=_options_of(row),
         attributes=tuple(about.get("attributes", ["DUMMY_ATTR"])),
         query=str(row.get("query", "")).lower().strip(),
         category=row.get("category", ""),
         product_category=row.get("product_category", ""),
         instruction=about.get("instruction") or "",
-        instruction_attributes=tuple(about.get("instruction_attributes") or ()),
+        instruction_attributes=tuple(about.get(_WANTED) or ()),
     )
 
 
@@ -202,6 +235,10 @@ def _prices(pricing: str | None) -> list[float]:
     if not pricing:
         return [100.0]
     return [float(re.sub(r"[^\d.]", "", piece)) for piece in pricing.split("$")[1:]][:2]
+
+
+def _options_of(row: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    return dict(_options(row.get("customization_options") or {}))
 
 
 def _options(groups: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -29,6 +29,7 @@ from trireme.ext.webshop.catalogue import (
     Goal,
     Product,
     chosen_goals,
+    count_goals,
     draw,
     human_goals,
     load_products,
@@ -289,12 +290,40 @@ def open_shop(
     source = random.Random(seed)
     products = load_products(items, about, source, num_products=num_products)
     goals = human_goals(products, people, source) if human else synthetic_goals(products, source)
-    if not goals:
-        raise ValueError(f"{people}: no product of {items.name} has an instruction in it")
+    _refuse_no_goals(len(goals), items, people)
     goals = chosen_goals(goals, filter_goals, limit_goals)
     if not goals:
         raise ValueError(f"filter_goals and limit_goals={limit_goals} leave no goal of {people}")
     return Shop(products, goals, noun_tagger(nouns), seed)
+
+
+@lru_cache(maxsize=4)
+def num_goals(
+    folder: str | None = None,
+    *,
+    human: bool = True,
+    nouns: str = "auto",
+    num_products: int | None = None,
+    limit_goals: int = -1,
+) -> int:
+    """Return how many goals the shop of `open_shop` has, without opening it. Raises ValueError
+    where that would.
+    """
+    items, about, people = shop_files(folder)
+    count = count_goals(items, about, people, human=human, num_products=num_products)
+    _refuse_no_goals(count, items, people)
+    if limit_goals >= 0:
+        count = min(count, limit_goals)
+    if not count:
+        raise ValueError(f"limit_goals={limit_goals} leaves no goal of {people}")
+    if nouns != "auto":  # which is never wrong, and may take seconds to load
+        noun_tagger(nouns)
+    return count
+
+
+def _refuse_no_goals(count: int, items: Path, people: Path) -> None:
+    if not count:
+        raise ValueError(f"{people}: no product of {items.name} has an instruction in it")
 
 
 def shop_files(folder: str | None) -> list[Path]:

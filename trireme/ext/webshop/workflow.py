@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from trireme.envs.env import Seen
-from trireme.ext.webshop.env import OriginalEnv, Shop, WebShopEnv, open_shop
+from trireme.ext.webshop.env import OriginalEnv, WebShopEnv, num_goals, open_shop
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, Steps, row_number
 
@@ -106,7 +106,7 @@ class WebShopWorkflow(EpisodeWorkflow):
         """
         number = row_number(task)
         if cls.make_env is WebShopWorkflow.make_env and not _original(task):
-            goals = len(_shop(task).goals)
+            goals = num_goals(**_shop(task))
             if not 0 <= number < goals:
                 raise ValueError(
                     f"the row's column '{task.prompt_key}' (format.prompt_key) is {number}, and "
@@ -136,7 +136,9 @@ class WebShopWorkflow(EpisodeWorkflow):
                 show_attrs=attributes,
             )
         else:
-            env = WebShopEnv(_shop(self.task), observation_mode=page, show_attrs=attributes)
+            env = WebShopEnv(
+                open_shop(**_shop(self.task)), observation_mode=page, show_attrs=attributes
+            )
         return _Checked(env, session)
 
     def format_observation(self, seen: Seen) -> str:
@@ -151,16 +153,16 @@ class WebShopWorkflow(EpisodeWorkflow):
         return reward
 
 
-def _shop(task: Task) -> Shop:
-    """Open the shop of the YAML, which is loaded once per process."""
+def _shop(task: Task) -> dict[str, Any]:
+    """Return which shop the YAML asks for: the arguments of `open_shop`."""
     args = task.workflow_args
-    return open_shop(
-        args.get("data"),
-        human=bool(args.get("human_goals", True)),
-        nouns=args.get("nouns", "auto"),
-        num_products=args.get("num_products"),
-        limit_goals=int(args.get("limit_goals", -1)),
-    )
+    return {
+        "folder": args.get("data"),
+        "human": bool(args.get("human_goals", True)),
+        "nouns": args.get("nouns", "auto"),
+        "num_products": args.get("num_products"),
+        "limit_goals": int(args.get("limit_goals", -1)),
+    }
 
 
 def _original(task: Task) -> bool:
