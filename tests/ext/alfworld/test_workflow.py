@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.workflows.made import examine_rows
 from tests.workflows.test_workflow import call
 from trireme.envs.env import Seen
 from trireme.experience import Experience
@@ -139,3 +140,18 @@ def test_a_row_without_a_game_is_refused_before_the_run(workflow: str, tmp_path:
     game = tmp_path / "game.tw-pddl"
     game.write_text(json.dumps(dict.fromkeys(KEYS, "")))
     examine(Task({"prompt": str(game)}))
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    ["alfworld_workflow", "step_wise_alfworld_workflow", "RAFT_reflect_alfworld_workflow"],
+)
+def test_a_later_row_without_a_game_is_refused_before_the_run(
+    workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AlfworldWorkflow, "needs", lambda task: {})
+    game = tmp_path / "game.tw-pddl"
+    game.write_text(json.dumps(dict.fromkeys(KEYS, "")))
+    rows = [{"prompt": str(game)}, {"prompt": str(tmp_path / "gone.tw-pddl")}]
+    with pytest.raises(ValueError, match=r"dataset 'x', row 1: game file .*gone.tw-pddl: there"):
+        examine_rows(workflow, rows)

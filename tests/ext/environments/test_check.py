@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from tests.config.test_problems import problems_of
-from trireme.algorithms.recipes import get_recipe
-from trireme.config.schema import AlgorithmConfig
-from trireme.data.rows import Rows
+from tests.workflows.made import examine_rows, examine_tasks
 from trireme.envs.env import Seen
 from trireme.ext.environments.workflow import HouseholdWorkflow, ReasoningGymWorkflow
 from trireme.task import Task
-from trireme.workflows.examine import examine_taskset
 from trireme.workflows.workflow import resolve
 
 WORKFLOW = "buffer.explorer_input.taskset.default_workflow_type"
@@ -52,14 +49,6 @@ def test_a_lake_may_have_rows_without_a_prompt() -> None:
             lake.examine(Task(raw_task={"seed": 1, **wrong}))
 
 
-def examined(task: Task, *more: Task) -> None:
-    rows = Rows("dataset 'x'", [one.raw_task for one in (task, *more)], ["prompt"])
-    tasks: Any = SimpleNamespace(kinds=lambda: [task], all=lambda: [task, *more], rows=rows)
-    explorer = SimpleNamespace(auxiliary_models=[])
-    plan: Any = SimpleNamespace(config=SimpleNamespace(explorer=explorer))
-    examine_taskset(tasks, plan, get_recipe(AlgorithmConfig()))
-
-
 @pytest.mark.parametrize(
     ("workflow", "prompt", "args", "reward", "said"),
     [
@@ -76,7 +65,7 @@ def test_what_an_environment_would_not_read_is_refused(
 ) -> None:
     task = Task({"prompt": prompt}, workflow=workflow, workflow_args=args, reward_fn=reward)
     with pytest.raises(ValueError, match=said):
-        examined(task)
+        examine_tasks([task])
 
 
 @pytest.mark.parametrize(
@@ -87,14 +76,14 @@ def test_what_an_environment_would_not_read_is_refused(
     ],
 )
 def test_the_options_of_an_environment_are_no_problem(workflow: str, args: dict[str, Any]) -> None:
-    examined(Task({"prompt": 3}, workflow=workflow, workflow_args=args))
+    examine_rows(workflow, [{"prompt": 3}], args)
 
 
 @pytest.mark.parametrize("workflow", ["sudoku_workflow", "household_workflow"])
 def test_a_later_row_without_an_episode_is_named(workflow: str) -> None:
     first, last = (Task({"prompt": prompt}, workflow=workflow) for prompt in (3, "who?"))
     with pytest.raises(ValueError, match=r"dataset 'x', row 1: .* 'who\?': expected the number"):
-        examined(first, last)
+        examine_tasks([first, last])
 
 
 def test_a_subclass_may_read_options_and_a_reward_of_its_own() -> None:
@@ -103,7 +92,7 @@ def test_a_subclass_may_read_options_and_a_reward_of_its_own() -> None:
             return total * (self.task.reward_fn is not None)
 
     task = Task({"prompt": 1}, workflow=Mine, workflow_args={"rooms": 2}, reward_fn="math_reward")
-    examined(task)
+    examine_tasks([task])
 
 
 @pytest.mark.parametrize(
@@ -135,3 +124,33 @@ def test_an_error_of_score_answer_scores_0_and_is_said_once(
     assert asyncio.run(both(one, task)) == [{"score": 0.0}] * 2
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("reasoning_gym:x: score_answer raised IndexError (no a) for an answer")
+
+
+@pytest.mark.parametrize("workflow", ["gym_workflow", "textarena_workflow"])
+def test_an_environment_is_made_once_and_every_row_is_examined(
+    workflow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    class Made:
+        def __init__(self, env_id: str, *, seed: int, **options: Any) -> None:
+            if env_id == "gone":
+                raise ValueError("gone cannot be made")
+            made.append(seed)
+
+        def close(self) -> None:
+            pass
+
+    for name in ("TextGym", "ArenaGame"):
+        monkeypatch.setattr(f"trireme.ext.environments.workflow.{name}", Made)
+    monkeypatch.setattr("trireme.ext.environments.workflow._tried", set())
+    code = resolve(workflow).code
+    monkeypatch.setattr(code, "needs", lambda task: {})
+    rows = [{"prompt": 3}, {"prompt": 4}, {"prompt": "who?"}]
+    for _ in range(2):
+        examine_rows(workflow, rows[:2], {"env_id": "there"})
+        with pytest.raises(ValueError, match="gone cannot be made"):
+            examine_rows(workflow, rows[:2], {"env_id": "gone"})
+    assert made == [3]
+    with pytest.raises(ValueError, match=r"dataset 'x', row 2: .* 'who\?': expected the number"):
+        examine_rows(workflow, rows, {"env_id": "there"})

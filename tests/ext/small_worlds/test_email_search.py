@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.model.fake import make
+from tests.workflows.made import examine_rows
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
 from trireme.experience import Experience
@@ -182,7 +183,7 @@ def test_a_judge_that_there_is_not_is_refused(mailbox: Path) -> None:
         workflow_args={"mailbox": str(mailbox)},
         reward_fn_args={"llm_as_a_judge": True},
     )
-    tasks: Any = SimpleNamespace(kinds=lambda: [task])
+    tasks: Any = SimpleNamespace(kinds=lambda: [task], all=lambda: [task])
     for models in ([], ["one"]):
         explorer = SimpleNamespace(auxiliary_models=models)
         plan: Any = SimpleNamespace(config=SimpleNamespace(explorer=explorer))
@@ -192,10 +193,22 @@ def test_a_judge_that_there_is_not_is_refused(mailbox: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"message_ids": "[]"}, "expected a list of ids"), ({"inbox_address": ""}, "inbox_address")],
+    [
+        ({"message_ids": "[]"}, "expected a list of ids"),
+        ({"message_ids": "[5, 6]"}, r"message_ids are 5, 6: the mailbox .*mail.db has no such"),
+        ({"inbox_address": ""}, "inbox_address"),
+        ({"inbox_address": "nobody@example.org"}, "has no such e-mail of nobody@example.org"),
+    ],
 )
 def test_a_row_that_lacks_something_is_refused(
     changes: dict[str, Any], said: str, mailbox: Path
 ) -> None:
     with pytest.raises(ValueError, match=said):
         play(mailbox, **changes)
+
+
+def test_a_later_row_is_examined_before_the_run(mailbox: Path) -> None:
+    args = {"mailbox": str(mailbox)}
+    wrong = {**ROW, "message_ids": '["<gone>"]'}
+    with pytest.raises(ValueError, match="dataset 'x', row 1: the row's message_ids are <gone>"):
+        examine_rows("email_search_workflow", [ROW, wrong], args)

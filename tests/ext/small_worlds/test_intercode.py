@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.model.fake import make
+from tests.workflows.made import examine_rows
 from trireme.experience import Experience
 from trireme.ext.small_worlds.intercode import Database
 from trireme.task import Task
@@ -114,3 +115,13 @@ def test_a_file_of_sqlite(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             play(row={**row, **changes})
+
+
+def test_a_later_row_is_examined_before_the_run(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "a.sqlite") as base:
+        base.executescript(SCRIPT)
+    row = {**ROW, "databases": None, "db_path": str(tmp_path / "a.sqlite")}
+    rows = [row, row, {**row, "db_path": str(tmp_path / "gone.sqlite")}]
+    examine_rows("intercode_sql_workflow", rows[:2])
+    with pytest.raises(ValueError, match=r"dataset 'x', row 2: .*gone.sqlite': there is no such"):
+        examine_rows("intercode_sql_workflow", rows)

@@ -76,6 +76,7 @@ class AlfworldWorkflow(EpisodeWorkflow):
     unfinished_reward = -0.1
     default_system_prompt = SYSTEM_PROMPT
     tagged_actions = True
+    examines_rows = True
     workflow_options: Mapping[str, Any] | None = OPTIONS
 
     @classmethod
@@ -108,6 +109,7 @@ class AlfworldWorkflow(EpisodeWorkflow):
 class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
     """Every step an experience; all of an episode have the reward of its end."""
 
+    examines_rows = True
     workflow_options: Mapping[str, Any] | None = OPTIONS
     rewards_itself = True
 

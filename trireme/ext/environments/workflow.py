@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trireme.config.options import Share
@@ -27,6 +27,7 @@ _EPISODE = {"max_env_steps": Steps, "per_step": bool}
 _MADE_BY_ID = {**_EPISODE, "env_id": str, "env_args": Mapping}
 _log = logging.getLogger(__name__)
 _said: set[tuple[str, str]] = set()
+_tried: set[str] = set()
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -38,6 +39,7 @@ class GymWorkflow(EpisodeWorkflow):
     """
 
     unfinished_reward = 0.0
+    examines_rows = True
     workflow_options = _MADE_BY_ID | {"actions": list}
 
     @classmethod
@@ -52,7 +54,7 @@ class GymWorkflow(EpisodeWorkflow):
         """
         row_number(task)
         if cls.make_env is GymWorkflow.make_env:
-            _gym(task).close()
+            _try_once(_gym, task)
 
     def bind(self, task: Task) -> None:
         """Set the attributes that users' methods read from the task."""
@@ -176,16 +178,14 @@ class TextArenaWorkflow(GymWorkflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a row without a seed, and if the YAML names no game."""
+        """Raise ValueError for a row without a seed, and for a game that cannot be made."""
         row_number(task)
         if cls.make_env is TextArenaWorkflow.make_env:
-            _env_id(task, "textarena_workflow", "GuessTheNumber-v0")
+            _try_once(_game, task)
 
     def make_env(self) -> ArenaGame:
         """Make the game that the YAML names, at the task's seed."""
-        game = _env_id(self.task, "textarena_workflow", "GuessTheNumber-v0")
-        env_args = self.workflow_args.get("env_args")
-        return ArenaGame(game, seed=row_number(self.task), env_args=env_args)
+        return _game(self.task)
 
 
 class ReasoningGymWorkflow(SimpleWorkflow):
@@ -244,6 +244,16 @@ def _say_unscored(path: str, kind: str, error: str) -> None:
         )
 
 
+def _try_once(make: Callable[[Task], Any], task: Task) -> None:
+    """Make a task's environment, unless one with its `workflow_args` was made before: only the seed
+    differs.
+    """
+    args = f"{make.__name__} {task.workflow_args}"
+    if args not in _tried:
+        getattr(make(task), "close", lambda: None)()
+        _tried.add(args)
+
+
 def _env_id(task: Task, workflow: str, example: str) -> str:
     if "env_id" not in task.workflow_args:
         raise ValueError(f"{workflow} needs workflow_args.env_id, {example} for example")
@@ -275,6 +285,14 @@ def _gym(task: Task) -> TextGym:
         _env_id(task, "gym_workflow", "FrozenLake-v1"),
         seed=row_number(task),
         actions=task.workflow_args.get("actions", ()),
+        env_args=task.workflow_args.get("env_args"),
+    )
+
+
+def _game(task: Task) -> ArenaGame:
+    return ArenaGame(
+        _env_id(task, "textarena_workflow", "GuessTheNumber-v0"),
+        seed=row_number(task),
         env_args=task.workflow_args.get("env_args"),
     )
 

@@ -79,6 +79,7 @@ class EmailSearchWorkflow(Workflow):
     """
 
     is_async = True
+    examines_rows = True
 
     async def run(self) -> list[Experience]:
         """Let the model search, and judge its answer."""
@@ -120,8 +121,14 @@ class EmailSearchWorkflow(Workflow):
                 "email_search_workflow needs a column inbox_address: the row has "
                 f"{', '.join(task.raw_task)}"
             )
-        message_ids(task)
-        Mailbox(Path(settings.mailbox).expanduser(), str(task.raw_task["inbox_address"]))
+        ids = message_ids(task)
+        owner = str(task.raw_task["inbox_address"])
+        mailbox = Mailbox(Path(settings.mailbox).expanduser(), owner)
+        if not any(map(mailbox.read, ids)):
+            raise ValueError(
+                f"the row's message_ids are {', '.join(ids):.60}: the mailbox {settings.mailbox} "
+                f"has no such e-mail of {owner} (column inbox_address)"
+            )
         if unknown := set(task.reward_fn_args) - {"llm_as_a_judge"}:
             raise ValueError(
                 f"email_search_workflow has no reward_fn_args.{min(unknown)}: it has llm_as_a_judge"

@@ -12,8 +12,9 @@ import asyncio
 import json
 import re
 import sqlite3
-from contextlib import closing
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,12 +101,13 @@ class InterCodeSqlWorkflow(EpisodeWorkflow):
     unfinished_reward = 0.0
     default_system_prompt = SYSTEM_PROMPT
     tagged_actions = True
+    examines_rows = True
 
     @classmethod
     def examine(cls, task: Task) -> None:
         """Raise ValueError for an option, and a row without a database or the right query."""
         options_of(task, Settings, "intercode_sql_workflow")
-        databases_of(task)
+        refuse_databases(task)
         if not isinstance(task.truth, str) or not task.truth.strip():
             raise ValueError(
                 f"the row's column '{task.truth_key}' (format.response_key) is {task.truth!r:.60}: "
@@ -128,12 +130,9 @@ def in_sqlite(statement: str) -> str:
 
 def databases_of(task: Task) -> list[str]:
     """Return the scripts that make a row's databases. Raises ValueError if it has none."""
-    row = task.raw_task
-    if path := row.get("db_path"):
-        file = Path(str(path)).expanduser()
-        if not file.is_file():
-            raise ValueError(f"the row's db_path is '{path}': there is no such file")
+    if (file := _file_of(task)) is not None:
         return [_script(file, file.stat().st_mtime_ns)]
+    row = task.raw_task
     scripts = row.get("databases") or ([row["database"]] if row.get("database") else [])
     if not scripts or not all(isinstance(script, str) for script in scripts):
         raise ValueError(
@@ -143,24 +142,45 @@ def databases_of(task: Task) -> list[str]:
     return list(scripts)
 
 
-@lru_cache(maxsize=32)
-def _script(file: Path, changed: int) -> str:
-    """Return the SQL that makes the same database in memory. Raises ValueError if none does."""
-    try:
-        with closing(sqlite3.connect(f"file:{file.absolute()}?mode=ro", uri=True)) as base:
-            base.text_factory = lambda text: text.decode("utf-8", "replace")
-            virtual = "SELECT name FROM sqlite_master WHERE sql LIKE 'CREATE VIRTUAL TABLE%'"
-            names = [name for (name,) in base.execute(virtual)]
-            script = "" if names else "\n".join(base.iterdump())
-    except sqlite3.DatabaseError as error:
-        raise ValueError(
-            f"the row's db_path is '{file}', which is no SQLite file: {error}"
-        ) from error
+def refuse_databases(task: Task) -> None:
+    """Raise ValueError as `databases_of` does, without reading a whole file: the files of a data
+    set may be gigabytes.
+    """
+    if (file := _file_of(task)) is None:
+        databases_of(task)
+    else:
+        _refuse_file(file, file.stat().st_mtime_ns)
+
+
+def _file_of(task: Task) -> Path | None:
+    if not (path := task.raw_task.get("db_path")):
+        return None
+    file = Path(str(path)).expanduser()
+    if not file.is_file():
+        raise ValueError(f"the row's db_path is '{path}': there is no such file")
+    return file
+
+
+@cache
+def _refuse_file(file: Path, changed: int) -> None:
+    """Raise ValueError for a file that is not of SQLite, and for tables that cannot be copied."""
+    with _opened(file) as base:
+        virtual = "SELECT name FROM sqlite_master WHERE sql LIKE 'CREATE VIRTUAL TABLE%'"
+        names = [name for (name,) in base.execute(virtual)]
     if names:
         raise ValueError(
             f"the row's db_path is '{file}', whose tables {', '.join(names)} are virtual ("
             "full-text search, for example): expected plain tables alone"
         )
+
+
+@lru_cache(maxsize=32)
+def _script(file: Path, changed: int) -> str:
+    """Return the SQL that makes the same database in memory. Raises ValueError if none does."""
+    _refuse_file(file, changed)
+    with _opened(file) as base:
+        base.text_factory = lambda text: text.decode("utf-8", "replace")
+        script = "\n".join(base.iterdump())
     try:
         with closing(sqlite3.connect(":memory:")) as copy:
             copy.executescript(script)
@@ -169,6 +189,18 @@ def _script(file: Path, changed: int) -> str:
             f"the row's db_path is '{file}', which cannot be copied: {error}"
         ) from error
     return script
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[sqlite3.Connection]:
+    """Open a database to read. Raises ValueError for an error of it."""
+    try:
+        with closing(sqlite3.connect(f"file:{file.absolute()}?mode=ro", uri=True)) as base:
+            yield base
+    except sqlite3.DatabaseError as error:
+        raise ValueError(
+            f"the row's db_path is '{file}', which is no SQLite file: {error}"
+        ) from error
 
 
 def _line(row: list[Any]) -> str:

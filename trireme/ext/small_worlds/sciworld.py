@@ -74,6 +74,7 @@ class SciWorldWorkflow(EpisodeWorkflow):
     max_env_steps = 30
     default_system_prompt = SYSTEM_PROMPT
     tagged_actions = True
+    examines_rows = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
