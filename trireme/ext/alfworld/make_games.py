@@ -156,28 +156,32 @@ def make_games(
     furniture: tuple[int, int] = (4, 6),
 ) -> list[Path]:
     """Make `count` games of a split, the task types in turn; returns their files. See
-    `draw_room`.
+    `draw_room`. Raises ValueError if the split has games of another making.
     """
     package = Path(engine("alfworld").__file__).parent / "data"
     domain, grammar = (package / "alfred.pddl").read_text(), (package / "alfred.twl2").read_text()
     gdict = engine("alfworld.gen.goal_library").gdict
     rooms = "unseen" if split == "valid_unseen" else "seen"
     source = random.Random(f"alfworld {seed} {split}")
-    files, drawn = [], set()
-    while len(files) < count:
-        task = tasks[len(files) % len(tasks)]
+    homes: dict[Room, str] = {}
+    """What is said of its task, by room."""
+    while len(homes) < count:
+        task = tasks[len(homes) % len(tasks)]
         home = draw_room(task, rooms, source, extra=extra, furniture=furniture)
-        if home in drawn:
-            continue
-        drawn.add(home)
+        if home not in homes:
+            words = {"obj": home.target, "recep": home.goal, "toggle": home.toggle, "mrecep": ""}
+            lower = {key: value.lower() for key, value in words.items()}
+            homes[home] = source.choice(gdict[task]["templates"]).format(**lower)
+    top = out / "json_2.1.1" / split
+    folders = [
+        top / _name(home, number) / f"trial_T{seed:04d}{number:06d}"
+        for number, home in enumerate(homes)
+    ]
+    _refuse_others(top, folders)
+    for (home, said), folder in zip(homes.items(), folders, strict=True):
         words = {"obj": home.target, "recep": home.goal, "toggle": home.toggle, "mrecep": ""}
-        goal = gdict[task]["pddl"].format(**words).replace(" # ", " - ")
-        lower = {key: value.lower() for key, value in words.items()}
-        said = source.choice(gdict[task]["templates"]).format(**lower)
+        goal = gdict[home.task]["pddl"].format(**words).replace(" # ", " - ")
         problem = pddl_problem(home, goal)
-        parent = home.goal if task != "look_at_obj_in_light" else home.toggle
-        name = f"{task}-{home.target}-None-{parent}-{300 + len(files)}"
-        folder = out / "json_2.1.1" / split / name / f"trial_T{seed:04d}{len(files):06d}"
         folder.mkdir(parents=True, exist_ok=True)
         params = {
             "object_target": home.target,
@@ -193,13 +197,27 @@ def make_games(
             "solvable": True,
             "walkthrough": None,
         }
-        facts = {"task_type": task, "pddl_params": params}
+        facts = {"task_type": home.task, "pddl_params": params}
         facts["turk_annotations"] = {"anns": [{"task_desc": said}]}
         write_text(folder / "traj_data.json", json.dumps(facts, indent=1))
         write_text(folder / "initial_state.pddl", problem)
         write_text(folder / "game.tw-pddl", json.dumps(game))
-        files.append(folder / "game.tw-pddl")
-    return files
+    return [folder / "game.tw-pddl" for folder in folders]
+
+
+def _name(home: Room, number: int) -> str:
+    parent = home.goal if home.task != "look_at_obj_in_light" else home.toggle
+    return f"{home.task}-{home.target}-None-{parent}-{300 + number}"
+
+
+def _refuse_others(top: Path, folders: Sequence[Path]) -> None:
+    """Raise ValueError for games in a split's folder that are not about to be made again."""
+    others = {game.parent for game in top.glob("*/*/game.tw-pddl")} - set(folders)
+    if others:
+        raise ValueError(
+            f"{top} has {len(others)} other games, {min(others).relative_to(top)} for example, and "
+            "a data set would mix them with the new ones: remove them, or name another folder"
+        )
 
 
 def _mangled(kind: str, number: int, source: random.Random) -> str:
@@ -225,7 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("valid_seen", options.test),
         ("valid_unseen", options.test),
     ):
-        made = make_games(options.out, split, count, options.seed, options.tasks)
+        try:
+            made = make_games(options.out, split, count, options.seed, options.tasks)
+        except ValueError as error:
+            parser.error(str(error))
         say(f"{len(made)} games in {options.out / 'json_2.1.1' / split}")
 
 
