@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -75,7 +76,7 @@ class FlagDialect(Protocol):
         ...
 
     def sets(self, name: str, key: str) -> bool:
-        """Return whether the flag sets the key of the YAML by its value alone."""
+        """Return whether the flag sets the key of the YAML."""
         ...
 
     def overrides(self, flags: Given, config: Source) -> list[str]:
@@ -97,13 +98,25 @@ def with_flags(problems: Iterable[Problem], flags: Given | None) -> list[Problem
         names = (
             name
             for one in flag_dialects() * bool(flags)
+            for key in _keys_in(problem)
             for name in flags or ()
-            if name in one.names and one.sets(name, problem.key)
+            if one.sets(name, key)
         )
-        flag = next(names, None)
-        key = problem.key if flag is None else f"--{flag}: {problem.key}"
-        out.append(replace(problem, key=key))
+        if flag := next(names, None):
+            start = f"--{flag}: {problem.key}"
+            problem = replace(problem, key=start if problem.key else start.rstrip())
+        out.append(problem)
     return out
+
+
+def _keys_in(problem: Problem) -> list[str]:
+    """Return the key of a problem; if it has none, those that its sentence names."""
+    if problem.key:
+        return [problem.key]
+    options = re.findall(r"(algorithm\.\w+) '[^']+': (\w+) is", problem.text)
+    return [f"{part}_args.{name}" for part, name in options] or re.findall(
+        r"[a-z_]+(?:\.[a-z_]+)+", problem.text
+    )
 
 
 def with_options(

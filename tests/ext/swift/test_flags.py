@@ -13,7 +13,10 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.algorithms.sample import own_share
 from trireme.cli.main import app
 from trireme.config import load_config
+from trireme.demo.tiny_model import make_tiny_model
 from trireme.ext.swift import flag_names
+from trireme.ext.swift.flag_names import INPUT
+from trireme.files import write_jsonl
 from trireme.registry import RM_PLUGINS
 from trireme.rewards.grouped import Judge
 
@@ -843,3 +846,28 @@ def test_a_refusal_names_the_flag_that_set_the_key(tmp_path: Path) -> None:
     words = ["--model", "m", "--dataset", str(file), "--num_train_epochs", "0.1"]
     result = CliRunner().invoke(app, ["rlhf", *words, "--output_dir", str(tmp_path / "out")])
     assert "rlhf.yaml: --num_train_epochs: buffer.total_epochs is 0.1" in result.output
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--beta -1", "--beta: algorithm.kl_loss_fn 'k3': kl_coef is -1"),
+        ("--epsilon -1", "--epsilon: algorithm.policy_loss_fn 'ppo': clip_range_low is -1"),
+        ("--max_length 1", "--max_length: taskset_0: 8 of 8 prompts have more than 1 tokens"),
+        ("--reward_funcs accurcy", f"--reward_funcs: {INPUT}.taskset.default_reward_fn_type"),
+        ("--dataset no.jsonl", f"--dataset: {INPUT}.tasksets[1].path (no.jsonl)"),
+        ("--val_dataset no.jsonl", f"--val_dataset: {INPUT}.eval_tasksets[0].path (no.jsonl)"),
+        ("buffer.batch_size=0", "rlhf.yaml: buffer.batch_size is 0"),
+    ],
+)
+def test_a_refusal_names_the_flag_whose_value_became_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(Path("model"), ["What is 1 + 1?", "2"], seed=0)
+    row = {"messages": "What is 1 + 1?", "solution": "2"}
+    write_jsonl(Path("rows.jsonl"), [row] * 8)
+    given = ["--model", "model", "--dataset", "rows.jsonl", "--reward_funcs", "accuracy"]
+    result = CliRunner().invoke(app, ["rlhf", *given, *words.split()])
+    assert result.exit_code == 2
+    assert sentence in result.output

@@ -6,6 +6,8 @@ from typing import Any
 
 INPUT = "buffer.explorer_input"
 ENGINE = "explorer.rollout_model"
+LOSS = "algorithm.policy_loss_fn_args"
+ADVANTAGE = "algorithm.advantage_fn_args"
 TASKSETS = {
     "multi_turn_scheduler": "workflow_args.scheduler",
     "max_turns": "workflow_args.max_turns",
@@ -243,6 +245,24 @@ REWEIGHT_OPTIONS = {
     "rlsd_negative_only": "negative_only",
 }
 """Those of the advantage rlsd."""
+ALSO_SETS: dict[str, tuple[str, ...]] = {
+    "dataset": ("buffer.trainer_input.experience_buffer.path",),
+    "val_dataset": (f"{INPUT}.eval_tasksets.path",),
+    "chord_sft_dataset": ("buffer.trainer_input.auxiliary_buffers.sft_dataset.path",),
+    "reward_funcs": tuple(
+        f"{INPUT}.{kind}.default_reward_fn_type" for kind in ("taskset", "eval_tasksets")
+    ),
+    "beta": tuple(f"algorithm.{kind}_args.kl_coef" for kind in ("kl_loss_fn", "kl_penalty_fn")),
+    "teacher_kl_coef": ("algorithm.teacher_kl_fn_args.kl_coef",),
+    "sdar_loss_coef": ("algorithm.teacher_kl_fn_args.kl_coef",),
+    "sdar_gate_beta": ("algorithm.teacher_kl_fn_args.gate_beta",),
+    "max_resample_times": (f"{ADVANTAGE}.max_resample_times",),
+    "epsilon": (f"{LOSS}.clip_range_low", f"{LOSS}.clip_range_high"),
+    "epsilon_high": (f"{LOSS}.clip_range_high",),
+    **{flag: (f"{LOSS}.{option}",) for flag, option in LOSS_OPTIONS.items()},
+    **{flag: (f"{ADVANTAGE}.{option}",) for flag, option in REWEIGHT_OPTIONS.items()},
+}
+"""Keys that a problem names for a flag, next to those of KEYS and TASKSETS."""
 REWARD_MODELS = ("reward_model", "reward_model_plugin")
 TRANSLATED = (*CHOICES, *NUMBERS, *LOSS_OPTIONS, *REWEIGHT_OPTIONS, *REWARD_OPTIONS)
 TRANSLATED += (*REWARD_MODELS, "teacher_model", "sdar_gate_beta", "target_modules", "columns")

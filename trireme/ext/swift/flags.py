@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import yaml
 from trireme.cli.arguments import Given, Source
 from trireme.demo import YAML as DEMO
 from trireme.ext.swift.flag_names import (
+    ADVANTAGE,
+    ALSO_SETS,
     CHOICES,
     ENGINE,
     IDLE,
     INPUT,
     KEYS,
+    LOSS,
     LOSS_OPTIONS,
     NUMBERS,
     REWARD_MODELS,
@@ -33,12 +37,11 @@ from trireme.ext.swift.flag_names import (
 )
 from trireme.ext.swift.flag_values import needs, number_of, scalar, system_of, text_of
 
-_ADVANTAGE = "algorithm.advantage_fn_args."
 _DEFAULTS = (None, "ppo", "grpo")
 """Values that are defaults, which another flag may override."""
 _NOTHING_CLIPPED = "1.0e+9"
 """`trainer.grad_clip` for `--max_grad_norm 0`."""
-_RESAMPLES = f"{_ADVANTAGE}max_resample_times"
+_RESAMPLES = f"{ADVANTAGE}.max_resample_times"
 SDAR = "sdar_loss_coef"
 
 
@@ -60,8 +63,13 @@ class SwiftFlags:
         return elsewhere(name)
 
     def sets(self, name: str, key: str) -> bool:
-        """Return whether the flag sets the key: by the table, or by one of the flag's own name."""
-        return key in (KEYS.get(name), f"model.{name}", f"model.lora_configs[0].{name}")
+        """Return whether the flag sets the key: by a table, or by one of the flag's own name."""
+        key = re.sub(r"\[\d+\]", "", key).replace(".tasksets.", ".taskset.")
+        keys = {f"{section}.{name}" for section in ("model", "model.lora_configs", LOSS)}
+        keys |= {KEYS.get(name, ""), *ALSO_SETS.get(name, ())}
+        if name in TASKSETS:
+            keys |= {f"{INPUT}.{kind}.{TASKSETS[name]}" for kind in ("taskset", "eval_tasksets")}
+        return key in keys
 
     def overrides(self, flags: Given, config: Source) -> list[str]:
         """Return `key=value` for each flag."""
@@ -142,7 +150,6 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
     """
     keys = dict(chosen)
     number = {name: number_of(name, flags[name][0]) for name in NUMBERS if name in flags}
-    loss = "algorithm.policy_loss_fn_args."
     if in_reward := "algorithm.kl_penalty_fn" in keys:
         needs(flags, "kl_in_reward", "beta", "0.04", "algorithm.kl_penalty_fn=k1")
         keys["algorithm.kl_loss_fn"] = "none"
@@ -164,16 +171,16 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
             )
         high = None if high is None else high - 1
     if low is not None:
-        keys[f"{loss}clip_range_low"] = low
+        keys[f"{LOSS}.clip_range_low"] = low
     if high is not None:
-        keys[f"{loss}clip_range_high"] = high
+        keys[f"{LOSS}.clip_range_high"] = high
     for name in (*LOSS_OPTIONS, *REWEIGHT_OPTIONS):
         if name in flags:
             option = LOSS_OPTIONS.get(name)
-            key = f"{loss}{option}" if option else f"{_ADVANTAGE}{REWEIGHT_OPTIONS[name]}"
+            key = f"{LOSS}.{option}" if option else f"{ADVANTAGE}.{REWEIGHT_OPTIONS[name]}"
             keys[key] = scalar(name, flags[name][0])
     if (delta := number.get("off_policy_sequence_mask_delta")) is not None:
-        keys |= {f"{loss}enable_sequence_masking": True, f"{loss}delta_sequence_masking": delta}
+        keys |= {f"{LOSS}.enable_sequence_masking": True, f"{LOSS}.delta_sequence_masking": delta}
     if (most := number.get("rollout_importance_sampling_threshold")) is not None:
         mode = "rollout_importance_sampling_mode"
         correction = "algorithm.rollout_correction"
