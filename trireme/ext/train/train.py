@@ -118,14 +118,26 @@ class Run:
             return table
 
     def rollouts(self, step: int | None = None) -> list[Experience]:
-        """Read the rollouts of an explore step of the last stage; None: all that are stored."""
+        """Read the rollouts of an explore step of the last stage; None: all that are stored.
+
+        Raises ValueError for a step of which none is stored.
+        """
         store = self._last.buffer / "explorer_output.db"
         if not store.is_file():
+            if step is not None:
+                raise ValueError(f"step {step} has no stored rollouts: this run has none at all")
             return []
         where, values = ("", ()) if step is None else ("WHERE batch = ?", (step,))
         with sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True) as connection:
             query = f"SELECT experience_bytes FROM experiences {where} ORDER BY id"
             rows = [row[0] for row in connection.execute(query, values)]
+            if step is not None and not rows:
+                query = "SELECT DISTINCT batch FROM experiences ORDER BY batch"
+                steps = [str(batch) for (batch,) in connection.execute(query)]
+                shown = steps if len(steps) <= 5 else [*steps[:2], "...", steps[-1]]
+                raise ValueError(
+                    f"step {step} has no stored rollouts: expected one of {', '.join(shown)}"
+                )
         stored = partial(picture_bytes, self._last.buffer)
         return [experience for data in rows for experience in decode(data, stored)]
 
