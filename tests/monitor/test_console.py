@@ -77,9 +77,9 @@ def test_an_evaluation_is_a_line_of_its_own() -> None:
 
 def test_a_stage_without_a_known_end_counts_steps() -> None:
     console, _, text = make_console()
-    console.stage(None, None)
+    console.stage(None, None, until="until it is stopped")
     console.step("trainer", 1, {})
-    assert text.getvalue().splitlines() == ["run: until the data ends", "run 1"]
+    assert text.getvalue().splitlines() == ["run: until it is stopped", "run 1"]
 
 
 def test_an_exploring_run_counts_its_own_steps() -> None:

@@ -128,7 +128,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         turns = "" if share is None else f"; while it works, the engine has {share:g} of it"
         rows.append(("memory", f"{in_gib(plan.memory.needs)} {where}{again}{turns}"))
     known = explores or trains
-    rows.append(("steps", _steps(plan.steps, explores, trains) if known else plan.until))
+    rows.append(("steps", _steps(plan, explores, trains) if known else plan.until))
     if plan.mode != "train":
         engine = ", ".join(plan.engine.urls) or _engines(plan)
         engine = f"the API at {plan.api.base_url}" if plan.api else engine
@@ -237,21 +237,19 @@ def _train_step(steps: Steps, max_token_len: int) -> str:
     return f"{size}, {micro}"
 
 
-_WITH_THE_DATA, _AS_THEY_COME = "until the data ends", "as long as there are experiences"
-
-
 def _evaluation(plan: Plan) -> str:
     if not any(taskset.is_eval for taskset in used_tasksets(plan.config)):
         return "none: there are no eval_tasksets"
     return f"every {plan.sync.eval_interval} explore steps"
 
 
-def _steps(steps: Steps, explores: bool, trains: bool) -> str:
-    parts = []
+def _steps(plan: Plan, explores: bool, trains: bool) -> str:
+    steps, parts = plan.steps, []
     if explores:
-        parts.append(f"explore {steps.explore or _WITH_THE_DATA}")
+        parts.append(f"explore {steps.explore or plan.until}")
     if trains:
-        ends = _AS_THEY_COME if explores and steps.explore else _WITH_THE_DATA
+        counted = explores and steps.explore
+        ends = "as long as there are experiences" if counted else plan.until
         parts.append(f"train {steps.train or ends}")
     if steps.per_epoch is not None:
         parts.append(f"{steps.per_epoch} an epoch")

@@ -79,7 +79,7 @@ class Console:
         total_steps: int | None,
         *,
         by: str = "trainer",
-        until: str = "until the data ends",
+        until: str = "",
     ) -> None:
         """Begin a stage. `by` is the part whose steps count towards `total_steps`; without a total
         `until` describes the stage's end.
