@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trireme.config import ConfigError
 from trireme.demo import prepare as demo
 from trireme.demo.problems import SLIP_RATE, SURE_UP_TO, with_slips
 
@@ -82,3 +83,13 @@ def test_a_seed_that_is_no_number_is_named() -> None:
 def test_the_example_is_the_packages_own_yaml() -> None:
     example = Path(__file__).parents[2] / "examples" / "grpo_arithmetic" / "arithmetic.yaml"
     assert example.read_text() == Path(demo.__file__).with_name("arithmetic.yaml").read_text()
+
+
+def test_a_wrong_key_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setenv("TRIREME_CHECKPOINT_ROOT_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="max_step is not a known key"):
+        demo.demo_config(["max_step=5"])
+    assert not list(tmp_path.iterdir())

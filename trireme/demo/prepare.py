@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from trireme.config import load_config
 from trireme.config.variables import variable
 from trireme.demo import YAML
 from trireme.files import json_or, write_jsonl, write_text
@@ -62,14 +63,18 @@ def assets_folder(seed: int) -> Path:
 def demo_config(overrides: Sequence[str]) -> Path:
     """Return the path of the demo's YAML, after making its model and data, from the seed of the
     overrides if any.
+
+    Raises ConfigError for a wrong override before anything is made.
     """
     seeds = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
     if seeds and not seeds[-1].isdigit():
         raise ValueError(f"seed is '{seeds[-1]}': expected a whole number, 0 or more")
     seed = int(seeds[-1]) if seeds else 0
-    folder = prepare(assets_folder(seed), seed)
+    folder = assets_folder(seed)
     os.environ["TRIREME_MODEL_PATH"] = str(folder / "model")
     os.environ["TRIREME_TASKSET_PATH"] = str(folder)
+    load_config(YAML, overrides)
+    prepare(folder, seed)
     return YAML
 
 
