@@ -58,6 +58,9 @@ def test_the_yaml_may_be_a_plain_word(called: dict[str, Any]) -> None:
     assert called["run"] == (Path("x.yaml"), ["a.b=1"], [], PLAIN)
     assert invoke("check", "a.b=1", "x.yml") == 3
     assert called["check"] == (Path("x.yml"), ["a.b=1"], {"strict": False})
+    assert invoke("check", "@", "rl.toml") == 3  # as prime-rl names a file
+    assert called["check"] == (Path("rl.toml"), [], {"strict": False})
+    assert invoke("run", "@") == 2
 
 
 def test_the_version_is_told_also_by_the_module() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, get_origin, get_type_hints
 
@@ -260,7 +261,9 @@ def yaml_and_keys(
     """
     ours: list[str] = []
     keys: list[str] = []
-    for word in words or ():
+    for word, following in pairwise([*(words or ()), ""]):
+        if word == "@" and is_yaml(following):  # prime-rl's sign for a file
+            continue
         if is_yaml(word) and config is None:
             config = Path(word)
         elif "=" in word and not is_yaml(word):

@@ -308,6 +308,24 @@ def test_models_with_different_measures_have_their_rows_and_are_not_compared() -
     assert lines[-1] == "sums is not compared: a is measured by reward, b by accuracy"
 
 
+@pytest.mark.extension("swift")
+def test_flags_that_run_takes_set_keys_of_the_yaml(
+    tasks: Path, tmp_path: Path, tiny_dir: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    columns = {"prompt_key": "question", "response_key": "answer"}
+    held_out = {"name": "sums", "path": str(tasks), "format": columns}
+    inputs = {"default_workflow_type": "simple_workflow", "eval_tasksets": [held_out]}
+    path.write_text(yaml.safe_dump({"buffer": {"explorer_input": inputs}}))
+    words = ["--model", str(tiny_dir), "--reward_funcs", "accurcy"]
+    done = call(str(path), *words)
+    assert done.exit_code == 2
+    assert "--reward_funcs: buffer.explorer_input.eval_tasksets[0]" in done.output
+    done = call("--tasks", str(tasks), *words)
+    assert done.exit_code == 2
+    assert "--reward_funcs sets keys of a YAML: expected one" in " ".join(done.output.split())
+
+
 def test_help_says_what_the_yaml_is_for() -> None:
     said = " ".join(re.sub(r"[│╭╮╰╯─]", "", call("--help").output).split())
     assert "A YAML with eval_tasksets, instead of --tasks." in said and "demo" not in said
