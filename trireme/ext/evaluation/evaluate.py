@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from trireme.cli.arguments import Given, with_flags
 from trireme.cli.listing import in_columns
 from trireme.config import ConfigError, Plan, Problem
 from trireme.ext.evaluation.options import EvalOptions
@@ -37,8 +38,9 @@ LONGEST = 2048
 """Tokens of prompt and reply together, without a YAML and if the model allows as many."""
 
 
-def evaluate_models(options: EvalOptions) -> int:
-    """Evaluate each model, print the table; returns the exit code.
+def evaluate_models(options: EvalOptions, flags: Given | None = None) -> int:
+    """Evaluate each model, print the table; returns the exit code. `flags` have set keys, and are
+    named in their problems.
 
     A model that cannot be evaluated has no row, and the code is 1; the others have theirs.
     """
@@ -54,6 +56,9 @@ def evaluate_models(options: EvalOptions) -> int:
         with _interrupts(signals), tempfile.TemporaryDirectory(prefix="trireme-eval-") as root:
             plans = [_plan(model, options, Path(root)) for model in options.models]
             code = _try_each(options, plans, measured)
+    except ConfigError as error:
+        complain(str(ConfigError(with_flags(error.problems, flags), error.source)))
+        code = 2
     except ValueError as error:
         complain(str(error))
         code = 2
