@@ -6,7 +6,7 @@ FROM python:3.11-slim
 
 WORKDIR /opt/trireme
 COPY constraints.txt ./
-# torch first, from the index of its CPU builds: the default one brings CUDA's libraries
+# torch first, from the index of its CPU builds: the default build includes CUDA's libraries
 # hadolint ignore=DL3013
 RUN torch="$(grep -i '^torch==' constraints.txt)" \
     && pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu "$torch"

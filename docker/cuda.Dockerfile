@@ -8,7 +8,7 @@ FROM python:3.11-slim
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-# torch.compile and Triton build small C programs when they first run; their version matters little
+# torch.compile and Triton build small C programs when they first run; any version of the compiler works
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends -y gcc libc6-dev \
@@ -20,7 +20,7 @@ COPY trireme trireme
 COPY trinity trinity
 RUN pip install --no-cache-dir -c constraints.txt '.[ray]'
 
-# vLLM with the torch and the NCCL of the trainer, in whose group its workers are
+# vLLM with the trainer's torch and NCCL, because its workers join the trainer's group
 COPY constraints-vllm-cuda.txt ./
 RUN python -m venv /opt/vllm \
     && /opt/vllm/bin/pip install --no-cache-dir -c constraints-vllm-cuda.txt vllm

@@ -1,7 +1,7 @@
 """Algorithms page: the tables of docs/algorithms.md, written from the rows and their docstrings.
 
-`python scripts/algorithms_page.py` writes them between the page's two marks; a test holds that it
-was done.
+`python scripts/algorithms_page.py` writes them between the page's two marks; a test checks that it
+is up to date.
 """
 
 from __future__ import annotations

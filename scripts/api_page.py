@@ -1,8 +1,8 @@
 """API page: docs/api.md, one entry for each name that `import trireme` offers.
 
-`python scripts/api_page.py` writes it; a test holds that it was written. mkdocstrings reads the
-docstrings when the site is built. Where the page is read as a file, each group's table has their
-first sentences. The entry of a name whose extension is not here stays.
+`python scripts/api_page.py` writes it; a test checks that it is up to date. mkdocstrings reads the
+docstrings when the site is built. For readers of the file, each group's table has their
+first sentences. The entry of a name whose extension is not installed stays.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/bin/sh
-# A package of the system for the tests, unless one of its programs is there: apt_setup.sh PACKAGE
-# PROGRAM... Says in one line where it cannot be had; what is required (TRIREME_REQUIRE) then fails.
+# Installs a system package for the tests, unless one of its programs exists: apt_setup.sh PACKAGE
+# PROGRAM... If it cannot be installed, one line says so, and tests that TRIREME_REQUIRE names fail.
 set -u
 package=$1
 shift

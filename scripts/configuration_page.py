@@ -1,7 +1,7 @@
 """Configuration pages: every key, the ones to know first, and those for compatibility alone.
 
 `python scripts/configuration_page.py` writes docs/configuration.md, docs/first_keys.md and
-docs/migrate/compatibility_keys.md from the schema; a test holds that they were written.
+docs/migrate/compatibility_keys.md from the schema; a test checks that they are up to date.
 """
 
 from __future__ import annotations

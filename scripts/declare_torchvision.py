@@ -1,6 +1,6 @@
-"""Makes torchvision load where torch is one for CPUs: PyPI has it for CUDA alone, and its compiled
-part does not load there. It declares the two operators that have to be known when the rest is
-imported; what prepares pictures calls neither. Changes this interpreter's own copy.
+"""Makes torchvision load with a torch for CPUs: PyPI has it only for CUDA, without which its
+compiled part does not load. The script declares the two operators that the rest needs when it is
+imported; preparing pictures calls neither. It changes the copy of this interpreter.
 
     python scripts/declare_torchvision.py
 """

@@ -1,8 +1,8 @@
-"""Extension names: writes which extension gives which name, and the public names for type checkers.
+"""Extension names: writes the extension of each name, and the public names for type checkers.
 
-`python scripts/extension_names.py` writes trireme/extensions.toml, for the sentence where an
-extension is missing, and trireme/ext/__init__.pyi; a test holds that it was done. What is listed of
-an extension that is not here stays.
+`python scripts/extension_names.py` writes trireme/extensions.toml, for the error that names a
+missing extension, and trireme/ext/__init__.pyi; a test checks that both are up to date. Entries of
+an extension that is not installed stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trireme.extensions import KINDS, Extension, extensions
 PACKAGE = Path(__file__).parents[1] / "trireme"
 FILE = PACKAGE / "extensions.toml"
 HEAD = """\
-# Which extension of this release gives a name: a YAML that needs one which is not here is told so.
+# The extension of this release that defines each name, for the error that names a missing one.
 # Written by scripts/extension_names.py.
 """
 STUB = PACKAGE / "ext" / "__init__.pyi"

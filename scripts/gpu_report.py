@@ -1,15 +1,15 @@
-"""Measures what nobody can know of a GPU without one: `make gpu-report`, some ten minutes.
+"""Measures what only a GPU can show: `make gpu-report`, about ten minutes.
 
-One table, the most telling lines first, each with its pass mark; the same as JSON beside it, as far
-as it has come. Runs without a network, vLLM or Ray, with whatever interpreter has torch,
-transformers and the packages of `NEEDED`; those that it lacks are named first, with the command
-that installs them. A line that cannot run says why, and the others go on: on a GPU each line has a
-process of its own, so that what breaks CUDA there, crashes or hangs ends that line alone, and is
-told with the place in the code. `--half 1` and `--half 2` are the report in two calls of at most
-nine minutes each. `--device cpu` does the same with small sizes, where only marks that do not
-depend on speed are judged. The marks and what they settle: docs/gpus.md.
+It prints one table, the most important lines first, each with its pass mark, and writes the same as
+JSON after every line. It needs no network, vLLM or Ray, and runs with any interpreter that has
+torch, transformers and the packages of `NEEDED`; missing ones are named first, with the command
+that installs them. A line that cannot run says why, and the others continue: on a GPU each line has
+its own process, so that an error of CUDA, a crash or a hang ends only that line, and is reported
+with its place in the code. `--half 1` and `--half 2` split the report into two calls of at most
+nine minutes each. `--device cpu` does the same with small sizes, and judges only marks that do not
+depend on speed. docs/gpus.md lists the marks and what each one decides.
 
-The exit code is 1 where a mark was missed or a line failed, else 2 where a line was not measured.
+The exit code is 1 if a mark was missed or a line failed, else 2 if a line was not measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# before torch is loaded: what a run's trainer processes have too
+# set before torch is loaded, as in the trainer processes of a run
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 try:
@@ -218,7 +218,7 @@ def sdpa(machine: Machine) -> Lines:
     """Which kernels torch chooses in our processes, and what a shape that is new costs."""
     from trireme.trainer.attention import register
 
-    register()  # as a trainer does: it refuses kernels that plan every shape anew
+    register()  # as a trainer does: refuses kernels that plan again for every shape
     for dtype in (torch.bfloat16, torch.float32):
         for masked in (True, False):
             chosen = [_backend(machine, dtype, masked, grouped) for grouped in (False, True)]
@@ -307,7 +307,7 @@ def made(machine: Machine) -> Path:
     torch.manual_seed(0)
     with torch.device(machine.device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    # embeddings as large as a trained model's: with those of a new one all logits are alike
+    # embeddings as large as a trained model's: those of a new model make all logits alike
     model.get_input_embeddings().weight.data.mul_(4)
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
@@ -817,7 +817,7 @@ def here(machine: Machine, line: Line) -> Lines:
     """Its rows, measured in this process; a last one where it cannot go on."""
     try:
         yield from line(machine)
-    except Exception as error:  # the others go on
+    except Exception as error:  # the other lines continue
         why = reason(error, machine)
         missed = why.startswith("failed")
         yield Row(line.__name__, "", why, passed=False if missed else None, skipped=not missed)
@@ -843,7 +843,7 @@ def apart(machine: Machine, line: Line, limit: float | None = None) -> Lines:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 
-        timer = threading.Timer(limit + ENDS_S, end)  # it says where it hangs before that
+        timer = threading.Timer(limit + ENDS_S, end)  # before that, it reports where it hangs
         timer.start()
         try:
             assert child.stdout is not None

@@ -2,8 +2,8 @@
 
 The files are described by their first sentences, the extensions by their manifests.
 
-`python scripts/layout_page.py` writes them between the page's two marks; a test holds that it was
-done.
+`python scripts/layout_page.py` writes them between the page's two marks; a test checks that
+it is up to date.
 """
 
 from __future__ import annotations

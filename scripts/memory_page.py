@@ -1,7 +1,8 @@
 """Memory page: the tables in docs/gpus.md of what a trainer's rank needs of a GPU, alone or with
 an engine.
 
-`python scripts/memory_page.py` writes them between the page's marks; a test holds that it was done.
+`python scripts/memory_page.py` writes them between the page's marks; a test checks
+that it is up to date.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Metrics page: docs/metrics.md, written from trireme/monitor/metrics.csv.
 
-`python scripts/metrics_page.py` writes it; a test holds that it was done.
+`python scripts/metrics_page.py` writes it; a test checks that it is up to date.
 """
 
 from __future__ import annotations

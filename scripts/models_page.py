@@ -1,7 +1,7 @@
-"""Models page: the table of docs/models.md, of what tests/tested.py says is tested.
+"""Models page: the table of docs/models.md, from the list of tested models in tests/tested.py.
 
-`python scripts/models_page.py` writes it between the page's two marks; a test holds that it was
-done.
+`python scripts/models_page.py` writes it between the page's two marks; a test checks that
+it is up to date.
 """
 
 from __future__ import annotations

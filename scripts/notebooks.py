@@ -1,7 +1,7 @@
 """Notebooks: runs those of examples/notebooks, and writes their outputs into them.
 
 `python scripts/notebooks.py [NAME]...` runs each in a folder of its own; that folder's path becomes
-`.` in the outputs, and that of a cell `cell.py`. A test holds that they were run to the end.
+`.` in the outputs, and that of a cell `cell.py`. A test checks that they ran to the end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Outcomes page: the table in docs/examples.md of what learned, from the runs' own records.
 
 `python scripts/outcomes_page.py` writes the table and a picture for each row, of the rows in
-`examples/*/results.jsonl`; a test holds that both were written. A training is in the table if every
-seed's held-out reward rose by at least 0.1.
+`examples/*/results.jsonl`; a test checks that both are up to date. A training is in the table if
+every seed's held-out reward rose by at least 0.1.
 """
 
 from __future__ import annotations

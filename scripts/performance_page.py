@@ -3,9 +3,9 @@
     python scripts/performance_page.py                                # from docs/performance.json
     python scripts/performance_page.py --measure --trl PYTHON --vllm PYTHON    # `make performance`
 
-`--measure` runs the benchmarks, most of an hour on two quiet cores, and writes the JSON after each.
-With `--parts` or `--only` some of them: what is not measured again keeps its figures, and each row
-says of which commit it is. What people have written of the page, outside the marks, stays.
+`--measure` runs the benchmarks, which takes most of an hour on two idle cores, and writes the JSON
+after each. `--parts` or `--only` select some of them: the others keep their figures, and each row
+names its commit. Text of the page outside the marks stays.
 """
 
 from __future__ import annotations

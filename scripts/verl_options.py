@@ -1,7 +1,7 @@
 """verl options: writes the table of verl's options into its page.
 
-`python scripts/verl_options.py` writes the table of docs/migrate/verl.md; a test holds that it was
-written.
+`python scripts/verl_options.py` writes the table of docs/migrate/verl.md; a test checks that it is
+up to date.
 """
 
 from __future__ import annotations
