@@ -167,7 +167,9 @@ def test_a_picture_is_named_to_a_judge_that_reads_text(name: str) -> None:
 
 def test_that_a_judge_sees_no_pictures_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     judge_module._warn_of_pictures.cache_clear()
-    assert judge_module.seen_text({"role": "user", "content": [{"type": "text", "text": "a"}]}) == "a"
+    assert (
+        judge_module.seen_text({"role": "user", "content": [{"type": "text", "text": "a"}]}) == "a"
+    )
     assert not caplog.records
     for _ in range(2):
         assert judge_module.seen_text(SHOWN) == "[image]What?"
