@@ -57,9 +57,7 @@ def test_a_run_has_one_output_that_is_updated(shown: list[tuple[str, Any]]) -> N
     assert shown[-1][1]["text/html"].startswith("<pre style=")
 
 
-@pytest.mark.parametrize(
-    ("length", "notes"), [(10, 1000), (150, 1000), (3000, 300), (20_000, 70)]
-)
+@pytest.mark.parametrize(("length", "notes"), [(10, 1000), (150, 1000), (3000, 300), (20_000, 70)])
 def test_a_long_run_shows_its_last_lines(
     shown: list[tuple[str, Any]], length: int, notes: int
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_run_in_a_running_event_loop(tiny_dir: Path, tmp_path: Path) -> None:
     assert frame["rollout/reward/mean"].notna().tolist() == [False, True, True]
     assert frame["actor/grad_norm"].notna().tolist() == [False, True, True]
     assert len(run.rollouts()) == 64 and len(run.rollouts(2)) == 32
-    with pytest.raises(ValueError, match="step 3 has no stored rollouts: expected one of 1, 2$"):
+    with pytest.raises(ValueError, match=r"step 3 has no stored rollouts: expected one of 1, 2$"):
         run.rollouts(3)
     assert run.summary.evaluations["run"]["last"]["held_out"]["tasks"] == 2
 
