@@ -319,6 +319,16 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     assert environment_of(plan, trains=True)["OMP_NUM_THREADS"] == "1"
 
 
+def test_folders_of_modules_are_those_of_the_command_wherever_a_process_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(("src", ".", "/elsewhere", "")))
+    here = str(Path.cwd())
+    found = ray_cluster.python_path().split(os.pathsep)
+    assert found[:3] == [here, f"{here}/src", "/elsewhere"] and all(map(os.path.isabs, found))
+
+
 def test_an_actor_has_its_share_of_its_own_machines_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command may be given on a machine with fewer."""
     found: list[int] = []

@@ -118,9 +118,9 @@ def gpus_of(config: ClusterConfig) -> Gpus | None:
 def python_path() -> str:
     """Return the folders in which a process of the cluster finds our modules and the user's."""
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join(
-        dict.fromkeys([os.getcwd(), *named, *filter(os.path.isdir, sys.path[:1])])
-    )
+    folders = [os.getcwd(), *named, *filter(os.path.isdir, sys.path[:1])]
+    # Ray's processes begin in another folder
+    return os.pathsep.join(dict.fromkeys(map(os.path.abspath, folders)))
 
 
 def memory_here() -> int | None:
