@@ -54,7 +54,7 @@ def experience_table(name: str, metadata: MetaData) -> Table:
     """Make the table, one row per experience. `consumed` counts committed uses in training; -1:
     dropped.
     """
-    return Table(
+    table = Table(
         name,
         metadata,
         Column("id", Integer, primary_key=True, autoincrement=True),
@@ -80,6 +80,11 @@ def experience_table(name: str, metadata: MetaData) -> Table:
         Index(f"ix_{name}_task", "task_id"),
         Index(f"ix_{name}_open", "consumed", "claimed_by", "id"),
     )
+    # a checkpoint looks for the rows of one reader, and of one seal, among those of the whole run
+    for column in (table.c.claimed_by, table.c.sealed):
+        some = column.is_not(None)
+        Index(f"ix_{name}_{column.name}", column, sqlite_where=some, postgresql_where=some)
+    return table
 
 
 def picture_table(name: str, metadata: MetaData) -> Table:
@@ -229,6 +234,8 @@ def _make_tables(engine: Engine, metadata: MetaData) -> None:
         metadata.create_all(connection)
         for table in metadata.tables.values():
             _add_new_columns(connection, table)
+            for index in table.indexes:  # an earlier version's table may lack some
+                index.create(connection, checkfirst=True)
 
 
 def _add_new_columns(connection: Connection, table: Table) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, text
+from sqlalchemy import MetaData, event, text
 
 from tests.buffer.samples import JumpingClock, run, sample, sql_buffer, step_of, uids
 from tests.limits import HANG_S
@@ -263,6 +263,32 @@ def test_a_store_of_an_earlier_version_is_gone_on_from(url: str) -> None:
         assert uids(await again.take(2)) == uids(step_of(1))[2:]
 
     run(main())
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_checkpoint_does_not_read_the_rows_of_the_whole_run(
+    tmp_path: Path, earlier: bool
+) -> None:
+    url = f"sqlite:///{tmp_path / 'b.db'}"
+    open_as("train", url).dispose()
+    if earlier:  # an earlier version made fewer indexes
+        database = open_database(url, MetaData())
+        with database.begin() as connection:
+            for column in ("claimed_by", "sealed"):
+                connection.execute(text(f"DROP INDEX IF EXISTS ix_experiences_{column}"))
+        database.dispose()
+    trainer, plans = open_as("train", url), list[str]()
+    trainer._next_seal()  # the first one looks for this reader's earlier seals, once in a run
+
+    def explain(_connection: Any, cursor: Any, statement: str, values: Any, *_: Any) -> None:
+        if "FROM experiences " in f"{statement} " or "UPDATE experiences " in statement:
+            steps = cursor.execute(f"EXPLAIN QUERY PLAN {statement}", values).fetchall()
+            plans.extend(step[3] for step in steps)
+
+    event.listen(trainer._database, "before_cursor_execute", explain)
+    trainer.state()
+    trainer.commit()
+    assert plans and not [plan for plan in plans if plan.startswith("SCAN experiences")]
 
 
 def test_a_table_of_another_program_is_refused_in_a_sentence(url: str) -> None:
