@@ -19,7 +19,9 @@ from trireme.checkpoint.manifest import read_manifest
 from trireme.cli.run import run as command
 from trireme.config import ConfigError, Plan, load_config
 from trireme.launch.check import examine, make_plans
-from trireme.launch.resume import ADAPTER_BASE, made_with, refuse_meaningless
+from trireme.launch.resume import ADAPTER_BASE, continued, made_with, refuse_meaningless
+
+LINEAR = "algorithm.optimizer={lr: 1e-3, lr_scheduler_type: linear, min_lr_ratio: 0}"
 
 
 def started(
@@ -98,6 +100,55 @@ def test_epochs_over_a_data_set_end_with_its_rows_though_batches_grow_at_a_resum
     lines = [json.loads(line) for line in (job.monitor / "metrics.jsonl").open()]
     rates = [row["metrics"]["actor/lr"] for row in lines if row["part"] == "trainer"]
     assert rates[8:] == pytest.approx([2e-4, 1e-4])  # of 10
+
+
+def rates_of(folder: Path) -> list[float]:
+    """Return the learning rate of each train step of the job."""
+    lines = (JobFolder(folder / "checkpoints/tests/job").monitor / "metrics.jsonl").open()
+    rows = map(json.loads, lines)
+    return [row["metrics"]["actor/lr"] for row in rows if row["part"] == "trainer"]
+
+
+def test_epochs_over_a_data_set_end_a_schedule_though_batches_shrink_at_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = "{prompt_type: plaintext, prompt_key: question, response_key: answer}"
+    supervised = [
+        "mode=train",
+        "algorithm.algorithm_type=sft",
+        LINEAR,
+        "buffer.total_steps=null",
+        f"buffer.trainer_input.experience_buffer={{path: {tmp_path}/data/train.jsonl, "
+        f"format: {columns}}}",
+    ]
+    started(tmp_path, capsys, *supervised, "buffer.train_batch_size=8")  # 2 steps: 16 rows
+    more = [*supervised, "buffer.train_batch_size=4", "buffer.total_epochs=2"]  # 4 steps more
+    started(tmp_path, capsys, *more)
+    assert rates_of(tmp_path)[2:] == pytest.approx([4e-3 / 6, 3e-3 / 6, 2e-3 / 6, 1e-3 / 6])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "lrs"),
+    [
+        # 2 explore steps as 4 train steps, 2 more as 2
+        (["buffer.total_steps=2", "buffer.train_batch_size=8"],
+         ["buffer.total_steps=4", "buffer.train_batch_size=16"], [2e-3 / 6, 1e-3 / 6]),
+        # 16 tasks by 8, 16 more by 4
+        (["buffer.total_steps=null", "buffer.batch_size=8", "buffer.train_batch_size=32"],
+         ["buffer.total_steps=null", "buffer.total_epochs=2", "buffer.train_batch_size=16"],
+         [4e-3 / 6, 3e-3 / 6, 2e-3 / 6, 1e-3 / 6]),
+    ],
+)  # fmt: skip
+def test_a_run_whose_batches_change_at_a_resume_counts_the_steps_that_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: list[str], then: list[str],
+    lrs: list[float],
+) -> None:  # fmt: skip
+    started(tmp_path, capsys, *first, LINEAR)
+    started(tmp_path, capsys, *then, LINEAR)
+    assert rates_of(tmp_path)[-len(lrs) :] == pytest.approx(lrs)
+    assert len(rates_of(tmp_path)) == 6
+    plan = examine(tmp_path / "config.yaml", [*then, LINEAR])[0][0]
+    assert continued(plan).steps.train == 6  # also with what the second attempt has saved
 
 
 def with_adapter(folder: Path, lora: dict[str, Any]) -> tuple[Plan, Recipe, JobFolder]:

@@ -47,9 +47,23 @@ class Steps:
     """The train steps that a learning-rate schedule spans, assuming one experience per rollout."""
     per_epoch: int | None = None
     passes: int | None = None
-    """Epochs over a data set, with which the training ends at the latest; None: steps end it."""
+    """Epochs over a data set, with which the run ends at the latest; None: steps end it."""
     rows: int | None = None
-    """Experiences in that data set; None: only the run knows."""
+    """Rows of that data set, tasks or experiences; None: only the run knows."""
+    earlier: int = 0
+    """Train steps beyond those that these sizes give: a resumed run has made steps of other sizes.
+    Negative if these were larger."""
+
+    def after(self, earlier: int) -> Steps:
+        """Return these steps with so many beyond those that the sizes give."""
+        train = None if self.train is None else self.train + earlier
+        schedule = None if self.schedule is None else self.schedule + earlier
+        return replace(self, train=train, schedule=schedule, earlier=earlier)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the experiences of an explore step and of a train step."""
+        return [self.batch_size * self.repeat_times, self.own_batch]
 
 
 def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
@@ -149,7 +163,8 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
         )
     an_epoch = None if rows is None else rows // buffer.batch_size
     steps = replace(sizes, explore=explore, train=train, schedule=schedule, per_epoch=an_epoch)
-    return steps, findings
+    passes = None if buffer.total_steps else buffer.total_epochs
+    return replace(steps, passes=passes, rows=rows), findings
 
 
 def _uneven(own: int, wanted: int, explored: int) -> list[str]:

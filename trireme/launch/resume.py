@@ -7,7 +7,8 @@ value model. Everything else may change between two starts; `continued` counts t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,21 +75,48 @@ def _begun_from(loras: Iterable[LoraConfig]) -> str | None:
 
 
 def continued(plan: Plan) -> Plan:
-    """Return the plan with the train steps that its epochs over a data set give from the newest
-    checkpoint in its folder on: a batch before it may have been smaller than they are now.
+    """Return the plan with the train steps that its data give from the newest checkpoint in its
+    folder on, if batches before it had other sizes than they have now.
     """
-    steps = plan.steps
-    if steps.passes is None or steps.rows is None or steps.train is None:
-        return plan
     newest = newest_state(JobFolder(plan.job_dir))
-    if newest is None:
+    if newest is None or plan.steps.schedule is None:
         return plan
     step, state = newest
-    left = steps.rows * steps.passes - int(state["buffer"].get("current_index", 0))
-    train = step + max(left, 0) // steps.train_batch_size
-    if train <= steps.train:
+    if state.get("sizes") == plan.steps.sizes:
+        return replace(plan, steps=plan.steps.after(state["earlier"]))
+    left = _steps_left(plan, state)
+    if left is None:
         return plan
-    return replace(plan, steps=replace(steps, train=train, schedule=train))
+    earlier = step + left - plan.steps.schedule
+    if "sizes" not in state:  # of an earlier release: fewer may be due to experiences left out
+        earlier = max(earlier, 0)
+    return replace(plan, steps=plan.steps.after(earlier))
+
+
+def _steps_left(plan: Plan, state: Mapping[str, Any]) -> int | None:
+    """Count the train steps that the data give after the checkpoint of that state; None if they do
+    not end the training, or are used again. What waits in a database is not counted.
+    """
+    steps, buffer = plan.steps, state["buffer"]
+    rows = None if steps.passes is None or steps.rows is None else steps.rows * steps.passes
+    if plan.store.kind == "file":
+        if rows is None:
+            return None
+        return max(rows - int(buffer.get("current_index", 0)), 0) // steps.train_batch_size
+    replay = plan.config.buffer.trainer_input.experience_buffer.replay_buffer
+    again = replay.enable and replay.reuse_cooldown_time is not None
+    explorer = state.get("explorer")
+    if plan.config.trainer.total_steps or steps.explore is None or explorer is None or again:
+        return None
+    explore = steps.explore - explorer["step"]
+    if rows is not None:
+        tasks = explorer["taskset"]
+        used = sum(part["current_index"] for part in tasks.get("tasksets", [tasks]))
+        explore = (rows - used) // steps.batch_size
+    waiting = sum(buffer.get("puts", ())) + buffer.get("begun", 0)
+    waiting += sum(group["size"] for group in buffer.get("groups", ()))
+    explored, trained = steps.sizes
+    return math.ceil((waiting + max(explore, 0) * explored) / trained)
 
 
 def refuse_other_run(stage: Stage, resumed: Loaded) -> None:

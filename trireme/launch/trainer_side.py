@@ -154,6 +154,8 @@ class TrainerSide:
             "buffer": self.buffer.state(),
             "auxiliary": {name: buffer.state() for name, buffer in self.auxiliary.items()},
             "version": 0,
+            "sizes": self.stage.plan.steps.sizes,
+            "earlier": self.stage.plan.steps.earlier,
         }
         if not self.stage.recipe.from_data:
             state["version"] = self.sync.version
