@@ -300,3 +300,11 @@ def test_a_nul_in_a_row_is_a_character_like_others(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "a\\u0000b"}\n')
     assert load_rows(path)[0] == {"question": "a\0b"}
+
+
+@pytest.mark.parametrize("row", ["a,b,c", "a,b,"])
+def test_a_csv_whose_rows_are_longer_than_its_names_is_refused(tmp_path: Path, row: str) -> None:
+    (tmp_path / "rows.csv").write_text(f"question,answer\n\n{row}\n")
+    said = r"rows.csv: line 3 has 3 values: expected 2, since the first line names question, answer"
+    with pytest.raises(ValueError, match=said):
+        load_rows(tmp_path / "rows.csv")

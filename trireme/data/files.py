@@ -6,12 +6,13 @@ show it. Tables are Parquet, CSV and Arrow files.
 
 from __future__ import annotations
 
+import csv
 import fnmatch
 import logging
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,9 @@ def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:
     Raises ValueError naming the file that is broken, or has other columns.
     """
     datasets = quiet_datasets(progress)
+    for file in files:
+        if file.endswith(".csv") and (fault := _longer_rows(Path(file))):
+            raise ValueError(f"has a broken file: {file}: {fault}")
     try:
         return _load(datasets, files)
     except (ValueError, datasets.exceptions.DatasetsError) as error:
@@ -186,6 +190,24 @@ def _csv_fault(file: Path) -> str:
         return not_utf8(data, error)
     lines = [line for line in text.splitlines() if line.strip()]
     return "it has names of columns and no rows" if len(lines) == 1 else ""
+
+
+def _longer_rows(file: Path) -> str:
+    """Return why a CSV file's values would be read under the wrong names: pandas makes an index of
+    the first ones where a row has more values than there are names. Else ''.
+    """
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+        rows = csv.reader(lines)
+        try:
+            names, first = islice(filter(None, rows), 2)
+        except (ValueError, csv.Error):  # no rows, or none that this module reads
+            return ""
+    if len(first) <= len(names):
+        return ""
+    return (
+        f"line {rows.line_num} has {len(first)} values: expected {len(names)}, since the first "
+        f"line names {', '.join(names)}"
+    )
 
 
 def not_utf8(data: bytes, error: UnicodeDecodeError) -> str:
