@@ -308,3 +308,18 @@ def test_a_csv_whose_rows_are_longer_than_its_names_is_refused(tmp_path: Path, r
     said = r"rows.csv: line 3 has 3 values: expected 2, since the first line names question, answer"
     with pytest.raises(ValueError, match=said):
         load_rows(tmp_path / "rows.csv")
+
+
+def test_a_parquet_file_without_rows_is_left_out_of_a_folder_and_alone_refused(
+    tmp_path: Path,
+) -> None:
+    import pyarrow.parquet
+
+    write_parquet(tmp_path / "train-b.parquet", TRAIN)
+    empty = pyarrow.Table.from_pylist(TRAIN).slice(0, 0)
+    for name in ("train-a", "train-c"):
+        pyarrow.parquet.write_table(empty, tmp_path / f"{name}.parquet")
+    rows = load_rows(tmp_path)
+    assert list(rows) == TRAIN and rows.where(0).endswith("train-b.parquet, row 0)")
+    with pytest.raises(ValueError, match=r"broken file: .*train-a\.parquet: it has no rows"):
+        load_rows(tmp_path / "train-a.parquet")
