@@ -76,3 +76,10 @@ def test_what_is_no_models_folder_is_answered_with_the_nearest_one(tmp_path) -> 
             model_facts(str(path))
     with pytest.raises(ValueError, match=r"layout$"):
         model_facts(str(tmp_path / "empty"))
+
+
+def test_a_link_that_leads_nowhere_is_named_with_its_target(tmp_path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to("moved.jsonl")
+    said = "is not a file or folder here .'.*rows.jsonl' is a link to 'moved.jsonl', which leads no"
+    with pytest.raises(ValueError, match=said):
+        located(str(tmp_path / "rows.jsonl"), "datasets")

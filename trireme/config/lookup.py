@@ -47,8 +47,12 @@ def located(path: str, kind: Literal["models", "datasets"]) -> Path | None:
 
 
 def near_path(path: Path) -> str:
-    """Return a similar name next to the missing one, or the first folder that is missing."""
+    """Return a similar name next to the missing one, the target of a dead link, or the first folder
+    that is missing.
+    """
     missing = next((p for p in (*reversed(path.parents), path) if not p.exists()), path)
+    if missing.is_symlink():
+        return f" ('{missing}' is a link to '{os.readlink(missing)}', which leads nowhere)"
     siblings = [p.name for p in missing.parent.iterdir()] if missing.parent.is_dir() else []
     if near := did_you_mean(missing.name, siblings, "{}"):
         return f"; did you mean '{missing.parent / near}'?"
