@@ -2,7 +2,8 @@
 
 Invariants:
 - Batches span the borders of epochs, in an order that depends only on seed and epoch; the last
-  batch of the last epoch may be smaller.
+  batch of the last epoch may be smaller. The Plan counts whole batches, so that the trainer takes
+  it only if rows that are too long made the steps fewer.
 - `state` is the number of rows read: a resume continues with exactly the next one.
 - A row's id is (epoch, row): the same in every run.
 """
