@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,12 @@ class Fake:
             raise ValueError("no such door")
         if action == "hang":
             time.sleep(3600)
+        if action.startswith("start"):
+            child = subprocess.Popen(["sleep", "3600"])
+            if action == "start and hang":
+                Path(os.environ["FAKE_CHILD"]).write_text(str(child.pid))
+                time.sleep(3600)
+            return str(child.pid), 0.0, False, {}
         if action == "die":
             os._exit(7)
         if action == "array":

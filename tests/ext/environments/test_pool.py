@@ -16,6 +16,7 @@ import pytest
 
 from tests.limits import HANG_S
 from trireme.ext.environments.pool import EnvError, EnvLost, EnvPool, shared_pool
+from trireme.processes import began
 
 FACTORY = "tests.ext.environments.fakes:make"
 
@@ -96,6 +97,50 @@ def test_a_dead_worker_is_replaced(pool: EnvPool) -> None:
         with pool.lend_blocking(key="k") as again:
             assert again.reset()[0] != pid
     assert pool.counts["died"] == 1 and pool.counts["ended"] == 1
+
+
+def test_a_hung_worker_ends_with_the_processes_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CHILD", str(tmp_path / "child"))
+    pool = EnvPool(FACTORY, workers=1, timeout_s=8)
+    try:
+        with pool.lend_blocking() as env:
+            env.reset()
+            with pytest.raises(EnvLost, match="did not return within 8 s"):
+                env.step("start and hang")
+        _ends(int((tmp_path / "child").read_text()))
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("end", ["die", "close", "its input ends"])
+def test_the_processes_of_a_worker_end_with_it(end: str) -> None:
+    pool = EnvPool(FACTORY, workers=1, timeout_s=HANG_S)
+    try:
+        with pool.lend_blocking() as env:
+            env.reset()
+            child = int(env.step("start")[0])
+            assert began(child)
+            if end == "die":
+                with pytest.raises(EnvLost):
+                    env.step("die")
+            elif end == "its input ends":
+                process = pool._workers[0]._process
+                assert process is not None and process.stdin is not None
+                process.stdin.close()  # as where this process is killed
+            else:
+                pool.close()
+        _ends(child)
+    finally:
+        pool.close()
+
+
+def _ends(pid: int) -> None:
+    deadline = time.monotonic() + HANG_S
+    while began(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.01)
 
 
 def test_a_worn_worker_is_replaced_when_it_is_empty() -> None:

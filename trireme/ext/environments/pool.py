@@ -3,8 +3,9 @@
 Invariants:
 - Environments of one key (the rollouts of one game, for example) share one worker as long as any
   exists.
-- A worker does one call at a time. One that takes longer than `timeout_s` is ended with its worker;
-  so is one whose process dies. Its environments are lost, and the pool continues.
+- A worker does one call at a time. One that takes longer than `timeout_s` is ended with its worker
+  and the processes that this started; so is one whose process dies. Its environments are lost, and
+  the pool continues.
 - Every lent environment ends in exactly one of the counts: ended, raised, hung or died.
 - A worker is replaced after `recycle_after` environments, when none lives on it.
 """
@@ -18,6 +19,7 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -283,6 +285,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
+            start_new_session=True,  # its children end with it
         )
         self.life += 1
         self.made, self._rest = 0, b""
@@ -293,7 +296,8 @@ class _Worker:
                 with suppress(OSError):
                     assert pipe is not None
                     pipe.close()
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 

@@ -3,7 +3,7 @@
 Run as `python -m trireme.ext.environments.worker package.module:factory SYS_PATH`, the pool's own
 module path as JSON: it finds what the pool's process finds, plug-ins too. An environment's output
 goes to the standard error; only we write to the pipe that the pool reads. It ends when its input
-does.
+does, and with it the processes that environments have left: it leads their group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import queue
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +25,14 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(os.dup(0), requests), daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a child of an environment reads no request
     module, _, name = sys.argv[1].partition(":")
     sys.path[:] = dict.fromkeys([*json.loads(sys.argv[2]), *sys.path])
     envs: dict[int, Any] = {}
-    for line in requests:
-        request = json.loads(line)
+    while True:
+        request = json.loads(requests.get())
         try:
             factory = getattr(importlib.import_module(module), name)
             answer = json.dumps({"value": _do(factory, envs, request)}, default=_plain)
@@ -36,6 +41,16 @@ def main() -> None:
             answer = json.dumps({"error": shown, "trace": traceback.format_exc()})
         replies.write(answer + "\n")
         replies.flush()
+
+
+def _read(requests_fd: int, requests: queue.SimpleQueue[str]) -> None:
+    """Pass requests on; when they end, end this process, also in the middle of a call, and those
+    that environments started.
+    """
+    with open(requests_fd, encoding="utf-8") as lines:
+        for line in lines:
+            requests.put(line)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _do(factory: Callable[..., Any], envs: dict[int, Any], request: dict[str, Any]) -> Any:
