@@ -257,6 +257,38 @@ def test_criteria_come_from_the_row_else_from_the_yaml_else_it_is_said() -> None
             rewards("rubric", Said(), ["a"], Task(raw_task={"rubric": text}))
 
 
+@pytest.mark.parametrize(
+    ("rubric", "said"),
+    [
+        (
+            [{"description": "a", "wieght": 2}],
+            "criterion 1 of the rubric has 'wieght'; did .*'weight'",
+        ),
+        (["a", {"descripton": "a"}], "criterion 2 of the rubric has 'descripton'; did you mean"),
+        ([{"description": "a", "weight": True}], "the weight of criterion 1 .* is True: expected"),
+        ([{"description": "a", "weight": [2]}], r"is \[2\]: expected a number"),
+        ([{"description": "a", "weight": float("nan")}], "is nan: expected a number"),
+        ([{"description": "a", "weight": 0}], "criteria are all 0"),
+        (None, "the row's column 'rubric'"),
+    ],
+)
+def test_a_rubric_that_cannot_be_shown_is_refused_before_the_run(rubric: Any, said: str) -> None:
+    task = Task({"prompt": "?", "rubric": rubric})
+    with pytest.raises(ValueError, match=said):
+        Judge.of(["rubric"]).examine(task)
+    with pytest.raises(ValueError, match=said):
+        rewards("rubric", Said(), ["a"], task)
+
+
+def test_weights_may_be_words_or_negative_and_other_keys_stay() -> None:
+    rubric = [
+        {"description": "a", "weight": "Essential", "title": "t"},
+        {"description": "b", "weight": -1, "title": None},
+    ]
+    Judge.of(["rubric"]).examine(Task({"prompt": "?", "rubric": rubric}))
+    Judge.of([{"name": "rubric", "criteria": ["is kind"]}]).examine(Task({"prompt": "?"}))
+
+
 def ask(asker: Asker, model: Any, *texts: str) -> list[str]:
     async def go() -> list[str]:
         asked = ([{"role": "user", "content": text}] for text in texts)

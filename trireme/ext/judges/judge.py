@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from trireme.config.options import fitting_options
 from trireme.ext.external_model.asker import Asker
 from trireme.log import get_logger
 from trireme.pictures import IMAGE_PARTS, content_text
+from trireme.registry import did_you_mean
 from trireme.rewards.orm import ORM, Unscored, Value
 
 logger = get_logger("explorer")
@@ -162,6 +164,11 @@ class RubricJudge(Asking):
         """`criteria` are for rows without any; `prompt` may use {prompt}, {reply}, {criteria}."""
         super().__init__(prompt, **model)
         self._criteria = list(criteria)
+
+    def examine(self, rubric: Sequence[Any] = ()) -> None:
+        """Raise ValueError as Asking does, and for a row without criteria that can be shown."""
+        super().examine()
+        _criteria((rubric[0] if rubric else None) or self._criteria)
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
         """Score each completion by its row's criteria. Raises ValueError for a row without any."""
@@ -341,12 +348,27 @@ def _criteria(rubric: Any) -> str:
             "the rubric judge needs criteria: the row's column 'rubric', a list of texts or of "
             f"{{description, weight}}, or its option `criteria`; it got {rubric!r:.60}"
         )
-    lines = []
+    lines, weights = [], []
     for number, item in enumerate(criteria, 1):
         item = item if isinstance(item, Mapping) else {"description": item}
+        for key in ("description", "weight"):
+            near = [name for name in item if did_you_mean(str(name), [key])]
+            if key not in item and near:
+                raise ValueError(
+                    f"criterion {number} of the rubric has '{near[0]}'; did you mean '{key}'?"
+                )
         if not isinstance(item.get("description"), str):
             raise ValueError(f"a criterion of the rubric must have a description: {item!r:.60}")
         weight = item.get("weight")
+        number_or_word = isinstance(weight, int | float | str | None) and weight == weight
+        if not number_or_word or isinstance(weight, bool) or weight in (math.inf, -math.inf):
+            raise ValueError(
+                f"the weight of criterion {number} of the rubric is {weight!r:.60}: expected a "
+                "number, or a word such as Essential"
+            )
+        weights.append(weight)
         weight_text = "" if weight is None else f" (weight {weight})"
         lines.append(f"{number}.{weight_text} {item['description']}")
+    if all(weight == 0 for weight in weights):
+        raise ValueError("the weights of the rubric's criteria are all 0: expected one that is not")
     return "\n".join(lines)
