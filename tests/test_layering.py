@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "usercode",
         "config",
     ),
-    ("registry", "text", "pictures", "cache"),
+    ("registry", "text", "pictures", "cache", "syntax"),
     ("extensions",),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}
