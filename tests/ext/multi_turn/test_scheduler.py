@@ -447,6 +447,12 @@ def test_a_combination_that_cannot_be_is_an_error(name: str) -> None:
         loss_scale.resolve(name)
 
 
+@pytest.mark.parametrize("name", [False, 1.0, None])
+def test_a_loss_scale_that_is_no_name_is_an_error(name: object) -> None:
+    with pytest.raises(ValueError, match=f"loss_scale is {name}: expected a function, or a name: "):
+        loss_scale.resolve(name)
+
+
 def test_a_loss_scale_whose_pieces_do_not_add_up_is_an_error() -> None:
     with pytest.raises(ValueError, match="pieces that do not add up to the reply"):
         run(make(["abc"]), task_of(loss_scale=lambda reply: [("ab", 1.0)]))

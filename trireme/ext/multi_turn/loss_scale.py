@@ -78,13 +78,17 @@ def resolve(name: Any) -> list[_Split]:
     """Find the ways to split replies by a name, path, class or function. Raises ValueError for
     others.
     """
-    if not isinstance(name, str):
+    if callable(name) or hasattr(name, "get_loss_scale"):
         return [_split_of(name)]
+    known = [*_TURNS, *SCALES.names()]
+    if not isinstance(name, str):
+        raise ValueError(
+            f"loss_scale is {name!r}: expected a function, or a name: {', '.join(known)}"
+        )
     parts = name.split("+")
     turns = [part for part in parts if part in _TURNS]
     if len(turns) > 1:
         raise ValueError(f"loss_scale {name!r} has {' and '.join(turns)}: expected one of them")
-    known = [*_TURNS, *SCALES.names()]
     for part in parts:
         if part not in known and not {".", ":"} & set(part):
             hint = did_you_mean(part, known)
