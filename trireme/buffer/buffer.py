@@ -96,7 +96,8 @@ class Buffer(Puts, Protocol):
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Values: JSON, or bytes (written to a separate
-        file).
+        file). `waiting`, if there, counts the experiences in it that are still to be trained: a
+        continued run counts its steps by it.
         """
         ...
 

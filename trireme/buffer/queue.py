@@ -157,7 +157,8 @@ class QueueBuffer(InMemory):
         if self.record is not None:
             self.record.flush()
         untaken = [e for experiences in self._puts for e in experiences]
-        return {"puts": [len(p) for p in self._puts], "experiences": encode(untaken)}
+        sizes = [len(p) for p in self._puts]
+        return {"puts": sizes, "waiting": len(untaken), "experiences": encode(untaken)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the experiences of a checkpoint, put by put."""

@@ -113,10 +113,8 @@ def _steps_left(plan: Plan, state: Mapping[str, Any]) -> int | None:
         tasks = explorer["taskset"]
         used = sum(part["current_index"] for part in tasks.get("tasksets", [tasks]))
         explore = (rows - used) // steps.batch_size
-    waiting = sum(buffer.get("puts", ())) + buffer.get("begun", 0)
-    waiting += sum(group["size"] for group in buffer.get("groups", ()))
     explored, trained = steps.sizes
-    return math.ceil((waiting + max(explore, 0) * explored) / trained)
+    return math.ceil((buffer.get("waiting", 0) + max(explore, 0) * explored) / trained)
 
 
 def refuse_other_run(stage: Stage, resumed: Loaded) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import re
 import string
@@ -66,7 +65,6 @@ minus before it, `stars` after.
 """
 _LABEL = re.compile(r"[^\d:=]*[:=]")
 """What may stand before a number on its line, such as `Score:`."""
-_log = logging.getLogger(__name__)
 _said: set[str] = set()
 _UNREAD = {"judge_success": 0.0}
 _LIST = re.compile(r"\[[^\[\]]*\]")
@@ -196,7 +194,7 @@ def _say_unread(judge: str, answer: str, expected: str) -> None:
     """
     if judge not in _said:
         _said.add(judge)
-        _log.warning(
+        logger.warning(
             "the judge '%s' answered %r: expected %s; the replies score 0, and so will those of "
             "further such answers, without a warning (metric judge_success)",
             *(judge, answer[:80], expected),

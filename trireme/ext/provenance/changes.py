@@ -119,10 +119,10 @@ _EFFECTS = {
     "their size",
     "algorithm.optimizer.": "from train step {train} on; the optimizer's moments stay",
     "algorithm.critic.optimizer.": "from train step {train} on; the optimizer's moments stay",
-    "buffer.batch_size": "explore steps from {explore} on; the tasks continue at row {row}, and "
-    "moves the end of a run over a data set, and of a schedule that spans it",
-    "buffer.train_batch_size": "from train step {train} on; moves the end of a run over a data "
-    "set, and of a schedule that spans it",
+    "buffer.batch_size": "explore steps from {explore} on; the tasks continue at row {row}; the "
+    "end of a run over a data set moves, and that of a schedule that spans it",
+    "buffer.train_batch_size": "from train step {train} on; the end of a run over a data set "
+    "moves, and that of a schedule that spans it",
     "buffer.total_epochs": "moves the end of the run, and a schedule that spans it",
     "buffer.total_steps": "moves the end of the run, and a schedule that spans it",
     "buffer.explorer_input.taskset": "tasks from explore step {explore} on: the run continues at "

@@ -177,7 +177,12 @@ class ReplayBuffer(InMemory):
             for i, group in enumerate(groups)
         ]
         held = [*self._begun, *(e for group in groups for e in group.experiences)]
-        return {"begun": len(self._begun), "groups": facts, "experiences": encode(held)}
+        return {
+            "begun": len(self._begun),
+            "groups": facts,
+            "waiting": len(held),
+            "experiences": encode(held),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the groups of a checkpoint."""
