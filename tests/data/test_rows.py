@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -300,6 +301,12 @@ def test_a_nul_in_a_row_is_a_character_like_others(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "a\\u0000b"}\n')
     assert load_rows(path)[0] == {"question": "a\0b"}
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match="rows.jsonl' is a pipe or a device, and rows are read"):
+        load_rows(tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize("row", ["a,b,c", "a,b,"])

@@ -331,8 +331,15 @@ def split_files(data: DataSet) -> list[Path] | None:
     """
     matched = _matched(data.split)
     location = located(data.path, "datasets")
-    if location is None or not location.is_dir():
-        return None if location is None else [location]
+    if location is None:
+        return None
+    if not location.is_dir():
+        if not location.is_file():
+            raise ValueError(
+                "is a pipe or a device, and rows are read more than once: expected a file or a "
+                "folder, so write the rows to a file first"
+            )
+        return [location]
     for saved in (location / matched["name"], location):
         if (saved / SAVED).is_file():
             return [saved / SAVED]

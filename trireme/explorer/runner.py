@@ -379,7 +379,10 @@ def _with_teacher_prompt(model: Model, tokens: list[int], prompt: Any) -> tuple[
 
 
 def _in_one_line(name: str, experiences: Sequence[Experience]) -> str:
-    rewards = ", ".join("none" if e.reward is None else f"{e.reward:.3g}" for e in experiences[:8])
+    # one for the whole group is given once all its rollouts have ended
+    rewards = ", ".join(
+        "to come" if e.reward is None else f"{e.reward:.3g}" for e in experiences[:8]
+    )
     more = " …" if len(experiences) > 8 else ""
     sampled = sum(e.trained_tokens for e in experiences)
     return f"{name}: reward {rewards}{more}, {sampled} tokens sampled"
