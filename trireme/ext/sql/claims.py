@@ -297,7 +297,9 @@ class Claims:
         young = self.table.c.ready_at < NEVER
         if self._reuse is None or not self._reuse.limit:
             return young
-        return and_(young, self.table.c.consumed + self.table.c.used < self._reuse.limit)
+        consumed, limit = self.table.c.consumed, self._reuse.limit
+        # the first condition alone is one that an index bounds
+        return and_(young, consumed < limit, consumed + self.table.c.used < limit)
 
     def _priority(self) -> ColumnElement[float]:
         decay = self._reuse.decay if self._reuse else 0.0
