@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 
 from tests.workflows.test_workflow import call
 from trireme import Experience
 from trireme.envs.env import Seen, after_reset, after_step
 from trireme.task import Task
+from trireme.usercode import Refused, fault_of
 from trireme.workflows.episode import EpisodeWorkflow
 from trireme.workflows.workflow import resolve
 
@@ -190,7 +193,9 @@ def test_what_does_not_fit_ends_the_episode_and_is_counted() -> None:
     [
         (("s", 1, True, {"a": 1}), Seen("s", 1.0, True, {"a": 1})),
         (("s", 0.5, False, True, {}), Seen("s", 0.5, True, {})),
-        (("s", None, False, None), Seen("s", 0.0, False, {})),
+        (("s", True, False, None), Seen("s", 1.0, False, {})),
+        (("s", np.array([0.5]), np.bool_(True), {}), Seen("s", 0.5, True, {})),
+        (("s", torch.tensor(0.5), 0, {}), Seen("s", 0.5, False, {})),
     ],
 )
 def test_steps_of_four_and_five_values(given: Any, expected: Seen) -> None:
@@ -198,10 +203,73 @@ def test_steps_of_four_and_five_values(given: Any, expected: Seen) -> None:
 
 
 def test_other_forms_are_named() -> None:
-    with pytest.raises(TypeError, match=r"expected \(observation, reward, done, info\)"):
+    with pytest.raises(Refused, match=r"expected \(observation, reward, done, info\)"):
         after_step("open")
+    with pytest.raises(Refused, match=r"the environment's reset returned .*'You open doors.'\): "):
+        after_reset(("s", {}, "You open doors."))
+    assert after_reset((14, 10, 0)) == Seen((14, 10, 0))
     assert after_reset(("s", {"a": 1})) == Seen("s", info={"a": 1})
     assert after_reset("s") == Seen("s") and after_reset(("s", None)).info == {}
+
+
+class Odd(Door):
+    """Its methods return what they are told."""
+
+    def __init__(self, begun: Any, transition: Any) -> None:
+        super().__init__()
+        self.begun, self.transition = begun, transition
+
+    def reset(self) -> Any:
+        return self.begun
+
+    def step(self, action: str) -> Any:
+        return self.transition
+
+
+STEP, WHOLE = "step of the environment of Plays", "the environment of Plays"
+
+
+@pytest.mark.parametrize(
+    ("begun", "transition", "sentence"),
+    [
+        ("s", ("s", None, False, {}), f"{STEP} gave the reward None: expected a number, 0 where"),
+        ("s", ("s", "1.0", False, {}), f"{STEP} gave the reward '1.0': expected a number"),
+        ("s", ("s", [], False, {}), f"{STEP} gave the reward []: expected a number"),
+        ("s", ("s", float("nan"), False, {}), f"{STEP} gave the reward nan: expected a finite"),
+        ("s", ("s", False, 1.0, {}), f"{STEP} gave 1.0 as done: expected True or False"),
+        ("s", ("s", 1.0, None, {}), f"{STEP} gave None as done: expected True or False"),
+        ("s", ("s", 1.0, False, "no", {}), f"{STEP} gave 'no' as truncated: expected True or"),
+        ("s", ("s", 1.0, False, ["x"]), f"{STEP} gave the info ['x']: expected a dict"),
+        ("s", (None, 1.0, False, {}), f"{WHOLE} gave the observation None: expected text"),
+        ("s", None, f"{STEP} returned None: expected (observation, reward, done, info), or"),
+        (None, None, f"{WHOLE} gave the observation None: expected text"),
+        (b"s", None, f"{WHOLE} gave the observation b's': expected text"),
+        (("s", {}, "x"), None, f"reset of {WHOLE} returned ('s', {{}}, 'x'): expected an"),
+    ],
+)
+def test_what_an_environment_may_not_give_is_said_with_its_line(
+    begun: Any, transition: Any, sentence: str
+) -> None:
+    class Plays(EpisodeWorkflow):
+        max_env_steps = 2
+
+        def make_env(self) -> Any:
+            return Odd(begun, transition)
+
+    with pytest.raises(Refused) as caught:
+        call(Plays, ["a", "b"])
+    fault = fault_of(caught.value.with_traceback(None))  # which passed through the tests' own lines
+    assert fault is not None and fault.lasting
+    assert str(fault).startswith(sentence)
+    assert "test_episode.py:" in fault.place
+
+
+def test_an_observation_of_none_may_end_an_episode() -> None:
+    class Ends(Knock):
+        def make_env(self) -> Any:
+            return Odd("s", (None, 1.0, True, None))
+
+    assert call(Ends, ["a"])[0].reward == 1.0
 
 
 def test_a_method_that_nobody_calls_is_said(caplog: pytest.LogCaptureFixture) -> None:

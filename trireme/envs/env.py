@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trireme.aio import OwnThread, call_user, is_async
+from trireme.experience import python_number
 from trireme.files import write_jsonl, write_text
 from trireme.log import get_logger
+from trireme.rewards.reward import number
+from trireme.usercode import Refused, UserCode
 
 
 class Env(Protocol):
@@ -107,29 +110,61 @@ def for_thread(env: Any) -> Any:
     return env if blocking is None else blocking()
 
 
-def after_reset(returned: Any) -> Seen:
-    """Read the return value of `reset`."""
-    if (
-        isinstance(returned, tuple)
-        and len(returned) == 2
-        and isinstance(returned[1], Mapping | None)
-    ):
+def after_reset(returned: Any, method: str = "the environment's reset", code: Any = None) -> Seen:
+    """Read the return value of `reset`: an observation, or `(observation, info)`.
+
+    Raises Refused for a tuple with an info in another place, which would be shown to the model as
+    it is; `method` and its `code` are what the error names.
+    """
+    if not isinstance(returned, tuple):
+        return Seen(returned)
+    if len(returned) == 2 and isinstance(returned[1], Mapping | None):
         return Seen(returned[0], info=returned[1] or {})
+    if any(isinstance(value, Mapping) for value in returned):
+        with UserCode(method, code):
+            raise Refused(
+                f"{method} returned {returned!r:.80}: expected an observation, or (observation, "
+                "info)"
+            )
     return Seen(returned)
 
 
-def after_step(returned: Any, method: str = "the environment's step") -> Seen:
+def after_step(returned: Any, method: str = "the environment's step", code: Any = None) -> Seen:
     """Read the return value of `step`: four values (gym, TextWorld) or five (gymnasium).
 
-    Raises TypeError for anything else, which names the `method`.
+    Raises Refused for anything else, for a reward that is no finite number, and for an end that is
+    not true or false; `method` and its `code` are what the error names.
     """
-    if not isinstance(returned, tuple) or len(returned) not in (4, 5):
-        raise TypeError(
-            f"{method} returned {returned!r:.80}: expected (observation, reward, "
-            "done, info), or (observation, reward, terminated, truncated, info)"
-        )
-    observation, reward, *ended, info = returned
-    return Seen(observation, float(reward or 0.0), any(map(bool, ended)), info or {})
+    with UserCode(method, code) as _:
+        if not isinstance(returned, tuple) or len(returned) not in (4, 5):
+            raise Refused(
+                f"{method} returned {returned!r:.80}: expected (observation, reward, "
+                "done, info), or (observation, reward, terminated, truncated, info)"
+            )
+        observation, reward, *ended, info = returned
+        if reward is None:  # not 0: where it was forgotten, every episode would fail
+            raise Refused(
+                f"{method} gave the reward None: expected a number, 0 where there is none"
+            )
+        reward = number(python_number(reward), f"{method} gave the reward")
+        names = ("done",) if len(ended) == 1 else ("terminated", "truncated")
+        ends = [python_number(end) for end in ended]
+        for name, end in zip(names, ends, strict=True):
+            if not isinstance(end, bool | int):
+                raise Refused(f"{method} gave {end!r:.60} as {name}: expected True or False")
+        if not isinstance(info, Mapping | None):
+            raise Refused(f"{method} gave the info {info!r:.60}: expected a dict")
+        return Seen(observation, reward, any(ends), info or {})
+
+
+def as_text(observation: Any, whose: str, code: Any = None) -> str:
+    """Return an observation as text. Raises Refused for None and bytes, which a model would read as
+    `None` and `b'...'`; `whose` and the `code` that gave it are what the error names.
+    """
+    if observation is None or isinstance(observation, bytes):
+        with UserCode(whose, code):
+            raise Refused(f"{whose} gave the observation {observation!r:.60}: expected text")
+    return str(observation)
 
 
 def extra(module: str, environment: str, group: str = "envs") -> Any:

@@ -24,6 +24,7 @@ from trireme.envs.env import (
     Seen,
     after_reset,
     after_step,
+    as_text,
     errors_of_close_logged,
     for_thread,
 )
@@ -152,7 +153,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
 
     def format_observation(self, seen: Seen) -> str:
         """Return the user's message that describes the environment's response."""
-        return str(seen.observation)
+        return as_text(seen.observation, self._whose, type(self))
 
     def parse_action(self, reply: str) -> str:
         """Return the action in a reply."""
@@ -172,22 +173,26 @@ class EpisodeWorkflow(MultiTurnWorkflow):
     async def run(self) -> list[Experience]:
         """Play one episode. However it ends, the environment is closed."""
         opened = OpenEnv(f"env-{self.task.task_id}", thread=self.blocking_env)
-        what = f"the environment of {type(self).__name__}"
 
         async def call(function: Callable[..., Any], *args: Any) -> Any:
-            with UserCode(what, function) as _:
+            with UserCode(self._whose, function) as _:
                 return await opened.call(function, *args)
 
         try:
-            with UserCode(what, self.make_env) as _:
+            with UserCode(self._whose, self.make_env) as _:
                 await opened.make(self.make_env)
             return await self._play(opened.env, call)
         finally:
             await opened.close()
 
+    @property
+    def _whose(self) -> str:
+        """Return what errors call its environment."""
+        return f"the environment of {type(self).__name__}"
+
     async def _play(self, env: Any, call: Callable[..., Any], prefix: str = "") -> list[Experience]:
         """Play one episode from its beginning; `prefix` precedes the first observation."""
-        seen = after_reset(await call(env.reset))
+        seen = after_reset(await call(env.reset), f"reset of {self._whose}", env.reset)
         memory: list[dict[str, Any]] = []
         if self.system_prompt:
             memory.append({"role": "system", "content": self.system_prompt})
@@ -202,7 +207,8 @@ class EpisodeWorkflow(MultiTurnWorkflow):
             text = reply.response_text or ""
             memory.append({"role": "assistant", "content": text})
             before = seen.info.get("env_state_hash")
-            seen = after_step(await call(env.step, self.parse_action(text)))
+            transition = await call(env.step, self.parse_action(text))
+            seen = after_step(transition, f"step of {self._whose}", env.step)
             lived.append({"step_reward": seen.reward} | _known(env_state_hash=before))
             total += seen.reward
             if seen.done:

@@ -245,5 +245,24 @@ def test_a_row_without_an_environment_is_an_error() -> None:
 @pytest.mark.parametrize("method", ["reset", "step"])
 def test_what_an_environment_may_not_return(method: str) -> None:
     wrong = type("Wrong", (Guess,), {method: lambda self, given: "text"})
-    with pytest.raises(TypeError, match=rf"Wrong.{method} returned 'text': expected \(observation"):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"Wrong.{method} returned 'text': expected \(observation"
+    ):
         play(["1"], wrong)
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "sentence"),
+    [
+        ("reset", (None, {}, ""), "Wrong.reset gave the observation None: expected text"),
+        ("step", (None, 0.0, False, {}), "Wrong.step gave the observation None: expected text"),
+        ("step", ("No.", None, False, {}), "Wrong.step gave the reward None: expected a number"),
+        ("step", ("No.", 0.0, None, {}), "Wrong.step gave None as done: expected True or False"),
+    ],
+)
+def test_what_a_model_would_read_as_none_and_a_forgotten_reward_are_refused(
+    method: str, returned: Any, sentence: str
+) -> None:
+    wrong = type("Wrong", (Guess,), {method: lambda self, given: returned})
+    with pytest.raises(ValueError, match=sentence):
+        play(["1", "3"], wrong)

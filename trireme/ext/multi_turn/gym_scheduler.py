@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme.aio import OwnThread
-from trireme.envs.env import OpenEnv, after_step, extra
+from trireme.envs.env import OpenEnv, after_step, as_text, extra
 from trireme.ext.multi_turn.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
@@ -90,7 +90,7 @@ class GymScheduler(MultiTurnScheduler):
         if isinstance(env, str):
             ENVS.get(env)  # an unknown one is an error before the run
         self._opened = OpenEnv(f"gym-{id(self)}")
-        self._observation = ""
+        self._observation: Any = ""
         self._rewards: list[float] = []
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
@@ -114,7 +114,8 @@ class GymScheduler(MultiTurnScheduler):
             )
         observation, _, system = beginning
         messages = [{"role": "system", "content": system}] if system else []
-        request.messages = [*messages, {"role": "user", "content": str(observation)}]
+        shown = as_text(observation, f"{type(env).__name__}.reset", env.reset)
+        request.messages = [*messages, {"role": "user", "content": shown}]
         await self._shorten(request)
 
     async def on_turn_end(
@@ -126,8 +127,8 @@ class GymScheduler(MultiTurnScheduler):
             action = copy.deepcopy(infer_request.messages)
             env = self._opened.env
             transition = await self._opened.call(env.step, action)
-            seen = after_step(transition, f"{type(env).__name__}.step")
-            self._observation, done = str(seen.observation), seen.done
+            seen = after_step(transition, f"{type(env).__name__}.step", env.step)
+            self._observation, done = seen.observation, seen.done
             self._rewards.append(seen.reward)
         infos = {
             "total_reward": sum(self._rewards),
@@ -140,7 +141,9 @@ class GymScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> RolloutInferRequest:
         """Add the environment's observation as the user's next message."""
-        infer_request.messages.append({"role": "user", "content": self._observation})
+        env = self._opened.env
+        shown = as_text(self._observation, f"{type(env).__name__}.step", env.step)
+        infer_request.messages.append({"role": "user", "content": shown})
         await self._shorten(infer_request)
         return infer_request
 
