@@ -121,6 +121,30 @@ def test_the_calls_of_a_run_are_numbered_as_its_steps() -> None:
     assert found == [(r, s, s / 2) for r in range(2) for s in range(3)]
 
 
+class Collects(Workflow):
+    """Has one list for all of its objects."""
+
+    found: ClassVar[list[Experience]] = []
+
+    def run(self) -> list[Experience]:
+        self.model.chat([{"role": "user", "content": "?"}])
+        self.found.extend(self.model.experiences(reward=float(len(self.found))))
+        return self.found
+
+
+def test_a_list_that_all_rollouts_share_gives_each_experience_once() -> None:
+    Collects.found.clear()
+    outcome = outcome_of(Collects, runs=3, max_retries=2)
+    [first] = outcome.experiences
+    assert (first.eid, first.reward) == (EID(1, 0, 0, 0), 0.0)
+    assert [f.key for f in outcome.failures] == ["1/0/1", "1/0/2"] and not outcome.retries
+    for failed in outcome.failures:
+        assert failed.message.startswith(
+            "returned an experience (place 0) that rollout 1/0/0 has returned before: expected"
+        )
+        assert "test_runner.py" in failed.fault.place
+
+
 async def _raises(task: Any, model: Any) -> Any:
     raise KeyError("answer")
 

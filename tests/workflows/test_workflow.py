@@ -233,3 +233,14 @@ def test_what_is_no_workflow_is_said(thing: Any, message: str) -> None:
 
 def test_a_path_names_a_workflow() -> None:
     assert not resolve("tests.workflows.test_workflow:guess_the_number").blocking
+
+
+def test_an_experience_that_is_returned_twice_is_refused() -> None:
+    def twice(task: Task, model: Any) -> list[Experience]:
+        model.chat([user(task.prompt)])
+        return model.experiences(reward=1.0) * 2
+
+    with pytest.raises(
+        WrongExperience, match=r"same experience twice \(places 0 and 1\): expected"
+    ):
+        call(twice, ["a"])

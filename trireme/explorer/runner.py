@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -32,7 +33,7 @@ from trireme.model.model import Model
 from trireme.pictures import with_text
 from trireme.task import Task, for_people
 from trireme.usercode import Fault, UserCode, awaiting, fault_of
-from trireme.workflows.workflow import NoExperience, WorkflowSpec
+from trireme.workflows.workflow import NoExperience, WorkflowSpec, WrongExperience
 
 logger = get_logger("explorer")
 
@@ -455,6 +456,9 @@ def is_apart(experience: Experience, task: Task) -> bool:
     return str(experience.eid.task).startswith(f"{task.task_id}-")
 
 
+_stamped: WeakSet[Experience] = WeakSet()
+
+
 def stamp(
     experiences: list[Experience], task: Task, runs: list[int], spec: WorkflowSpec
 ) -> list[Experience]:
@@ -462,8 +466,16 @@ def stamp(
     workflow if it repeats itself; step from the workflow if its steps differ, else by position.
 
     A repeatable workflow that sets `eid.task` to `<task_id>-<word>` makes a separate group of
-    those.
+    those. Raises WrongExperience for one that another rollout has returned.
     """
+    for place, e in enumerate(experiences):
+        if e in _stamped:  # its reward counts where it came first, and its id is in use
+            raise WrongExperience(
+                f"{spec.label} returned an experience (place {place}) that rollout {e.eid.rid} has "
+                "returned before: expected only those of its own; a list that is made once, as an "
+                "attribute of a class, a default argument or a global, has those of all rollouts"
+            )
+    _stamped.update(experiences)
     by_run: dict[tuple[int | str, int], list[Experience]] = {}
     shown = for_people(task)
     for e in experiences:

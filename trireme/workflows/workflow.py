@@ -245,7 +245,13 @@ def check_experiences(
             f"workflow '{name}' returned {shown or type(returned).__name__}: expected a list of "
             "Experience; end with `return model.experiences(reward=...)`"
         )
+    places: dict[int, int] = {}
     for index, experience in enumerate(returned):
+        if (first := places.setdefault(id(experience), index)) != index:
+            raise WrongExperience(
+                f"workflow '{name}' returned the same experience twice (places {first} and "
+                f"{index}): expected each once"
+            )
         if not isinstance(experience, Experience):
             raise WrongExperience(
                 f"workflow '{name}' returned a list with {type(experience).__name__} "
