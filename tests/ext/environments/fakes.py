@@ -21,9 +21,11 @@ class Fake:
         print("an environment that talks")
         return f"{os.getpid()}", {"start": self.count}
 
-    def step(self, action: str) -> tuple[Any, ...]:
+    def step(self, action: str) -> Any:
         if action == "raise":
             raise ValueError("no such door")
+        if action == "forget":
+            return None
         if action == "hang":
             time.sleep(3600)
         if action.startswith("start"):
@@ -45,7 +47,14 @@ class Fake:
         pass
 
 
-def make(start: int = 0, broken: bool = False) -> Fake:
+class Later:
+    """Its methods are coroutines."""
+
+    async def reset(self) -> str:
+        return "a door"
+
+
+def make(start: int = 0, broken: bool = False, later: bool = False) -> Any:
     if broken:
         raise FileNotFoundError("no game file")
-    return Fake(start)
+    return Later() if later else Fake(start)

@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.limits import HANG_S
+from tests.workflows.test_workflow import call
 from trireme.ext.environments.pool import EnvError, EnvLost, EnvPool, shared_pool
 from trireme.processes import began
+from trireme.usercode import Refused
+from trireme.workflows.episode import EpisodeWorkflow
 
 FACTORY = "tests.ext.environments.fakes:make"
 
@@ -70,6 +74,29 @@ def test_arrays_become_lists_and_what_is_no_json_fails_its_environment_alone(
             env.step("keys")
         assert beside.step("a")[0] == "a 1"
     assert pool.counts["raised"] == pool.counts["ended"] == 1
+
+
+def test_a_coroutine_is_not_shown_as_an_observation(pool: EnvPool) -> None:
+    with (
+        pool.lend_blocking(later=True) as env,
+        pytest.raises(
+            EnvError, match=r"TypeError: Later.reset is a coroutine, .*: expected a plain"
+        ),
+    ):
+        env.reset()
+
+
+def test_a_step_that_returns_nothing_is_refused_as_any_other(pool: EnvPool) -> None:
+    class Forgets(EpisodeWorkflow):
+        blocking_env = False
+
+        def make_env(self) -> Any:
+            return pool.lend()
+
+    with pytest.raises(
+        Refused, match=r"step of the environment of Forgets returned None: expected"
+    ):
+        call(Forgets, ["forget"])
 
 
 def test_a_hung_worker_is_replaced_and_its_other_environments_are_lost() -> None:

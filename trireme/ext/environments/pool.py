@@ -136,9 +136,9 @@ class LentEnv(_Lent):
         """Return the first observation and its info. Raises EnvError and EnvLost."""
         return _pair(await asyncio.wrap_future(self._reset()))
 
-    async def step(self, action: str) -> tuple[Any, ...]:
+    async def step(self, action: str) -> Any:
         """Return the result of the environment's own `step`. Raises EnvError and EnvLost."""
-        return tuple(await asyncio.wrap_future(self._step(action)))
+        return _values(await asyncio.wrap_future(self._step(action)))
 
     async def __aenter__(self) -> LentEnv:
         """Return itself."""
@@ -156,9 +156,9 @@ class BlockingEnv(_Lent):
         """Begin an episode. Raises EnvError and EnvLost."""
         return _pair(self._reset().result())
 
-    def step(self, action: str) -> tuple[Any, ...]:
+    def step(self, action: str) -> Any:
         """Return the result of the environment's own `step`. Raises EnvError and EnvLost."""
-        return tuple(self._step(action).result())
+        return _values(self._step(action).result())
 
     def __enter__(self) -> BlockingEnv:
         """Return itself."""
@@ -318,6 +318,13 @@ def shared_pool(factory: str, *, workers: int = 2, timeout_s: float = 60.0) -> E
             _shared[key] = EnvPool(factory, workers=workers, timeout_s=timeout_s)
             atexit.register(_shared[key].close)
         return _shared[key]
+
+
+def _values(returned: Any) -> Any:
+    """Return the tuple that `step` returned, of which JSON has made a list; anything else as it is,
+    for the caller to refuse.
+    """
+    return tuple(returned) if isinstance(returned, list) else returned
 
 
 def _pair(returned: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ does, and with it the processes that environments have left: it leads their grou
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import queue
@@ -61,7 +62,15 @@ def _do(factory: Callable[..., Any], envs: dict[int, Any], request: dict[str, An
     if what == "close":
         env = envs.pop(number, None)
         return env.close() if hasattr(env, "close") else None
-    return getattr(envs[number], what)(*request["args"])
+    returned = getattr(envs[number], what)(*request["args"])
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise TypeError(
+            f"{type(envs[number]).__name__}.{what} is a coroutine, which a worker does not await: "
+            "expected a plain method"
+        )
+    return returned
 
 
 def _plain(value: Any) -> Any:
