@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 
 from tests.explorer.made import BrokenEngine, ask, make_runner, run, scripted, task
 from tests.limits import HANG_S
-from trireme.explorer.runner import TimeLimit
+from trireme.experience import Experience
+from trireme.explorer.runner import Outcome, TimeLimit, judge
 from trireme.explorer.scheduler import OverRollout, Scheduler, split
 from trireme.task import Task
+from trireme.workflows.classes import Workflow
 from trireme.workflows.workflow import resolve
 
 
@@ -343,6 +347,26 @@ def test_rewards_of_a_group_that_swallow_their_end_are_not_waited_for() -> None:
     failed = run(judged_by(stays))
     assert failed.kind == "timeout"
     assert "they took longer than explorer.max_timeout (0.2 s)" in str(failed)
+
+
+@pytest.mark.parametrize("given", [float("nan"), "1.0", torch.zeros(2)])
+def test_rewards_of_a_group_that_are_no_numbers_fail_it(given: Any) -> None:
+    class JudgesItself(Workflow):
+        def run(self) -> list[Experience]:
+            return self.model.chat([{"role": "user", "content": "?"}])
+
+        @classmethod
+        async def judge(
+            cls, task: Task, experiences: Sequence[Experience], models: Sequence[Any] = ()
+        ) -> None:
+            for experience in experiences:
+                experience.reward = given
+
+    outcome = Outcome(task(JudgesItself), [Experience([1, 2], prompt_length=1)])
+    run(judge(outcome, resolve(JudgesItself), HANG_S))
+    assert not outcome.experiences
+    assert "the rewards of workflow 'JudgesItself' gave" in str(outcome.failures[0])
+    assert "number" in outcome.failures[0].message
 
 
 def test_a_time_out_of_a_groups_rewards_own_is_their_error_and_not_ours() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from typing import Any
 
 import pytest
 
 from trireme.experience import EID, Experience
 from trireme.registry import reward
-from trireme.rewards.grouped import Judge, Judges, is_grouped, judge_of, reward_group
+from trireme.rewards.grouped import Judge, Judges, Row, is_grouped, judge_of, reward_group
 from trireme.rewards.orm import ORM
 from trireme.task import Task
 from trireme.workflows.single_turn import SimpleWorkflow
@@ -263,3 +264,11 @@ def test_rewards_that_compare_with_an_answer_need_one_before_the_run(name: Any) 
     examine({"response": None})  # of this row alone
     examine({"solution": None})
     examine({}, "format")  # which applies to all rows
+
+
+@pytest.mark.parametrize("earned", [None, "1.0", [1.0, 2.0], float("nan")])
+def test_a_total_of_an_environment_that_is_no_number_is_refused(earned: Any) -> None:
+    row = Row("a", [], infos={"total_reward": earned})
+    expected = re.escape(f"rollout 0 of task 0 has the total_reward (rollout_infos) {earned!r}: ")
+    with pytest.raises(ValueError, match=expected + "expected a (finite )?number"):
+        asyncio.run(Judge.of([]).rewards(Task({"prompt": "?"}), [row]))

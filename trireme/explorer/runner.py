@@ -31,6 +31,7 @@ from trireme.experience import EID, Experience
 from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
 from trireme.pictures import with_text
+from trireme.rewards.reward import number
 from trireme.task import Task, for_people
 from trireme.usercode import Fault, UserCode, awaiting, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec, WrongExperience
@@ -400,6 +401,9 @@ async def judge(
     async def judged() -> None:
         with UserCode(whose, spec.code) as _:
             await rewards(outcome.task, outcome.experiences, models)
+            for e in outcome.experiences:
+                if e.reward is not None:
+                    e.reward = number(e.reward, f"{whose} gave", WrongExperience)
 
     call, kind, trace = asyncio.create_task(judged()), "error", ""
     try:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from trireme.aio import call_user
 from trireme.config.options import accepted, fitting_options, parameters_of
-from trireme.experience import Experience
+from trireme.experience import Experience, python_number
 from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
 from trireme.rewards.orm import ORM, Unscored, Value
 from trireme.rewards.reward import examine_columns, lacks_truth, no_truth, number, score
@@ -163,7 +163,9 @@ class Judge:
             used = [w * v for w, v in zip(self.weights, values, strict=True) if v is not None]
             environment: dict[str, float] = {}
             if _ENVIRONMENT in rows[index].infos:
-                environment[_ENVIRONMENT] = float(rows[index].infos[_ENVIRONMENT])
+                earned = python_number(rows[index].infos[_ENVIRONMENT])
+                whose = f"rollout {index} of task {task.task_id} has the {_ENVIRONMENT}"
+                environment[_ENVIRONMENT] = number(earned, f"{whose} (rollout_infos)")
                 used.append(environment[_ENVIRONMENT])
             if not used and self.functions:
                 reasons = "".join(f" ({value})" for value in given if isinstance(value, Unscored))

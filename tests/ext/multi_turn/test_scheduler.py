@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -365,6 +366,10 @@ def wrong(returned: Any) -> type[MultiTurnScheduler]:
                 "rollout_logprobs": [0.1, 0.2],
             },
             "Wrong.step returned 2 rollout_logprobs: expected 1",
+        ),
+        (
+            lambda r: replace(r, messages=[*r.messages, "more"]),
+            "Wrong.step returned a request whose message 2 is 'more': expected a dict with 'role'",
         ),
     ],
 )

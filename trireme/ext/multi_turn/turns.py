@@ -285,6 +285,12 @@ class _Trajectory:
                 f"{self._name}.step returned a dict with '{key}': expected some of "
                 f"{', '.join(_STEP_KEYS)}"
             )
+        for place, message in enumerate(following.messages):
+            if not isinstance(message, Mapping):
+                raise TypeError(
+                    f"{self._name}.step returned a request whose message {place} is "
+                    f"{message!r:.60}: expected a dict with 'role' and 'content'"
+                )
         self._add_infos(changes.get("rollout_infos"))
         self._record_edit(before, following.messages, changes)
         return following
