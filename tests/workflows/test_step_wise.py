@@ -72,6 +72,17 @@ def test_every_step_is_an_experience_with_the_reward_of_the_end(cls: type, block
     assert int(second.mask.sum()) == int(first.mask.sum())  # only what its own step sampled
 
 
+def test_a_first_step_that_returns_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Forgets(Guess):
+        def step(self, step_num: int) -> bool:
+            super().step(step_num)
+            return None  # type: ignore[return-value]
+
+    assert len(call(Forgets, ["1", "7"])) == 1
+    assert len(call(Forgets, ["1", "7"])) == 1
+    assert caplog.text.count("Forgets.step returned None after the first step, which ends") == 1
+
+
 def test_an_episode_ends_at_the_last_step() -> None:
     found = call(Guess, ["1", "2", "3", "4"])
     assert len(found) == 3 and found[0].reward == -0.1

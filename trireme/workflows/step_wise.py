@@ -6,9 +6,12 @@ A step that extends the one before shares its prefix in training, so that nothin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 from trireme.aio import at_once, call_user, is_async
 from trireme.envs.env import errors_of_close_logged
@@ -18,6 +21,25 @@ from trireme.rewards.reward import number
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
 from trireme.workflows.episode import Steps
+
+logger = logging.getLogger(__name__)
+
+
+_said: WeakSet[type] = WeakSet()
+_saying = Lock()
+
+
+def _warn_of_none(cls: type, step: str) -> None:
+    """Warn once of a class whose first step returned None, which ends its episodes like False."""
+    with _saying:  # the first steps of several rollouts end at once, in threads
+        if cls in _said:
+            return
+        _said.add(cls)
+    logger.warning(
+        "%s.%s returned None after the first step, which ends the episode: expected True to go on, "
+        "or False",
+        *(cls.__name__, step),
+    )
 
 
 class _Episode(Workflow):
@@ -87,6 +109,8 @@ class _Episode(Workflow):
             await call_user(self.open)
             for number in range(self.max_step_num):
                 goes_on = await call_user(partial(step, self, step_num=number))
+                if goes_on is None and number == 0 and self.max_step_num > 1:
+                    _warn_of_none(type(self), step.__name__)
                 mine = self._recorded(number)
                 await self._judge_step(mine, number)
                 episode += mine
