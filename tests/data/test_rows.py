@@ -305,7 +305,7 @@ def test_a_nul_in_a_row_is_a_character_like_others(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(ValueError, match="rows.jsonl' is a pipe or a device, and rows are read"):
+    with pytest.raises(ValueError, match=r"rows.jsonl' is a pipe or a device, and rows are read"):
         load_rows(tmp_path / "rows.jsonl")
 
 
