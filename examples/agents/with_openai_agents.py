@@ -13,7 +13,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def main() -> None:
-    set_tracing_disabled(True)  # else traces are sent to OpenAI
+    set_tracing_disabled(True)  # otherwise traces are sent to OpenAI
     with open(os.environ["TRIREME_TASK"]) as file:
         question = json.load(file)["prompt"]
     agent = Agent(name="solver", instructions="Use the tool.", tools=[multiply], model="any")
