@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trireme.aio import OwnThread, call_user, is_async
-from trireme.experience import python_number
 from trireme.files import write_jsonl, write_text
 from trireme.log import get_logger
 from trireme.rewards.reward import number
@@ -135,6 +134,8 @@ def after_step(returned: Any, method: str = "the environment's step", code: Any 
     Raises Refused for anything else, for a reward that is no finite number, and for an end that is
     not true or false; `method` and its `code` are what the error names.
     """
+    from trireme.experience import python_number  # loads torch, which who reads rows does not need
+
     with UserCode(method, code) as _:
         if not isinstance(returned, tuple) or len(returned) not in (4, 5):
             raise Refused(
