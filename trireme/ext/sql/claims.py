@@ -85,8 +85,7 @@ class Claims:
         table = self.table
         left: set[str] = set()
         wanted = set(groups)
-        unused = self._not_used_up() if self._reuse is not None else table.c.consumed == 0
-        to_come = and_(table.c.consumed >= 0, unused)
+        to_come = and_(table.c.consumed >= 0, self._not_used_up())
         for part in _chunks(sorted(wanted)):
             some = select(table.c.task_id).where(table.c.task_id.in_(part), to_come)
             left.update(connection.scalars(some.distinct()))
@@ -295,9 +294,9 @@ class Claims:
 
     def _not_used_up(self) -> ColumnElement[bool]:
         young = self.table.c.ready_at < NEVER
-        if self._reuse is None or not self._reuse.limit:
+        consumed, limit = self.table.c.consumed, 1 if self._reuse is None else self._reuse.limit
+        if not limit:
             return young
-        consumed, limit = self.table.c.consumed, self._reuse.limit
         # the first condition alone is one that an index bounds
         return and_(young, consumed < limit, consumed + self.table.c.used < limit)
 
