@@ -217,7 +217,7 @@ test-page: setup ## the page in a browser
 # shortened. No part begins after UNTIL (seconds since 1970); a line names each that is left out
 JOBS ?= 2
 UNTIL ?=
-EXTRAS := test-vllm test-ray test-long test-agents faults test-envs test-python test-data-juicer test-sandbox \
+EXTRAS := test-long test-vllm test-ray test-agents faults test-envs test-python test-data-juicer test-sandbox \
     test-megatron test-avx2 test-trackers test-postgres test-page test-smollm2 test-fuzz
 test-extras: setup ## everything that CI runs second: long tests, and those that need further packages
 	$(MAKE) -k -j $(JOBS) -O $(EXTRAS:%=in-time/%) FUZZ=300 FAULTS="--quick --minutes 3" PYTHONS=3.13

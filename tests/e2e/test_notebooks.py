@@ -102,7 +102,7 @@ def test_training_with_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "reward 1" in told[-2] and "####" in told[-1]
     [summary] = tmp_path.glob("checkpoints/python/grpo*/summary.json")
     figures = json.loads(summary.read_text())
-    assert figures["accuracy_rl"] > figures["accuracy_before"] + 0.05
+    assert figures["accuracy_rl"] > figures["accuracy_before"] + 0.1
 
 
 @pytest.mark.slow
