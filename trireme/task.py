@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import yaml
@@ -254,6 +254,27 @@ class Task:
     def to_dict(self) -> dict[str, Any]:
         """Return the data set's row."""
         return self.raw_task
+
+
+def for_rollout(task: Task) -> Task:
+    """Return a copy whose row and sections the code of one rollout may change: a message appended
+    to `task.prompt` is in no other rollout's. Lists and dictionaries are copied, not what they
+    hold.
+    """
+    own = replace(task)
+    for name in _KINDS:
+        if isinstance(section := getattr(own, name), dict):
+            for key, value in dict.items(section):
+                dict.__setitem__(section, key, _copied(value))
+    return own
+
+
+def _copied(value: Any, deepest: int = 16) -> Any:
+    if deepest and isinstance(value, list):
+        return [_copied(inner, deepest - 1) for inner in value]
+    if deepest and isinstance(value, dict):
+        return {key: _copied(inner, deepest - 1) for key, inner in value.items()}
+    return value
 
 
 def without_effect(tasks: Iterable[Task]) -> dict[str, str]:

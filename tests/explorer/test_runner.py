@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -119,6 +120,32 @@ def test_the_calls_of_a_run_are_numbered_as_its_steps() -> None:
 
     found = [(e.eid.run, e.eid.step, e.reward) for e in outcome_of(steps, runs=2).experiences]
     assert found == [(r, s, s / 2) for r in range(2) for s in range(3)]
+
+
+@pytest.mark.parametrize("max_retries", [0, 1])
+def test_what_a_workflow_does_to_its_row_stays_in_its_rollout(max_retries: int) -> None:
+    async def grows(task: Any, model: Any) -> list[Experience]:
+        chat, again = task.prompt, task.raw_task.setdefault("again", "Again?")
+        chat.append((await model.chat(chat)).message)
+        task.workflow_args["tried"].append(again)
+        task.raw_task["again"] += "!"
+        chat.append(user(again))
+        await model.chat(chat)
+        if len(model.key) == 3 and max_retries:
+            raise ValueError("no luck in the first attempt")
+        return model.experiences(reward=len(chat), tried=len(task.workflow_args["tried"]))
+
+    async def main() -> Outcome:
+        own = {"raw_task": {"prompt": [user("6 x 7?")]}, "workflow_args": {"tried": []}}
+        one = replace(task(grows), **own)
+        outcome = await make_runner(max_retries=max_retries).run(one, resolve(grows), [1, 2, 3])
+        assert {"raw_task": one.raw_task, "workflow_args": one.workflow_args} == own
+        return outcome
+
+    outcome = run(main())
+    assert [e.reward for e in outcome.experiences] == [3.0] * 3
+    assert [e.metrics["tried"] for e in outcome.experiences] == [1.0] * 3
+    assert all("Again?!" not in str(e.prompt_text) for e in outcome.experiences)
 
 
 class Collects(Workflow):

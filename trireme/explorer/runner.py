@@ -6,6 +6,7 @@ Invariants:
   turned into a reward.
 - Each attempt has `max_timeout` seconds; after that its Model is revoked, its requests are aborted
   and the result of a late thread is dropped.
+- Each attempt has its own copy of the task, so that what the workflow does to a row stays there.
 - A retry draws new random numbers, so that it does not repeat the reply that failed. An error of
   the code itself (a TypeError, say: see usercode.py) is not retried.
 """
@@ -32,7 +33,7 @@ from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
 from trireme.pictures import with_text
 from trireme.rewards.reward import number
-from trireme.task import Task, for_people
+from trireme.task import Task, for_people, for_rollout
 from trireme.usercode import Fault, UserCode, awaiting, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec, WrongExperience
 
@@ -258,7 +259,7 @@ class Runner:
         `attempts`.
         """
         name = rollout_name(task, runs[0])
-        call = asyncio.create_task(self._call(task, spec, model, runs))
+        call = asyncio.create_task(self._call(for_rollout(task), spec, model, runs))
         seconds = self.limit.seconds
         begun = time.monotonic()
         try:
