@@ -148,6 +148,35 @@ def test_what_a_workflow_does_to_its_row_stays_in_its_rollout(max_retries: int) 
     assert all("Again?!" not in str(e.prompt_text) for e in outcome.experiences)
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_reply_in_two_experiences_fails_the_rollout(goes_on: bool) -> None:
+    async def twice(task: Any, model: Any) -> list[Experience]:
+        reply = await model.chat([user("one?")])
+        early = model.experiences(reward=0.5)
+        await model.chat([user("one?"), reply.message, user("two?")] if goes_on else [user("two?")])
+        return early + model.experiences(reward=1.0)
+
+    def both(task: Any, model: Any) -> list[Experience]:
+        return model.chat([user("one?")]) + model.experiences(reward=1.0)
+
+    for workflow in (twice, both):
+        [failure] = outcome_of(workflow, max_retries=1).failures
+        assert "returned one reply of the model in two experiences (places 0 and 1)" in str(failure)
+        assert failure.fault.lasting
+
+
+def test_replies_may_be_looked_at_before_they_are_returned() -> None:
+    async def looks(task: Any, model: Any) -> list[Experience]:
+        await model.chat([user("one?")])
+        tokens = sum(e.trained_tokens for e in model.experiences())
+        first, *_ = model.experiences(per_call=True)
+        await model.chat([user("two?")], n=1)
+        return model.experiences(reward=[1.0, 0.5], tokens=tokens + first.trained_tokens)
+
+    outcome = outcome_of(looks)
+    assert [e.reward for e in outcome.experiences] == [1.0, 0.5] and not outcome.failures
+
+
 class Collects(Workflow):
     """Has one list for all of its objects."""
 

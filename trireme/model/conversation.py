@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from trireme.pictures import Picture, album, as_json_messages, shown
 from trireme.rewards.reward import number
 
 Decode = Callable[[Sequence[int]], str]
+_replies: WeakKeyDictionary[Experience, list[Call]] = WeakKeyDictionary()
+"""The calls whose replies an experience trains, until its workflow has returned it."""
 
 
 def kept_tokens(call: Call, content: str, decode: Decode) -> tuple[int, int] | None:
@@ -119,10 +122,27 @@ def experiences_of(
             continue
         left_calls = [call for call in leaf.path if call in left]
         for upto, trained in by_temperature(leaf.path, left_calls):
-            out.append(experience_of(upto, untrained(trained, done), decode))
+            made = experience_of(upto, untrained(trained, done), decode)
+            _replies[made] = trained
+            out.append(made)
         # for later branches these calls are part of the prompt
         left -= set(left_calls[:-1])
     return out
+
+
+def trained_twice(experiences: Sequence[Experience]) -> tuple[int, int] | None:
+    """Return the places of two experiences that train the same reply, if there are such: those of
+    two calls of `experiences()`, for example.
+    """
+    first: dict[Call, int] = {}
+    for place, experience in enumerate(experiences):
+        for call in _replies.pop(experience, ()):
+            before = experiences[first.setdefault(call, place)]
+            end = len(call.ids) if before is not experience else 0
+            its = slice(end - len(call.completion.ids), end)
+            if end and bool((experience.mask[its] & before.mask[its]).any()):
+                return first[call], place
+    return None
 
 
 def by_temperature(
@@ -247,6 +267,7 @@ def _reported(calls: Sequence[Call]) -> dict[str, Any]:
 def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:
     """Make the experience of one call: everything before it is its prompt."""
     experience = experience_of(call.path, {call: 0}, decode, EID(run=run))
+    _replies[experience] = [call]
     experience.response_text = call.completion.text
     if call.parent is None and experience.prompt_length <= len(call.inserted):
         return experience  # nothing in its prompt was sampled

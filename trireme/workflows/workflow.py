@@ -24,6 +24,7 @@ from trireme.aio import is_async
 from trireme.config.options import checked_value
 from trireme.experience import TOKEN_FIELDS, Experience, python_number, wrong_routing
 from trireme.model.blocking import BlockingModel
+from trireme.model.conversation import trained_twice
 from trireme.model.model import Model
 from trireme.registry import WORKFLOWS, refuse_unknown_options
 from trireme.rewards.reward import number
@@ -260,6 +261,12 @@ def check_experiences(
         whose = f"workflow '{name}' returned an experience (place {index})"
         _check_numbers(experience, whose)
         _check_json(experience, whose)
+    if (twice := trained_twice(returned)) is not None:
+        raise WrongExperience(
+            f"workflow '{name}' returned one reply of the model in two experiences (places "
+            f"{twice[0]} and {twice[1]}), which would train it twice: expected each reply once; "
+            "`model.experiences()` returns all replies so far: call it once, at the end"
+        )
     if not returned:
         raise NoExperience(
             f"workflow '{name}' returned no experience: expected one at least; a call of the model "
