@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from trireme.experience import EID, Experience
-from trireme.explorer.metrics import evaluation_metrics, pass_metrics, rollout_metrics
+from trireme.explorer.metrics import (
+    Lost,
+    by_cause,
+    evaluation_metrics,
+    pass_metrics,
+    rollout_metrics,
+)
 from trireme.explorer.runner import Failed, Outcome
 from trireme.task import Task
 from trireme.usercode import Fault
@@ -71,6 +77,34 @@ def test_a_failed_rollout_is_counted_and_lowers_an_evaluation() -> None:
     assert metrics["failed"] == 1 and metrics["tasks"] == 2
     training = rollout_metrics([good, bad])
     assert training["rollout/failed/timeout"] == 1 and training["rollout/reward/mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("gave <Foo object at 0x7f{}c6d>: expected a number", "my.py:1: def mine():"),
+        ("gave 'about 0.{}': expected a number", "my.py:1: def mine():"),
+        ("gave ('a: {}', 2): expected a number", "my.py:1: def mine():"),
+        ("ValueError: no price for {}", "my.py:3: raise ValueError(item)"),
+        ("ConnectionError: <Pool object at 0x7f{}c6d> is closed", ""),
+        ("ValueError: a prompt has {} tokens: expected at most 512", ""),
+    ],
+)
+def test_failures_whose_values_differ_have_one_cause(text: str, place: str) -> None:
+    faults = [Fault("reward 'mine'", text.format(n), place, lasting=True) for n in (10, 20, 30)]
+    failures = [Failed("1/0/0", "error", fault) for fault in faults]
+    assert list(map(len, by_cause(failures).values())) == [3]
+    lost = Lost()
+    lost.add(4, by_cause(failures))
+    assert str(lost) == (
+        f"3 of 4 rollouts failed and were left out: 3 x reward 'mine': {text.format(10)}"
+    )
+
+
+def test_failures_of_one_line_with_other_expectations_are_two_causes() -> None:
+    texts = ["gave nan: expected a finite number", "gave 'x': expected a number", "gave {}: x"]
+    faults = [Fault("reward 'mine'", text, "my.py:1: def mine():", lasting=True) for text in texts]
+    assert len(by_cause([Failed("1/0/0", "error", fault) for fault in faults])) == 3
 
 
 def test_a_run_whose_prompt_was_too_long_is_not_one_that_trains_nothing_besides() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from trireme.data.tasksets import PassRates, Taskset
 from trireme.experience import REPORTED_TOKENS, Experience, group_by
 from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
+from trireme.usercode import Fault
 
 
 def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -154,6 +156,7 @@ def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dic
     return metrics
 
 
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 Cause = tuple[str, ...]
 """Whose code, the kind of error, and its line. The message is left out: it may differ each time."""
 
@@ -189,9 +192,20 @@ def by_cause(failures: Sequence[Failed]) -> dict[Cause, list[Failed]]:
     causes: dict[Cause, list[Failed]] = {}
     for failed in failures:
         fault = failed.fault
-        kind = fault.text.partition(":")[0] if fault.place else fault.text
-        causes.setdefault((fault.what, failed.kind, kind, fault.place), []).append(failed)
+        key = (fault.what, failed.kind, _common_text(fault), fault.place)
+        causes.setdefault(key, []).append(failed)
     return causes
+
+
+def _common_text(fault: Fault) -> str:
+    """Return the part of a fault's text that is the same each time: the kind of an error from a
+    known line, else what was expected there, else all of it; without numbers and addresses.
+    """
+    kind = fault.text.partition(":")[0]
+    if fault.place and kind.isidentifier():
+        return kind
+    expected = fault.text.rpartition(": expected ")[2] if fault.place else fault.text
+    return _NUMBER.sub("0", expected)
 
 
 def failure_sentence(failures: Sequence[Failed], wanted: int, when: str, more: str = "") -> str:
@@ -295,7 +309,9 @@ def _evaluated(name: str, outcomes: list[Outcome], limit: float) -> Evaluated:
     more than the share `limit`.
     """
     rows = [runs_of(outcome.rollouts) for outcome in outcomes]
-    failures = Counter(str(one.fault) for outcome in outcomes for one in outcome.failures)
+    failures = Counter[str]()
+    for alike in by_cause([one for outcome in outcomes for one in outcome.failures]).values():
+        failures[str(alike[0].fault)] += len(alike)
     known = {key for runs in rows for run in runs for key in run}
     if not known:
         raise RuntimeError(f"{name}: every rollout failed: {failures.most_common(1)[0][0]}")
