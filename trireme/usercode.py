@@ -112,17 +112,19 @@ def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | 
     """Return the fault of an error by its mark; by `what` and `code` if it is not marked, else
     None.
     """
-    marked = getattr(error, _MARK, None) or ((what, _defined(code), "") if what else None)
+    marked = getattr(_first(error), _MARK, None) or getattr(error, _MARK, None)
+    marked = marked or ((what, _defined(code), "") if what else None)
     if marked is None:
         return None
     what, defined, absent = marked
-    raised = error.__cause__ if isinstance(error, Escaped) and error.__cause__ else error
-    lasting = getattr(error, "lasting", isinstance(error, (*_LASTING, Escaped)))
+    raised = error.__cause__ if isinstance(error, Escaped) and error.__cause__ else _first(error)
+    lasting = getattr(raised, "lasting", isinstance(error, Escaped) or isinstance(raised, _LASTING))
     text = str(error) if isinstance(error, Escaped) else _described(error)
     text, whole = text.removeprefix(f"{what} "), text
     if absent and "None" in text and not isinstance(error, Refused):
         text += f"; {absent}"
-    return Fault(what, text, _raised_at(raised) or defined, lasting, refused=text != whole)
+    place = _raised_at(raised) or _raised_at(error) or defined
+    return Fault(what, text, place, lasting, refused=text != whole)
 
 
 def sentence_of(error: BaseException) -> str | None:
@@ -194,7 +196,10 @@ def _innermost(frames: Iterable[FrameType]) -> tuple[UserCode | None, str]:
 
 def _described(error: BaseException) -> str:
     """Return kind and message in one line, with a hint where Python's own words mislead."""
-    lines = str(error).strip().splitlines() or [""]
+    first = _first(error)
+    if first is not error:
+        return f"{_described(first)} (the first error of a group: {_text(error)})"
+    lines = _text(error).strip().splitlines() or [""]
     text = f"{lines[0]} …" if len(lines) > 1 else lines[0]
     if isinstance(error, Refused):
         return text
@@ -203,6 +208,21 @@ def _described(error: BaseException) -> str:
         # Python would report it again, when it destroys the coroutine, elsewhere
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _text(error: BaseException) -> str:
+    """Return the text of an error, whose class may be the user's."""
+    try:
+        return str(error)
+    except Exception as raised:
+        return f"its __str__ raised {type(raised).__name__}"
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group, as `asyncio.TaskGroup` raises it; another one itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _raised_at(error: BaseException) -> str:

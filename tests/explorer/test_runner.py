@@ -177,6 +177,47 @@ def test_replies_may_be_looked_at_before_they_are_returned() -> None:
     assert [e.reward for e in outcome.experiences] == [1.0, 0.5] and not outcome.failures
 
 
+class NoWords(Exception):
+    """An error whose own text fails."""
+
+    def __str__(self) -> str:
+        return self.message  # type: ignore[attr-defined]
+
+
+def test_an_error_whose_text_fails_is_a_failure_like_others() -> None:
+    async def raises(task: Any, model: Any) -> list[Experience]:
+        raise NoWords
+
+    [failure] = outcome_of(raises).failures
+    assert failure.message == "NoWords: its __str__ raised AttributeError"
+    assert "test_runner.py" in failure.fault.place and "raise NoWords" in failure.fault.place
+
+
+def test_the_first_error_of_a_group_is_the_cause() -> None:
+    async def together(task: Any, model: Any) -> list[Experience]:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(model.chat([user("?")], tempature=1.0))
+            group.create_task(model.chat([user("?")], temperature="hot"))
+        return model.experiences(reward=1.0)
+
+    async def nested(task: Any, model: Any) -> list[Experience]:
+        async def looks() -> None:
+            task.raw_task["price"]
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(looks())
+        return model.experiences(reward=1.0)
+
+    [failure] = outcome_of(together).failures
+    assert failure.message.startswith("ValueError: sampling has no option 'tempature': did you")
+    assert failure.message.endswith("(the first error of a group: unhandled errors in a TaskGroup "
+                                    "(2 sub-exceptions))")  # fmt: skip
+    assert "async with asyncio.TaskGroup()" in failure.fault.place
+    [failure] = outcome_of(nested, max_retries=2).failures
+    assert failure.message.startswith("the row has no 'price'") and failure.fault.lasting
+    assert 'task.raw_task["price"]' in failure.fault.place
+
+
 class Collects(Workflow):
     """Has one list for all of its objects."""
 
