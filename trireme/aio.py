@@ -66,6 +66,8 @@ async def first_failure(
     A `consequence` is raised only because another task has failed, and gives way to that one's
     error: their order is random, and over processes one may come without the other.
     """
+    if not work:
+        return []
     async with running(*work) as tasks:
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         follows = [error for task in done if isinstance(error := _error(task), consequence)]
@@ -89,7 +91,7 @@ async def one_by_one(work: Iterable[Awaitable[T]]) -> list[T]:
         for each in work:
             tasks.append(asyncio.ensure_future(each))
             await asyncio.sleep(0)
-        return await first_failure(*tasks) if tasks else []
+        return await first_failure(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -175,12 +175,22 @@ def innermost(frame: FrameType | None) -> tuple[UserCode | None, str]:
 
 
 def awaiting(coroutine: Any) -> tuple[UserCode | None, str]:
-    """Find the same for a waiting coroutine, as far as it awaits other coroutines."""
+    """Find the same for a waiting coroutine, as far as it awaits other coroutines, or a list or set
+    of tasks.
+    """
     frames: list[FrameType] = []
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None and frame not in frames:
         frames.append(frame)
-        coroutine = coroutine.cr_await
+        following = coroutine.cr_await
+        coroutine = following if hasattr(following, "cr_frame") else _unfinished(frame)
     return _innermost(reversed(frames))
+
+
+def _unfinished(frame: FrameType) -> Any:
+    """Return the coroutine of an unfinished task in a list or set of a frame; None without one."""
+    lists = (value for value in frame.f_locals.values() if isinstance(value, list | set))
+    tasks = (task for one in lists for task in one if isinstance(task, asyncio.Task))
+    return next((task.get_coro() for task in tasks if not task.done()), None)
 
 
 def _innermost(frames: Iterable[FrameType]) -> tuple[UserCode | None, str]:

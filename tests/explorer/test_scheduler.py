@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -325,11 +326,11 @@ def test_a_line_about_a_rollout_is_logged_while_others_run(
         run(main())
 
 
-async def judged_by(reward: Any, most: float = 0.2) -> Any:
+async def judged_by(*rewards: Any, most: float = 0.2) -> Any:
     scheduler = Scheduler([make_runner(scripted(), max_timeout=most)], max_repeats_per_runner=None)
     scheduler.start()
     one = task("simple_workflow", repeat_times=2)
-    one.reward_fn = [reward]
+    one.reward_fn = [*rewards]
     await scheduler.submit(1, [one])
     (outcome,) = await scheduler.results(1)
     await scheduler.close()
@@ -346,7 +347,59 @@ def test_rewards_of_a_group_that_swallow_their_end_are_not_waited_for() -> None:
 
     failed = run(judged_by(stays))
     assert failed.kind == "timeout"
-    assert "they took longer than explorer.max_timeout (0.2 s)" in str(failed)
+    assert "had taken longer than explorer.max_timeout (0.2 s)" in str(failed)
+
+
+def test_the_reward_that_hangs_is_the_one_that_is_named() -> None:
+    async def hangs(task: Any, answer: str) -> float:
+        await asyncio.sleep(HANG_S)
+        return 1.0
+
+    async def quick(task: Any, answer: str) -> float:
+        return 1.0
+
+    failed = run(judged_by(quick, hangs))
+    said = "reward 'hangs' failed: it was not done when the rewards had taken longer than explorer"
+    assert said in str(failed) and "await asyncio.sleep(HANG_S)" in failed.fault.place
+
+
+def test_the_other_rewards_end_with_one_that_fails() -> None:
+    ends: list[str] = []
+
+    async def slow(task: Any, answer: str) -> float:
+        try:
+            await asyncio.sleep(HANG_S)
+        finally:
+            ends.append("slow")
+        return 1.0
+
+    async def wrong(task: Any, answer: str) -> Any:
+        await asyncio.sleep(0)
+        return "1.0"
+
+    async def main() -> None:
+        assert "reward 'wrong' gave '1.0'" in str(await judged_by(slow, wrong, most=HANG_S))
+        assert ends == ["slow", "slow"]
+
+    run(main())
+
+
+def test_a_plain_judge_runs_in_a_thread() -> None:
+    async def asks(task: Any, model: Any) -> list[Experience]:
+        return model.experiences()
+
+    threads: list[threading.Thread] = []
+
+    def judge_plainly(task: Task, experiences: Sequence[Experience], models: Any = ()) -> None:
+        threads.append(threading.current_thread())
+        for experience in experiences:
+            experience.reward = 0.5
+
+    asks.judge = judge_plainly
+    outcome = Outcome(task(asks), [Experience([1, 2], prompt_length=1)])
+    run(judge(outcome, resolve(asks), HANG_S))
+    assert [e.reward for e in outcome.experiences] == [0.5] and not outcome.failures
+    assert threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("given", [float("nan"), "1.0", torch.zeros(2)])

@@ -25,7 +25,7 @@ from weakref import WeakSet
 
 import torch
 
-from trireme.aio import ended, in_thread
+from trireme.aio import call_user, ended, in_thread
 from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.experience import EID, Experience
@@ -401,7 +401,8 @@ async def judge(
 
     async def judged() -> None:
         with UserCode(whose, spec.code) as _:
-            await rewards(outcome.task, outcome.experiences, models)
+            away = partial(in_thread, name=f"judge-{outcome.task.task_id}")
+            await call_user(rewards, outcome.task, outcome.experiences, models, away=away)
             for e in outcome.experiences:
                 if e.reward is not None:
                     e.reward = number(e.reward, f"{whose} gave", WrongExperience)
@@ -415,8 +416,11 @@ async def judge(
             call.result()
             return
         else:
-            text = f"they took longer than explorer.max_timeout ({seconds:g} s)"
-            kind, fault = "timeout", Fault(whose, text, awaiting(call.get_coro())[1], lasting=False)
+            part, place = awaiting(call.get_coro())
+            what = part.what if part is not None else whose
+            took = "they took" if what == whose else "it was not done when the rewards had taken"
+            text = f"{took} longer than explorer.max_timeout ({seconds:g} s)"
+            kind, fault = "timeout", Fault(what, text, place, lasting=False)
     except Exception as error:  # foreign code, as in Runner
         fault, trace = fault_of(error, whose), traceback.format_exc()
     finally:

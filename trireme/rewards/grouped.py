@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from trireme.aio import call_user
+from trireme.aio import call_user, first_failure
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.experience import Experience, python_number
 from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
@@ -152,7 +152,7 @@ class Judge:
         rollout, or if none of them applies to a rollout.
         """
         columns = _columns(task, rows) | {"auxiliary_models": list(models)}
-        per_function = await asyncio.gather(
+        per_function = await first_failure(
             *(self._ask(i, task, rows, columns) for i in range(len(self.functions)))
         )
         totals: list[float | None] = []
@@ -187,7 +187,7 @@ class Judge:
         if function.each:
             models = columns["auxiliary_models"]
             notes: list[dict[str, float]] = [{} for _ in rows]
-            scored = await asyncio.gather(
+            scored = await first_failure(
                 *(
                     score(task, row.completion, function.call, row.tokens, models, notes=noted)
                     for row, noted in zip(rows, notes, strict=True)

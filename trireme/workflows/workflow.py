@@ -68,9 +68,9 @@ class WorkflowSpec:
     """Whether one call returns all n runs; each experience names its run in `eid.run`."""
     call: Callable[[Task, Any, int, int], Any]
     """`(task, model, repeat_times, run_id_base)` -> experiences; awaitable unless blocking."""
-    judge: Callable[[Task, list[Experience], Sequence[Any]], Awaitable[None]] | None = None
+    judge: Callable[[Task, list[Experience], Sequence[Any]], Awaitable[None] | None] | None = None
     """Sets the rewards of all rollouts of a task together, when the last has ended; receives the
-    auxiliary models."""
+    auxiliary models. Plain or `async def`."""
     examine: Callable[[Task], None] | None = None
     """Raises ValueError for invalid options of a task; not given: the reward is checked."""
     first_prompt: (
