@@ -324,6 +324,13 @@ def test_an_experience_without_a_reward_is_named():
         )
 
 
+def test_the_infos_of_an_experience_without_a_reward_are_listed():
+    made = experiences_of({(0, 0): 1, (0, 1): None})
+    made[1].info["rollout_infos"] = {"total_rewards": 1.0, "num_turns": 2}
+    with pytest.raises(ValueError, match="total_reward of rollout_infos, which has total_rewards"):
+        get_recipe(_config(algorithm_type="grpo")).advantages(made)
+
+
 def test_where_the_trainer_computes_advantages_the_rewards_are_metrics_if_all_are_known():
     recipe = get_recipe(_config(algorithm_type="ppo"))
     kept, metrics = recipe.advantages(experiences := experiences_of({(0, 0): 1.0, (0, 1): 2.0}))

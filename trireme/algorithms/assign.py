@@ -177,9 +177,11 @@ def columns_of(experiences: Sequence[Experience]) -> Columns:
     rewards: list[float] = []
     for experience in experiences:
         if experience.reward is None:
+            infos = ", ".join(experience.info.get("rollout_infos") or ())
+            scheduler = f", or a scheduler (total_reward of rollout_infos, which has {infos})"
             raise ValueError(
                 f"experience {experience.eid.uid} has no reward: its workflow must set "
-                "one, or a reward function (default_reward_fn_type)"
+                f"one, or a reward function (default_reward_fn_type){scheduler if infos else ''}"
             )
         rewards.append(experience.reward)
     numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}
