@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.ext.multi_turn.test_scheduler import run, trained
 from tests.limits import HANG_S
 from tests.model.fake import TOKENIZER, Say, engine_of, make, user
 from trireme import ContextManager, Env, Experience, Task, context_managers, gym_envs
+from trireme.ext.multi_turn.gym_scheduler import OpenEnvScheduler
 from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
 from trireme.model.model import Model
 
@@ -105,6 +108,54 @@ def test_the_environments_reward_is_the_rollouts(env: type[Env]) -> None:
     assert [m["content"] for m in experience.messages] == ["Guess.", "1", "No.", "3"]
     assert trained(experience) == ["1<|im_end|>", "3<|im_end|>"]
     assert closed() == 1
+
+
+def test_rewards_see_what_the_environment_says_of_each_step() -> None:
+    class Says(Guess):
+        def reset(self, config: Any) -> Any:
+            return "Guess.", {"seed": np.int64(7), "map": np.eye(2)}, ""
+
+        def step(self, action: list[dict[str, Any]]) -> Any:
+            observation, reward, done, _ = super().step(action)
+            itself: dict[str, Any] = {}
+            itself["it"] = itself
+            return observation, reward, done, {"status": "goal", "env": Env} if done else itself
+
+    def reached(completions: list[str], rollout_infos: list[dict[str, Any]], **_: Any) -> Any:
+        ends = [infos["trajectory_info"][-1] for infos in rollout_infos]
+        return [float(end["status"] == "goal") for end in ends]
+
+    task = replace(task_of({**ROW, "env_config": {"secret": "3"}}, env=Says), reward_fn=[reached])
+    [experience] = run(make(["1", "3"]), task)
+    first, second, last = experience.info["rollout_infos"]["trajectory_info"]
+    assert first == {"seed": 7, "map": [[1.0, 0.0], [0.0, 1.0]]} and "..." in second
+    assert last == {"status": "goal", "env": str(Env)}
+    assert experience.reward == 0.75 + 1.0
+
+
+class Session:
+    """An episode of a server of OpenEnv."""
+
+    def reset(self) -> Any:
+        return "Guess.", {"seed": 7}
+
+    def step(self, action: dict[str, Any]) -> Any:
+        return "No.", 0.5, action["message"] == "3", {"tries": action["message"]}
+
+    def close(self) -> None:
+        pass
+
+
+class OpenEpisode(OpenEnvScheduler):
+    def _create_env(self, env_config: Any) -> Any:
+        return Session()
+
+
+def test_rewards_see_the_metadata_of_a_server() -> None:
+    [experience] = run(make(["1", "3"]), task_of(scheduler=OpenEpisode))
+    infos = experience.info["rollout_infos"]
+    assert infos["trajectory_info"] == [{"seed": 7}, {"tries": "1"}, {"tries": "3"}]
+    assert (infos["total_reward"], infos["step_rewards"]) == (1.0, [0.5, 0.5])
 
 
 @pytest.mark.parametrize(("last", "total"), [("3", 0.75), ("stop", -0.5)])

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trireme.aio import OwnThread
@@ -28,6 +29,8 @@ from trireme.text import as_json
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
+LARGEST_ARRAY = 1_000
+"""Larger arrays of an environment's info are text, which numpy and torch shorten."""
 
 
 class Env:
@@ -92,6 +95,7 @@ class GymScheduler(MultiTurnScheduler):
         self._opened = OpenEnv(f"gym-{id(self)}")
         self._observation: Any = ""
         self._rewards: list[float] = []
+        self._facts: list[Any] = []
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         """Make and reset the environment; its observation is the conversation's beginning."""
@@ -112,7 +116,8 @@ class GymScheduler(MultiTurnScheduler):
                 f"{type(env).__name__}.reset returned {beginning!r:.80}: expected (observation, "
                 "info, system)"
             )
-        observation, _, system = beginning
+        observation, info, system = beginning
+        self._facts.append(_plain(info))
         messages = [{"role": "system", "content": system}] if system else []
         shown = as_text(observation, f"{type(env).__name__}.reset", env.reset)
         request.messages = [*messages, {"role": "user", "content": shown}]
@@ -130,11 +135,8 @@ class GymScheduler(MultiTurnScheduler):
             seen = after_step(transition, f"{type(env).__name__}.step", env.step)
             self._observation, done = seen.observation, seen.done
             self._rewards.append(seen.reward)
-        infos = {
-            "total_reward": sum(self._rewards),
-            "step_rewards": list(self._rewards),
-            "gym_done": done,
-        }
+            self._facts.append(_plain(seen.info))
+        infos = _infos(self._rewards, done, self._facts)
         return {"rollout_infos": infos, **({"done": True} if done else {})}
 
     async def step(
@@ -156,6 +158,28 @@ class GymScheduler(MultiTurnScheduler):
             history = copy.deepcopy(request.messages)
             shorten = self._context.manage_context
             request.messages = await self._opened.call(shorten, history, request.uuid or "")
+
+
+def _infos(rewards: Sequence[float], done: bool, facts: Sequence[Any]) -> dict[str, Any]:
+    """Return what rewards see of an episode. `facts`: the environment's info of the reset and of
+    each step.
+    """
+    infos = {"total_reward": sum(rewards), "step_rewards": list(rewards), "gym_done": done}
+    return infos | ({"trajectory_info": list(facts)} if any(facts) else {})
+
+
+def _plain(info: Any) -> Any:
+    """Return an environment's info as plain JSON, in which it is stored."""
+    try:
+        return json.loads(as_json(info, default=_listed, skipkeys=True))
+    except (ValueError, RecursionError):  # it contains itself, for example
+        return str(info)
+
+
+def _listed(value: Any) -> Any:
+    """Return numbers and small arrays of numpy and torch as Python's; anything else as text."""
+    is_small = hasattr(value, "tolist") and math.prod(value.shape) <= LARGEST_ARRAY
+    return value.tolist() if is_small else str(value)
 
 
 class OpenEnvSession:
@@ -209,6 +233,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
         self._envs: dict[str, Any] = {}
         self._total_rewards: dict[str, float] = {}
         self._step_rewards: dict[str, list[float]] = {}
+        self._facts: dict[str, list[Any]] = {}
         self._pending_obs: dict[str, str | None] = {}
         self._thread = OwnThread(f"openenv-{id(self)}")
 
@@ -234,7 +259,8 @@ class OpenEnvScheduler(MultiTurnScheduler):
             config = {**self.env_config_defaults, **self._env_config, **row}
             session, uuid = self._create_env(config), request.uuid or ""
             self._envs[uuid] = session
-            observation, _ = await self._thread.run(session.reset)
+            observation, metadata = await self._thread.run(session.reset)
+            self._facts[uuid] = [_plain(metadata)]
             system = config.get("system_message")
             request.messages = [{"role": "system", "content": system}] if system else []
             shown = self.format_observation(observation)
@@ -250,15 +276,13 @@ class OpenEnvScheduler(MultiTurnScheduler):
         if session is not None and (result.finish_reason != "length" or result.token_ids):
             action = self.parse_action(result.message.content)
             step = await self._thread.run(lambda: session.step(action))
-            observation, reward, done, _ = step
+            observation, reward, done, metadata = step
+            self._facts.setdefault(uuid, []).append(_plain(metadata))
             self._total_rewards[uuid] += float(reward)
             self._step_rewards[uuid].append(float(reward))
             self._pending_obs[uuid] = None if done else self.format_observation(observation)
-        infos = {
-            "total_reward": self._total_rewards.get(uuid, 0.0),
-            "step_rewards": list(self._step_rewards.get(uuid, ())),
-            "gym_done": done,
-        }
+        infos = _infos(self._step_rewards.get(uuid, ()), done, self._facts.get(uuid, ()))
+        infos["total_reward"] = self._total_rewards.get(uuid, 0.0)
         return {"rollout_infos": infos, **({"done": True} if done else {})}
 
     async def step(
@@ -285,7 +309,7 @@ class OpenEnvScheduler(MultiTurnScheduler):
         in that is logged: the trajectory is complete.
         """
         session = self._envs.pop(uuid, None)
-        for kept in (self._total_rewards, self._step_rewards, self._pending_obs):
+        for kept in (self._total_rewards, self._step_rewards, self._pending_obs, self._facts):
             kept.pop(uuid, None)
 
         def close() -> None:
