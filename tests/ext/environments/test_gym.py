@@ -12,6 +12,7 @@ pytest.importorskip("gymnasium", reason="gymnasium is not installed: make test-e
 from tests.model.fake import make
 from trireme.ext.environments.gyms import TextGym
 from trireme.task import Task
+from trireme.usercode import Refused
 from trireme.workflows.workflow import resolve
 
 LAKE = {
@@ -47,6 +48,23 @@ def test_steps_and_holes() -> None:
 def test_what_is_no_action_brings_the_names() -> None:
     (e,) = play(["fly", "down", "right"])
     assert (e.messages or [])[2]["content"] == "Choose one of: left, down, right, up"
+
+
+def test_a_reward_that_is_none_is_told_as_such() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Forgetful(gymnasium.Env[int, int]):
+        observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, **_: Any) -> Any:
+            return 0, {}
+
+        def step(self, action: int) -> Any:
+            return 1, None, False, False, {}
+
+    gymnasium.register("Forgetful-v0", Forgetful, disable_env_checker=True)
+    with pytest.raises(Refused, match=r"step of .* gave the reward None: expected a number, 0"):
+        play(["1"], env_id="Forgetful-v0", actions=[], env_args={})
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ class TextGym:
         # ASCII: languages without spaces between words have names inside longer runs of letters
         self._named = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.ASCII)
 
-    def reset(self) -> tuple[str, dict[str, Any]]:
+    def reset(self) -> tuple[str, Any]:
         """Begin the episode of this seed."""
         observation, info = self._env.reset(seed=self._seed)
-        return self._shown(observation), dict(info)
+        return self._shown(observation), info
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Any, ...]:
         """Act by name or number: the last one in the text, as a whole word."""
         chosen: Any = action
         if self._names is not None:
@@ -74,8 +74,8 @@ class TextGym:
                     {"valid": False},
                 )
             chosen = self._first + self._names.index(named[-1])
-        observation, reward, terminated, truncated, info = self._env.step(chosen)
-        return self._shown(observation), float(reward), terminated, truncated, dict(info)
+        observation, *others = self._env.step(chosen)  # examined by the workflow
+        return self._shown(observation), *others
 
     def close(self) -> None:
         """Close the environment."""
