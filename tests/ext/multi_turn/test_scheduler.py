@@ -27,6 +27,7 @@ from trireme.ext.multi_turn import loss_scale
 from trireme.ext.multi_turn.scheduled import (
     multi_turn_scheduler,
 )
+from trireme.ext.multi_turn.turns import _warn_of_no_message
 from trireme.model.model import Model
 from trireme.rewards.orm import ORM
 from trireme.serialize import experience_of_wire, experience_to_wire
@@ -50,6 +51,19 @@ def run(model: Model, task: Task) -> list[Experience]:
 
 def trained(experience: Experience) -> list[str]:
     return [text for on, text in spans(experience) if on]
+
+
+@pytest.mark.parametrize(("shows", "warned"), [(False, 1), (True, 0)])
+def test_a_step_that_adds_no_message_is_told_once(caplog: Any, shows: bool, warned: int) -> None:
+    class Shows(MultiTurnScheduler):
+        def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
+            if shows:
+                infer_request.messages.append({"role": "user", "content": "No."})
+            return infer_request
+
+    _warn_of_no_message.cache_clear()
+    run(make(["1", "2", "3"]), task_of(scheduler=Shows, max_turns=3))
+    assert caplog.text.count("Shows.step returned the conversation as it was") == warned
 
 
 def test_the_tip_of_a_new_turn_carries_no_loss_and_both_replies_do() -> None:

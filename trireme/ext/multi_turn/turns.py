@@ -13,6 +13,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from trireme.aio import OwnThread, call_user
@@ -27,11 +28,13 @@ from trireme.ext.multi_turn.scheduler import (
 )
 from trireme.ext.openai.tool_calls import read_reply, sampled_text
 from trireme.ext.openai.wire import token_logprobs
+from trireme.log import get_logger
 from trireme.model.model import Model, Reply
 from trireme.model.recorder import Call, Recorder
 from trireme.model.tool_calls import hermes, message_of
 from trireme.pictures import with_images
 
+logger = get_logger("explorer")
 Given = Sequence[tuple[RolloutResponseChoice, Call]]
 """The model's replies, as the scheduler saw them and as they were recorded."""
 _STEP_KEYS = (
@@ -319,6 +322,8 @@ class _Trajectory:
                 "one for each token whose response_loss_mask is not 0"
             )
         last = len(before) - 1
+        if ids is None and list(map(dict, after)) == before and self._given[-1][1].recorded().ended:
+            _warn_of_no_message(self._name)
         same = len(after) > last and all(
             dict(a) == b for a, b in zip(after, before[:last], strict=False)
         )
@@ -367,6 +372,15 @@ class _Trajectory:
         """Call a method of the scheduler; a plain one of the user's runs in a thread."""
         ours = method.__module__.startswith("trireme.")
         return await call_user(method, *args, away=None if ours else self._thread.run)
+
+
+@lru_cache(maxsize=256)
+def _warn_of_no_message(name: str) -> None:
+    logger.warning(
+        "%s.step returned the conversation as it was, which ends with the model's own reply: the "
+        "model goes on with a reply that it has ended. Append a user's or a tool's message, such "
+        "as what an environment shows, for a new turn", name,
+    )  # fmt: skip
 
 
 def _texts(choice: RolloutResponseChoice, call: Call) -> tuple[str, str]:
