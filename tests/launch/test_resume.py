@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from tests.e2e.job import small_config
+from tests.e2e.job import rows, small_config, write_jsonl
 from tests.tiny import make_model
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.checkpoint.layout import JobFolder
@@ -100,6 +100,22 @@ def test_epochs_over_a_data_set_end_with_its_rows_though_batches_grow_at_a_resum
     lines = [json.loads(line) for line in (job.monitor / "metrics.jsonl").open()]
     rates = [row["metrics"]["actor/lr"] for row in lines if row["part"] == "trainer"]
     assert rates[8:] == pytest.approx([2e-4, 1e-4])  # of 10
+
+
+def test_a_run_whose_rows_are_too_long_says_that_it_made_fewer_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = "{prompt_type: plaintext, prompt_key: question, response_key: answer}"
+    config = small_config(tmp_path)
+    longer = [row | {"question": row["question"] * (20 if n % 4 else 1)}
+              for n, row in enumerate(rows(16))]  # fmt: skip
+    path = write_jsonl(tmp_path / "data/long.jsonl", longer)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    supervised = ["mode=train", "algorithm.algorithm_type=sft", "buffer.total_steps=null"]
+    store = f"buffer.trainer_input.experience_buffer={{path: {path}, format: {columns}}}"
+    words = [*supervised, store, "buffer.train_batch_size=4"]
+    assert command(tmp_path / "config.yaml", words, ()) == 0
+    assert "the data set ended with train step 1 of 4: " in capsys.readouterr().out
 
 
 def rates_of(folder: Path) -> list[float]:
