@@ -171,6 +171,36 @@ def test_a_broken_line_is_named_with_its_file(tmp_path: Path) -> None:
         load_rows(path)
 
 
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ('{"a": {"b": "1", "b": "2"}}', r"'b' more than once: with '1' and '2'"),
+        ('{"a": ' + "1" * 5000 + "}", "it has a whole number of more than 4300 digits"),
+    ],
+)
+def test_json_whose_value_is_not_known_is_refused(tmp_path: Path, entry: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": 1}}\n{entry}\n')
+    with pytest.raises(ValueError, match=f"rows.jsonl, line 2: .*{said}$"):
+        load_rows(path)
+    assert len(load_rows(path, on_error="skip")) == 1
+    listed = tmp_path / "rows.json"
+    listed.write_text(f"[{entry}]")
+    with pytest.raises(ValueError, match=f"rows.json: .*{said}$"):
+        load_rows(listed)
+
+
+def test_a_table_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "answer", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text("prompt,answer,prompt\na,b,c\n")
+    for name in ("rows.parquet", "rows.csv"):
+        with pytest.raises(ValueError, match=f"{name}: it has the column 'prompt' 2 times$"):
+            load_rows(tmp_path / name)
+
+
 def test_a_broken_table_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 and then nothing")
     with pytest.raises(ValueError, match=r"broken file: .*rows\.parquet: "):

@@ -11,6 +11,7 @@ import fnmatch
 import logging
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
@@ -158,7 +159,7 @@ def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:
     """
     datasets = quiet_datasets(progress)
     for file in files:
-        if file.endswith(".csv") and (fault := _longer_rows(Path(file))):
+        if file.endswith(".csv") and (fault := _misnamed(Path(file))):
             raise ValueError(f"has a broken file: {file}: {fault}")
     try:
         return _load(datasets, files)
@@ -168,7 +169,8 @@ def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:
             try:
                 columns = dict(_load(datasets, [file]).features)
             except (ValueError, datasets.exceptions.DatasetsError) as broken:
-                cause = _csv_fault(Path(file)) or str(broken.__cause__ or broken).splitlines()[0]
+                known = _csv_fault(Path(file)) or _parquet_fault(file)
+                cause = known or str(broken.__cause__ or broken).splitlines()[0]
                 raise ValueError(f"has a broken file: {file}: {cause}") from error
             first = first or columns
             if columns != first:
@@ -192,9 +194,27 @@ def _csv_fault(file: Path) -> str:
     return "it has names of columns and no rows" if len(lines) == 1 else ""
 
 
-def _longer_rows(file: Path) -> str:
+def _parquet_fault(file: str) -> str:
+    """Return which column of a Parquet file is there twice, if its names can be read; else ''."""
+    import pyarrow.parquet
+
+    try:
+        names = pyarrow.parquet.read_schema(file).names if file.endswith(".parquet") else []
+    except pyarrow.ArrowInvalid:
+        return ""
+    return _twice(names)
+
+
+def _twice(names: Sequence[str]) -> str:
+    """Return which name is there more than once; else ''."""
+    twice = [name for name, count in Counter(names).items() if name and count > 1]
+    return f"it has the column '{twice[0]}' {names.count(twice[0])} times" if twice else ""
+
+
+def _misnamed(file: Path) -> str:
     """Return why a CSV file's values would be read under the wrong names: pandas makes an index of
-    the first ones where a row has more values than there are names. Else ''.
+    the first ones where a row has more values than there are names, and renames a column that is
+    there twice. Else ''.
     """
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
         rows = csv.reader(lines)
@@ -203,7 +223,7 @@ def _longer_rows(file: Path) -> str:
         except (ValueError, csv.Error):  # no rows, or none that this module reads
             return ""
     if len(first) <= len(names):
-        return ""
+        return _twice(names)
     return (
         f"line {rows.line_num} has {len(first)} values: expected {len(names)}, since the first "
         f"line names {', '.join(names)}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -415,7 +417,7 @@ def _read_json(
         raise ValueError(f"has a broken file: {path}: {where}") from error
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
-            listed = json.loads(text)
+            listed = json.loads(text, object_pairs_hook=_named_once)
         except (ValueError, RecursionError) as error:
             reason = _why_no_json(error)
             raise ValueError(f"has a file that is not JSON: {path}: {reason}") from error
@@ -432,16 +434,36 @@ def _read_json(
             broken.append(f"it {error}")
 
 
-def _why_no_json(error: Exception) -> str:
-    """Return the parser's reason; for too deep a text, Python's message would be about its own
-    stack.
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its names and values. Raises ValueError for a name that is there twice:
+    which of its values is meant is not known.
     """
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        values = " and ".join(f"{value!r:.30}" for name, value in pairs if name == twice)
+        raise _NoValue(f"an object has the name '{twice:.60}' more than once: with {values}")
+    return made
+
+
+class _NoValue(ValueError):
+    """A JSON text whose value is not known."""
+
+
+def _why_no_json(error: Exception) -> str:
+    """Return the parser's reason; for too deep a text or too long a number, Python's message would
+    be about its own limits.
+    """
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, json.JSONDecodeError | _NoValue):
+        return str(error)
+    return f"it has a whole number of more than {sys.get_int_max_str_digits()} digits"
 
 
 def _object(entry: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(entry)
+        row = json.loads(entry, object_pairs_hook=_named_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"has a line that is not JSON: {where}: {_why_no_json(error)}") from error
     if not isinstance(row, dict):
