@@ -84,6 +84,9 @@ def test_a_reply_is_cut_and_a_pair_that_leaves_nothing_is_counted(tmp_path):
     assert _texts(_made(DpoFormat, tmp_path, row, max_model_len=start + 2))[1:] == ("So", "No")
     form = _made(DpoFormat, tmp_path, row, max_model_len=start)
     assert form(0, eid=EID()) is None and form.counts["dropped"] == 1
+    row = {"prompt": "Why?", "chosen": "So it is.", "rejected": "So it goes."}
+    form = _made(DpoFormat, tmp_path, row, max_model_len=start + 4)  # what differs is cut off
+    assert form(0, eid=EID()) is None and form.counts["dropped"] == 1
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ class DpoFormat(SftFormat):
         return Columns(prompt=prompt, replies=(chosen, rejected))
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Return row `index`; None if it is too long to leave anything of both replies."""
+        """Return row `index`; None if it is too long to leave anything of both replies, or what
+        differs in them.
+        """
         row = self.rows[index]
         self.counts["rows"] += 1
         with self._naming(index):
@@ -62,7 +64,7 @@ class DpoFormat(SftFormat):
         self.counts["cut"] += max(len(better.ids), len(worse.ids)) > self._max_len
         prompt = better.ids[:start]
         chosen, rejected = (r.ids[start : self._max_len] for r in (better, worse))
-        if not chosen or not rejected or not prompt:
+        if not chosen or not rejected or not prompt or chosen == rejected:
             self.counts["dropped"] += 1
             return None
         return Experience(
