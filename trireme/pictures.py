@@ -220,11 +220,12 @@ def with_read(message: Message, read: Read) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    parts = [read_part(part, read) if _is_image(part) else part for part in content]
+    parts = [read_part(part, read) if is_picture(part) else part for part in content]
     return {**message, "content": parts}
 
 
-def _is_image(part: Any) -> bool:
+def is_picture(part: Any) -> bool:
+    """Return whether a part of a message's content is a picture."""
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
@@ -236,7 +237,7 @@ def pictures_in(messages: Sequence[Message]) -> list[Picture]:
         for content in contents
         if isinstance(content, list)
         for part in content
-        if _is_image(part)
+        if is_picture(part)
     ]
 
 
@@ -265,7 +266,7 @@ def content_text(message: Message) -> str:
     content = message.get("content") or ""
     if not isinstance(content, list):
         return str(content)
-    return "".join("[image]" if _is_image(p) else str(p.get("text") or "") for p in content)
+    return "".join("[image]" if is_picture(p) else str(p.get("text") or "") for p in content)
 
 
 def tagged(messages: Sequence[Message], images: Sequence[Any]) -> list[dict[str, Any]]:
@@ -315,7 +316,7 @@ def with_images(messages: Sequence[Message], images: Sequence[Any]) -> list[dict
 
 def _is_tag(part: Any) -> bool:
     """Return whether a content's part stands for a picture of the row."""
-    return _is_image(part) and source_in(part) is part
+    return is_picture(part) and source_in(part) is part
 
 
 def _tags(message: Message) -> int:

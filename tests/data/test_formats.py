@@ -41,6 +41,11 @@ NO_END = (
 )
 
 
+def in_parts(*texts: str) -> list[dict[str, Any]]:
+    """Return a content as OpenAI's clients and tables of them have it."""
+    return [{"type": "text", "text": text, "image_url": None} for text in texts]
+
+
 def rows(*data: dict[str, Any]) -> Rows:
     return Rows("dataset 'x'", list(data), dict.fromkeys(key for row in data for key in row))
 
@@ -69,6 +74,12 @@ def text(experience: Experience, trained: bool | None = None) -> str:
         {"prompt": CHAT[:1], "completion": CHAT[1:2]},
         {"prompt": CHAT[:1], "completion": "2"},
         {"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:2])},
+        {
+            "messages": [
+                {"role": "user", "content": in_parts("1+", "1?")},
+                {"role": "assistant", "content": in_parts("2")},
+            ]
+        },
     ],
 )
 def test_the_reply_and_its_end_are_trained_and_nothing_else(row: dict[str, Any]) -> None:
@@ -121,6 +132,18 @@ def test_a_template_that_refuses_a_row_is_told_with_the_row() -> None:
         made({"messages": CHAT}, picky)
 
 
+def test_a_value_that_the_template_cannot_write_is_told_with_the_row() -> None:
+    row = {"prompt": "1+1?", "response": "2", "system": 3}
+    with pytest.raises(ValueError, match=r"row 0: the chat template refuses .* system, user"):
+        made(row, format_args={"system_prompt_key": "system"})
+
+
+def test_a_text_that_begins_with_many_brackets_is_text() -> None:
+    assert text(made({"prompt": "[" * 20_000, "response": "2"}, max_model_len=20_100), True) == (
+        "2<|im_end|>"
+    )
+
+
 def test_of_a_conversation_the_last_reply_is_trained() -> None:
     e = made({"messages": CHAT})
     assert text(e, trained=True) == "4<|im_end|>"
@@ -141,6 +164,10 @@ def test_of_a_conversation_the_last_reply_is_trained() -> None:
         ({"messages": CHAT, "tools": "add"}, "row 0: column 'tools' holds text that is not JSON"),
         ({"messages": CHAT, "tools": ["add"]}, "column 'tools' holds .'add'.: expected a list of"),
         ({"prompt": "1+1?", "response": " "}, "row 0: column 'response' is empty: expected a repl"),
+        (
+            {"messages": [*CHAT[:3], {"role": "assistant", "content": " ", "name": None}]},
+            "row 0: the last reply in column 'messages' is empty: expected a reply",
+        ),
     ],
 )
 def test_a_row_that_leaves_nothing_to_learn_is_malformed(row: dict[str, Any], told: str) -> None:
@@ -244,6 +271,15 @@ def test_a_row_that_is_too_long_is_cut_or_left_out_and_counted() -> None:
         ({"messages": CHAT[:1]}, "row 0: the conversation .* has no assistant turn"),
         ({"messages": "[{"}, "row 0: column 'messages' holds text that is not JSON"),
         ({"messages": [{"content": "x"}]}, "row 0: a message must have a role"),
+        ({"messages": "[" * 200_000}, "'messages' holds text that is not JSON: it is nested too"),
+        ({"tokens": ["a"]}, r"row 0: column 'tokens' holds \['a'\]: expected a list of ids"),
+        ({"tokens": [5, -1], "prompt_length": 1}, "row 0: column 'tokens' holds .*a list of ids"),
+        ({"tokens": [5, 6]}, "row 0: Experience needs `mask` or `prompt_length`"),
+        ({"tokens": [5, 6], "prompt_length": "1"}, "row 0: it is no recorded experience"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}, CHAT[1]]},
+            "row 0: a message's content holds .*'video'.*: only text and pictures",
+        ),
     ],
 )
 def test_a_malformed_row_is_named_before_any_training(row: dict[str, Any], says: str) -> None:

@@ -16,18 +16,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trireme.data.reply_mask import Rendered, message_weight, render_conversation, render_plain
-from trireme.data.rows import OnError, Rows
+from trireme.data.reply_mask import (
+    OWN_KEYS,
+    Rendered,
+    message_weight,
+    render_conversation,
+    render_plain,
+)
+from trireme.data.rows import OnError, Rows, why_no_json
 from trireme.experience import EID, Experience, cut_to
 from trireme.pictures import (
     PictureReader,
+    is_picture,
     pictures_in,
     refuse_other_places,
     with_placeholders,
     with_read,
     with_row,
 )
-from trireme.task import with_objects
+from trireme.task import NO_JSON, with_objects
 from trireme.text import has_half
 
 _MESSAGES = ("messages", "message")
@@ -175,8 +182,7 @@ class SftFormat:
 
     def _recorded(self, row: Mapping[str, Any], eid: EID) -> Experience | None:
         """Return the experience that a row holds, cut like any other."""
-        recorded = {name: row[name] for name in _RECORDED if row.get(name) is not None}
-        whole = Experience(row["tokens"], eid=eid, info=row.get("info") or {}, **recorded)
+        whole = self._whole(row, eid)
         cut = len(whole.tokens) > self._max_len
         experience = cut_to(whole, self._max_len)
         self.counts["rows"] += 1
@@ -185,6 +191,13 @@ class SftFormat:
             return None
         self.counts["cut"] += cut
         return experience
+
+    def _whole(self, row: Mapping[str, Any], eid: EID) -> Experience:
+        """Return the experience that a row holds. Raises ValueError and TypeError for values that
+        do not fit.
+        """
+        recorded = {name: row[name] for name in _RECORDED if row.get(name) is not None}
+        return Experience(row["tokens"], eid=eid, info=row.get("info") or {}, **recorded)
 
     def _decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, with a placeholder for each picture."""
@@ -243,7 +256,7 @@ class SftFormat:
         system = self._system(row)
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        return [_without_none(message) for message in messages]
+        return [_plain(message) for message in messages]
 
     def _system(self, row: Mapping[str, Any]) -> str | None:
         key = self._format.get("system_prompt_key")
@@ -253,8 +266,14 @@ class SftFormat:
         """Raise ValueError, naming the column, if a row does not fit its columns."""
         columns = self._columns
         if columns.recorded:
-            if not isinstance(row.get("tokens"), list) or not row["tokens"]:
-                raise ValueError("column 'tokens' must hold a list of ids")
+            tokens = row.get("tokens")
+            ids = isinstance(tokens, list) and all(isinstance(i, int) and i >= 0 for i in tokens)
+            if not ids or not tokens:
+                raise ValueError(f"column 'tokens' holds {tokens!r:.60}: expected a list of ids")
+            try:
+                self._whole(row, EID(0, 0))
+            except TypeError as error:
+                raise ValueError(f"it is no recorded experience: {error}") from error
         elif columns.messages:
             check_messages(columns.messages, row.get(columns.messages))
             tools = str(self._format.get("tools_key", "tools"))
@@ -295,6 +314,12 @@ def check_messages(column: str, value: Any, *, replies: bool = True) -> None:
             raise ValueError(
                 f"a message's content is {content!r:.60}: expected text (column '{column}')"
             )
+        for part in content if isinstance(content, list) else ():
+            if _text_of(part) is None and not is_picture(part):
+                raise ValueError(
+                    f"a message's content holds {part!r:.60}: only text and pictures are "
+                    f"supported (column '{column}')"
+                )
         message_weight(message)
     roles = [message["role"] for message in messages]
     if replies and "assistant" not in roles:
@@ -307,6 +332,14 @@ def check_messages(column: str, value: Any, *, replies: bool = True) -> None:
             f"the conversation in column '{column}' ends in a turn of the {roles[-1]}: expected "
             "the assistant's reply at its end"
         )
+    if replies and message_weight(messages[-1]) != 0 and not _says(messages[-1]):
+        raise ValueError(f"the last reply in column '{column}' is empty: expected a reply")
+
+
+def _says(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has a text, a call, a thought: any value but its role and weight."""
+    values = (value for key, value in _plain(message).items() if key not in ("role", *OWN_KEYS))
+    return any(value.strip() if isinstance(value, str) else value for value in values)
 
 
 def check_tools(column: str, value: Any) -> None:
@@ -319,8 +352,9 @@ def check_tools(column: str, value: Any) -> None:
 def _parsed_of(column: str, value: Any) -> Any:
     try:
         return parsed(value)
-    except ValueError as error:
-        raise ValueError(f"column '{column}' holds text that is not JSON: {error}") from error
+    except NO_JSON as error:
+        why = why_no_json(error)
+        raise ValueError(f"column '{column}' holds text that is not JSON: {why}") from error
 
 
 def messages_in(value: Any) -> list[Any] | None:
@@ -331,7 +365,7 @@ def messages_in(value: Any) -> list[Any] | None:
         return None
     try:
         found = json.loads(value)
-    except ValueError:
+    except NO_JSON:
         return None  # text that begins with a bracket
     # a reply may itself be a JSON list: of numbers, of function calls, of people with their roles
     chat = any(isinstance(each, Mapping) and each.get("role") in _ROLES for each in found)
@@ -348,9 +382,20 @@ def _trained(message: dict[str, Any]) -> dict[str, Any]:
     return message if message_weight(message) is not None else message | {"weight": 1}
 
 
-def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove keys that are None: a column of `datasets` gives every message the keys of all."""
+def _text_of(part: Any) -> str | None:
+    """Return the text of a part of a message's content; None if it is another part."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove keys that are None: a column of `datasets` gives every message the keys of all. Join
+    a content of texts alone: templates of models that do not see take one text.
+    """
     kept = {key: value for key, value in message.items() if value is not None}
+    if isinstance(parts := kept.get("content"), list):
+        texts = [text for part in parts if (text := _text_of(part)) is not None]
+        kept["content"] = "".join(texts) if len(texts) == len(parts) else parts
     return {"content": ""} | with_objects(kept)
 
 

@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 from trireme.pictures import Picture, album, placed
 from trireme.text import joined
 
-_OWN_KEYS = ("weight", "loss_scale", "loss")
+OWN_KEYS = ("weight", "loss_scale", "loss")
 """Keys of a message that are ours and not the template's."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
@@ -91,7 +91,7 @@ def render_conversation(
     if not wanted:
         return Rendered([], [])
     messages = [
-        {key: value for key, value in message.items() if key not in _OWN_KEYS}
+        {key: value for key, value in message.items() if key not in OWN_KEYS}
         for message in messages[: max(wanted) + 1]
     ]
     settings: dict[str, Any] = dict(options or {}) | {"tools": list(tools) if tools else None}
@@ -101,7 +101,7 @@ def render_conversation(
     try:
         full = _text(tokenizer, messages, settings)
         out = render(tokenizer, messages, settings, full, wanted, end_ids)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # such as text and a number, added
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template refuses a conversation of {roles}: {error}") from error
     out.text, out.messages = full, len(messages)
@@ -122,7 +122,7 @@ def _wanted(messages: Sequence[Mapping[str, Any]], all_turns: bool) -> dict[int,
 
 def message_weight(message: Mapping[str, Any]) -> float | None:
     """Return the weight that a message sets itself; None if it sets none. Raises ValueError."""
-    for key in _OWN_KEYS:
+    for key in OWN_KEYS:
         value = message.get(key)
         if value is None:
             continue

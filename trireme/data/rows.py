@@ -32,7 +32,7 @@ from trireme.data.files import (
 )
 from trireme.log import get_logger
 from trireme.registry import SOURCES, did_you_mean
-from trireme.task import is_missing
+from trireme.task import NO_JSON, is_missing
 from trireme.text import as_json, has_half, storable
 
 logger = get_logger("data")
@@ -418,8 +418,8 @@ def _read_json(
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             listed = json.loads(text, object_pairs_hook=_named_once)
-        except (ValueError, RecursionError) as error:
-            reason = _why_no_json(error)
+        except NO_JSON as error:
+            reason = why_no_json(error)
             raise ValueError(f"has a file that is not JSON: {path}: {reason}") from error
         entries = [(f"{path}, entry {n}", json.dumps(row)) for n, row in enumerate(listed, 1)]
     else:
@@ -442,30 +442,26 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         values = " and ".join(f"{value!r:.30}" for name, value in pairs if name == twice)
-        raise _NoValue(f"an object has the name '{twice:.60}' more than once: with {values}")
+        raise ValueError(f"an object has the name '{twice:.60}' more than once: with {values}")
     return made
 
 
-class _NoValue(ValueError):
-    """A JSON text whose value is not known."""
-
-
-def _why_no_json(error: Exception) -> str:
+def why_no_json(error: Exception) -> str:
     """Return the parser's reason; for too deep a text or too long a number, Python's message would
     be about its own limits.
     """
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if isinstance(error, json.JSONDecodeError | _NoValue):
-        return str(error)
-    return f"it has a whole number of more than {sys.get_int_max_str_digits()} digits"
+    if "set_int_max_str_digits" in str(error):
+        return f"it has a whole number of more than {sys.get_int_max_str_digits()} digits"
+    return str(error)
 
 
 def _object(entry: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(entry, object_pairs_hook=_named_once)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"has a line that is not JSON: {where}: {_why_no_json(error)}") from error
+    except NO_JSON as error:
+        raise ValueError(f"has a line that is not JSON: {where}: {why_no_json(error)}") from error
     if not isinstance(row, dict):
         raise ValueError(
             f"has a line that is not a row: {where}: expected an object, got {row!r:.60}"
