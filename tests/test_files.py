@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
+from trireme.buffer.lines import LineFile
 from trireme.files import CannotWrite, write_text
+from trireme.monitor.monitor import JsonLinesMonitor
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,17 @@ def test_a_disk_that_cannot_sync_folders_is_none_that_has_failed(
     with pytest.raises(CannotWrite, match=f"cannot write .*state.json: {os.strerror(number)}"):
         write_text(path, "{}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_a_part_of_a_line_has_failed(tmp_path: Path) -> None:
+    """An almost full disk does, as a file near the limit of its size: `write` raises nothing."""
+    lines, monitor = LineFile(tmp_path / "lines.jsonl"), JsonLinesMonitor(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(CannotWrite, match=f"cannot write {tmp_path}/lines.jsonl: "):
+            lines.append([{"eid": "1/0/0/0", "step": 1, "text": "long" * 30}])
+        with pytest.raises(CannotWrite, match=f"cannot write {tmp_path}/metrics.jsonl: "):
+            monitor.log({f"metric {n}": 0.5 for n in range(10)}, 1, "trainer")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

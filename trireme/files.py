@@ -217,6 +217,24 @@ def for_appending(path: Path) -> IO[bytes]:
         return open(open_regular(path, flags), "ab", buffering=0)
 
 
+def append(path: Path, data: bytes) -> int:
+    """Add all bytes to a file without state, and return its size; see `usable`. Raises OSError
+    naming the path.
+    """
+    with for_appending(path) as file:
+        append_to(file, path, data)
+        return file.tell()
+
+
+def append_to(file: IO[bytes], path: Path, data: bytes) -> None:
+    """Add all bytes to the file of `for_appending`: an almost full disk takes a part of them and
+    raises nothing. Raises OSError naming the path.
+    """
+    with naming(path):
+        while data:
+            data = data[file.write(data) :]
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a whole file under its final name. Raises OSError naming the path."""
     with whole_file(path) as temporary, temporary.open("wb") as file:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-from trireme.files import for_appending
+from trireme.files import append, append_to, for_appending
 from trireme.text import hide_passwords, say, shown
 
 ROOT = "trireme"
@@ -103,8 +103,7 @@ def write_failure(job_log_dir: str | Path, error: BaseException) -> Path | None:
         record.msg = f"the run failed; the first rollout that did:\n{of_rollout.rstrip()}\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with for_appending(path) as file:
-            file.write((Lines(LINE).format(record) + "\n").encode("utf-8", "backslashreplace"))
+        append(path, (Lines(LINE).format(record) + "\n").encode("utf-8", "backslashreplace"))
     except OSError:  # the disk may be the cause
         return None
     return path
@@ -130,14 +129,18 @@ class PartFiles(logging.Handler):
     def file_of(self, part: str) -> IO[bytes]:
         """Return the open file of a part."""
         if part not in self._files:
-            opened = for_appending(self.folder / f"{part}.log")
+            opened = for_appending(self._path(part))
             self._files.setdefault(part, opened)  # a warning in between may have opened it
         return self._files[part]
 
+    def _path(self, part: str) -> Path:
+        return self.folder / f"{part}.log"
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, whole."""
-        file = self.file_of(part_of(record.name))
-        file.write((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
+        file = self.file_of(part := part_of(record.name))
+        line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+        append_to(file, self._path(part), line)
 
     def close(self) -> None:
         """Close all files."""

@@ -13,7 +13,7 @@ from typing import Any
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
 from trireme.buffer.table import batch_number
 from trireme.experience import EID, Experience
-from trireme.files import for_appending, read_jsonl, whole_lines, write_text
+from trireme.files import append, read_jsonl, whole_lines, write_text
 from trireme.text import as_json
 
 
@@ -33,9 +33,7 @@ class LineFile:
         if ids & lines.keys():
             self.keep(lambda line: line["eid"] not in lines)
             ids = self._known()
-        with for_appending(self._path) as file:
-            file.write(_text(lines.values()).encode())
-            size = file.tell()
+        size = append(self._path, _text(lines.values()).encode())
         ids.update(lines)
         if size > self._limit:
             self._trim()

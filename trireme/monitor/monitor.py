@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.files import (
-    for_appending,
+    append,
     in_turn,
     read_jsonl,
     whole_lines,
@@ -61,8 +61,8 @@ class JsonLinesMonitor:
             self._rewrite(lambda old: (old["part"], old["step"]) != (part, step))
         row = {"time": round(time.time(), 3), "part": part, "step": step, "metrics": written}
         self._steps.add((part, step))
-        with in_turn(self._lock), for_appending(self.path) as file:
-            file.write((json.dumps(row, allow_nan=False) + "\n").encode())
+        with in_turn(self._lock):
+            append(self.path, (json.dumps(row, allow_nan=False) + "\n").encode())
 
     def hear(self, event: Event) -> None:
         """Write the metrics of an event."""
