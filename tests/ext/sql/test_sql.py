@@ -6,11 +6,12 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, event, text
+from sqlalchemy import Connection, MetaData, event, text
 
 from tests.buffer.samples import JumpingClock, run, sample, sql_buffer, step_of, uids
 from tests.limits import HANG_S
@@ -43,6 +44,22 @@ def test_two_readers_never_share_an_experience(url: str) -> None:
             await explorer.put(step_of(batch))
         taken = [uid for found in await asyncio.gather(*takes) for uid in uids(found)]
         assert sorted(taken) == sorted(uid for b in range(4) for uid in uids(step_of(b)))
+
+    run(main())
+
+
+def test_a_full_disk_is_one_sentence_with_the_buffer(tmp_path: Path) -> None:
+    async def main() -> None:
+        buffer = sql_buffer("experiences", f"sqlite:///{tmp_path}/b.db")
+
+        def fill(connection: Connection) -> None:
+            connection.exec_driver_sql("PRAGMA max_page_count = 20")
+
+        event.listen(buffer._database, "begin", fill)
+        large = replace(sample(1, 0, 0), prompt_text="long " * 20_000)
+        says = f"^buffer 'experiences': its database '.*{tmp_path}/b.db' .*: database or disk is f"
+        with pytest.raises(OSError, match=says):
+            await buffer.put([large])
 
     run(main())
 

@@ -32,7 +32,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 from sqlalchemy import Connection, Engine, MetaData
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from trireme.buffer.buffer import (
     DEFAULTS,
@@ -331,8 +331,8 @@ class SqlBuffer:
     ) -> Result:
         """Run `attempt` in a transaction; if the server goes away, retry until it is back.
 
-        Raises TimeoutError if it is away for `max_read_timeout` seconds, and the database's error
-        once `gives_up` is set.
+        Raises TimeoutError if it is away for `max_read_timeout` seconds, the database's error once
+        `gives_up` is set, and OSError for a full disk and the like.
         """
         gives_up = gives_up or threading.Event()
         since = time.monotonic()
@@ -341,6 +341,11 @@ class SqlBuffer:
                 with self._database.begin() as connection:
                     result = attempt(connection)
             except DBAPIError as error:
+                if isinstance(error, OperationalError) and not is_away(error):
+                    raise OSError(
+                        f"buffer '{self.name}': its database {self._where} cannot be used: "
+                        f"{first_line(error)}"
+                    ) from error
                 if not is_away(error) or gives_up.is_set():
                     raise
                 if time.monotonic() - since >= self._timeout:
