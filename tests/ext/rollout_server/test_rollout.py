@@ -66,7 +66,15 @@ def test_a_rollout_server_takes_the_environment_and_the_template_of_ms_swift(
         ({"gym_env": "guess"}, "--gym_env guess has no effect by itself"),
         (
             {"gym_env": "gues", "multi_turn_scheduler": "gym_scheduler"},
-            "unknown environment 'gues'",
+            "--gym_env: unknown environment 'gues'",
+        ),
+        (
+            {"gym_env": "g", "multi_turn_scheduler": "gym_schedule"},
+            "--multi_turn_scheduler: unknown multi-turn scheduler 'gym_schedule'",
+        ),
+        (
+            {"multi_turn_scheduler": "no_such"},
+            "--multi_turn_scheduler: unknown multi-turn scheduler 'no_such'",
         ),
         (
             {"gym_env": "g", "multi_turn_scheduler": "math_tip_trick"},

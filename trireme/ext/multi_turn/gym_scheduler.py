@@ -91,7 +91,10 @@ class GymScheduler(MultiTurnScheduler):
             make = CONTEXT_MANAGERS.get(context_manager)
         self._context = None if make is None else make(dict(ctx_config or {}))
         if isinstance(env, str):
-            ENVS.get(env)  # an unknown one is an error before the run
+            try:
+                ENVS.get(env)  # an unknown one is an error before the run
+            except ValueError as error:
+                raise ValueError(f"workflow_args.env: {error}") from error
         self._opened = OpenEnv(f"gym-{id(self)}")
         self._observation: Any = ""
         self._rewards: list[float] = []

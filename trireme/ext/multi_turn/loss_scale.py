@@ -91,7 +91,7 @@ def resolve(name: Any) -> list[_Split]:
         raise ValueError(f"loss_scale {name!r} has {' and '.join(turns)}: expected one of them")
     for part in parts:
         if part not in known and not {".", ":"} & set(part):
-            hint = did_you_mean(part, known)
+            hint = did_you_mean(part, known) or "."
             raise ValueError(
                 f"loss_scale {name!r} has the unknown scale '{part}'{hint} Known: "
                 f"{', '.join(known)}, and several joined by '+'"

@@ -66,7 +66,10 @@ class ScheduledWorkflow:
         """Raise ValueError for a conversation, scheduler, loss scale or reward that cannot be."""
         conversation(task)
         make_scheduler(task.workflow_args)
-        loss_scale.resolve(task.workflow_args.get("loss_scale", "default"))
+        try:
+            loss_scale.resolve(task.workflow_args.get("loss_scale", "default"))
+        except ValueError as error:
+            raise ValueError(f"workflow_args.loss_scale: {error}") from error
         judge_of(task.reward_fn, task.reward_fn_args).examine(task)
 
     def first_prompt(
@@ -129,7 +132,10 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
         )
     if name is None:
         return None
-    scheduler: Any = MULTI_TURNS.get(name) if isinstance(name, str) else name
+    try:
+        scheduler: Any = MULTI_TURNS.get(name) if isinstance(name, str) else name
+    except ValueError as error:
+        raise ValueError(f"workflow_args.scheduler: {error}") from error
     options = {key: value for key, value in args.items() if key not in _OWN}
     if isinstance(scheduler, type) and (base := getattr(scheduler, "stands_for", "")):
         raise ValueError(

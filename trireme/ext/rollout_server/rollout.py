@@ -182,7 +182,11 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
             )
         _refuse_env(options.gym_env, options.multi_turn_scheduler)
         scheduler["env"] = options.gym_env
-    make_scheduler(scheduler)
+    try:
+        make_scheduler(scheduler)
+    except ValueError as error:
+        text = str(error).replace("workflow_args.scheduler", "--multi_turn_scheduler")
+        raise ValueError(text.replace("workflow_args.env", "--gym_env")) from error
     format_of(options.tool_call_parser)
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -215,9 +219,12 @@ def _refuse_env(env: str, name: str) -> None:
     """Raise ValueError for an environment of a scheduler that plays none."""
     from trireme.registry import MULTI_TURNS
 
-    scheduler: Any = MULTI_TURNS.get(name)
-    if not isinstance(scheduler, type) or getattr(scheduler, "stands_for", ""):
+    try:
+        scheduler: Any = MULTI_TURNS.get(name)
+    except ValueError:
         return  # making it reports the error
+    if not isinstance(scheduler, type) or getattr(scheduler, "stands_for", ""):
+        return
     for one in scheduler.__mro__:
         if (init := vars(one).get("__init__")) is None:
             continue

@@ -69,6 +69,7 @@ class SwiftFlags:
         keys |= {KEYS.get(name, ""), *ALSO_SETS.get(name, ())}
         if name in TASKSETS:
             keys |= {f"{INPUT}.{kind}.{TASKSETS[name]}" for kind in ("taskset", "eval_tasksets")}
+            keys.add(TASKSETS[name])  # as a workflow names it, which does not know its taskset
         return key in keys
 
     def overrides(self, flags: Given, config: Source) -> list[str]:
