@@ -69,6 +69,8 @@ def test_view_opens_a_page_over_a_folder_unless_samples_are_asked_for(
 ) -> None:
     assert invoke("view", str(tmp_path), "--port", "7000", "--html", "x.html") == 3
     assert called["page"] == (tmp_path, "127.0.0.1", 7000, None, Path("x.html"))
+    assert invoke("view", str(tmp_path), "--port", "0") == 3
+    assert called["page"][2] == 0  # a free one
     for words in (["--plain"], ["--worst"], ["5"], ["--tokenizer", "x"]):
         called.clear()
         assert invoke("view", str(tmp_path), *words) == 3

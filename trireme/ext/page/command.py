@@ -15,7 +15,8 @@ PageHost = Annotated[
     str, typer.Option("--host", help="The address to bind to; beyond loopback a key is required.")
 ]
 PagePort = Annotated[
-    int | None, typer.Option("--port", min=1, max=65535, help="By default 6600, or a free one.")
+    int | None,
+    typer.Option("--port", min=0, max=65535, help="By default 6600, or a free one; 0: a free one."),
 ]
 PageKey = Annotated[
     Path | None,
