@@ -92,6 +92,15 @@ def test_a_configuration_that_cannot_run_starts_nothing(
     assert capsys.readouterr().err == "error: trainer.grad_clip is -1\nmode is 'x'\n"
 
 
+def test_without_a_yaml_a_wrong_key_is_said_to_be_the_demos(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.run(None, ["max_step=5"], []) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith("error: the demo, since no YAML is named: max_step is not a known")
+    assert "arithmetic.yaml" not in refused
+
+
 def test_a_missing_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(Path("no-such.yaml"), [], []) == 2
     assert capsys.readouterr().err == "error: there is no configuration file no-such.yaml\n"

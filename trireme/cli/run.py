@@ -79,7 +79,8 @@ def run(
 
                 refuse_comparison(made.plans)
         except ConfigError as error:
-            complain(str(ConfigError(named(error.problems), error.source)))
+            source = "the demo, since no YAML is named" if config is None else error.source
+            complain(str(ConfigError(named(error.problems), source)))
             return 2
         except ValueError as error:
             complain(str(error))
