@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -185,6 +187,31 @@ def test_a_client_that_takes_no_answer_is_let_go_and_a_slow_one_is_not(
                 assert size > 64 * 2**18
 
     asyncio.run(main())
+
+
+def test_nothing_is_logged_when_a_client_leaves_in_the_middle_of_a_stream(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clients: list[socket.socket] = []
+    over: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        clients.pop().close()
+        for _ in range(64):  # the tokens of one step, before the loop sees that the client is gone
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        over.append(scope["path"])
+
+    async def main() -> None:
+        async with served_app(app) as url:
+            client = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            clients.append(client)
+            client.sendall(HEALTH)
+            await until(lambda: over == ["/health"])
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if "socket.send()" in record.message]
 
 
 class Quiet:

@@ -110,6 +110,22 @@ class Connections:
                 del self.by_address[connection.address]
 
 
+class _UntilClosed:
+    """A transport that drops what is written to a closed connection. asyncio's drops it too, but
+    logs a line for each write from the sixth on, of which a stream has many before it is cancelled.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
 class Connection(H11Protocol):
     """One client's connection. uvicorn's, with limits."""
 
@@ -124,7 +140,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Admit the client, or send it the answer that the server is full and close."""
-        super().connection_made(transport)
+        super().connection_made(cast(Any, _UntilClosed(transport)))
         self.address = address_of(self.client[0] if self.client else "")
         self._admitted = self._places.admit(self)
         if self._admitted:
