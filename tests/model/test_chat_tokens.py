@@ -8,7 +8,7 @@ import pytest
 
 from tests.model import templates
 from tests.model.fake import TOKENIZER, Say, assistant, engine_of, make, user
-from trireme.model.chat_tokens import ChatTokens, Recorded
+from trireme.model.chat_tokens import DROPS_TOOLS, ChatTokens, Recorded
 from trireme.model.model import Model
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -183,6 +183,18 @@ def test_tools_reach_the_template_and_a_change_of_tools_begins_anew() -> None:
     first, second = model.experiences()
     assert "look" in TOKENIZER.decode(first.tokens) and first.tools == tools
     assert "look" not in TOKENIZER.decode(second.tokens) and second.tools is None
+
+
+def test_a_template_without_tools_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    model = make(["a", "b"], template=templates.HEADERS)
+
+    async def run() -> None:
+        for _ in range(2):
+            await model.chat([user("1")], tools)
+
+    asyncio.run(run())
+    assert caplog.messages == [DROPS_TOOLS]
 
 
 class Counting:

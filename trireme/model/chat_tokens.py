@@ -47,6 +47,11 @@ MISREADS_CALLS = (
     "function of your own"
 )
 
+DROPS_TOOLS = (
+    "the chat template writes nothing of a request's tools, so that the model does not see them: "
+    "expected a model whose template does, or a model.custom_chat_template"
+)
+
 Message = Mapping[str, Any]
 ReasoningParser = Literal["deepseek_r1", "qwen3"]
 """Values of `reasoning_parser`."""
@@ -318,6 +323,8 @@ class ChatTokens:
             self._asked_tools = True
             if self.misreads_calls:
                 logger.warning(MISREADS_CALLS)
+            elif self.drops_tools:
+                logger.warning(DROPS_TOOLS)
         if continuing is not None:
             between = self._after(continuing, messages, tools, generate=True, most=most)
             if between is not None:
