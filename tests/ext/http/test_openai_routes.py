@@ -169,6 +169,22 @@ def test_what_cannot_be_served_is_refused_before_a_stream_begins() -> None:
     asyncio.run(main())
 
 
+def test_a_picture_that_is_no_data_url_is_refused_in_one_sentence() -> None:
+    async def main() -> None:
+        async with agent([]) as (client, _, _):
+            url: Any = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": [url]}]
+                )
+            assert str(refused.value.message).endswith(
+                "the request's messages: a picture is 'https://x/y.png': expected a data URL, as "
+                "in {type: image_url, image_url: {url: data:image/png;base64,…}}"
+            )
+
+    asyncio.run(main())
+
+
 def test_a_refused_call_leaves_no_session_unless_its_client_has_named_it() -> None:
     async def open_sessions(*, named: bool) -> str:
         async with agent([]) as (_, _, http):

@@ -125,6 +125,11 @@ async def _complete(model: Any) -> Any:
     ("options", "message"),
     [
         ({"presence_penalty": 1.0}, "'presence_penalty' is not supported"),
+        ({"top_logprobs": 2}, "'top_logprobs' is 2: expected 'logprobs' to be true with it"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+            "'chat_template_kwargs' is not supported: leave it out; thinking is switched for all",
+        ),
         ({"extra_body": {"temprature": 1}}, "unknown key 'temprature': did you mean 'temperature'"),
         ({"top_p": 3.0}, "top_p is 3.0: expected a number above 0"),
     ],

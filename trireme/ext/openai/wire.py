@@ -171,6 +171,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "chat_template_kwargs": ({},),
 }
+_INSTEAD = {
+    "chat_template_kwargs": "; thinking is switched for all requests, by model.enable_thinking or "
+    "--enable_thinking of trireme rollout",
+}
 KNOWN = {*_SAME, *_RENAMED, *_USED, *_WITHOUT_EFFECT, *_ONLY}
 """The keys of chat and text completions."""
 _process = secrets.token_hex(4)  # ids of a restarted server must not match old replies
@@ -191,11 +195,14 @@ def options_of(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
             options[_RENAMED[name]] = value
         elif name in _ONLY:
             if value not in _ONLY[name]:
-                raise ValueError(f"'{name}' is not supported: leave it out")
+                instead = _INSTEAD.get(name, "")
+                raise ValueError(f"'{name}' is not supported: leave it out{instead}")
         elif name not in _USED | _WITHOUT_EFFECT:
             hint = did_you_mean(name, [*_SAME, *_RENAMED, *_USED], ": did you mean '{}'?")
             raise ValueError(f"the request has an unknown key '{name}'{hint}")
     wanted = body.get("top_logprobs") if chat else body.get("logprobs")
+    if chat and wanted and not body.get("logprobs"):
+        raise ValueError(f"'top_logprobs' is {wanted}: expected 'logprobs' to be true with it")
     if wanted:
         options["logprobs"] = wanted
     return options
