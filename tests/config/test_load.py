@@ -6,6 +6,7 @@ import pytest
 
 from tests.config.made import SEEDS, config_of, values
 from trireme.config import ConfigError, load_config
+from trireme.config.dialect import replaced
 
 
 def problems_of(tmp_path: Path, text: str, *overrides: str) -> list[str]:
@@ -153,6 +154,26 @@ def test_keys_of_other_trainers_are_answered_with_ours(tmp_path):
             ),
         }.items()
     ]
+
+
+TRL_PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "trl.md"
+VALUES = {
+    *("GRPOConfig", "GRPOTrainer", "LoraConfig", "on_log", "on_step_end", "on_train_end"),
+    *("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"),
+    *("token_truncate", "sequence_truncate", "token_mask", "sequence_mask"),
+}
+"""Names in the first column of its table that are no arguments."""
+
+
+@pytest.mark.extension("swift")
+def test_every_argument_on_the_page_of_trl_is_answered(tmp_path: Path) -> None:
+    """The page says so; and those of `trl grpo --config`."""
+    table = TRL_PAGE.read_text().partition("## Key by key")[2].partition("## Where")[0]
+    cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
+    names = {name for cell in cells for name in re.findall(r"`(\w+)[=(`]", cell)} - VALUES
+    names |= {"model_name_or_path", "dataset_name", "dataset_train_split", "use_peft", "optim"}
+    assert len(names) > 100
+    assert [name for name in sorted(names) if not replaced(name)] == []
 
 
 @pytest.mark.extension("swift", "verl")

@@ -192,9 +192,11 @@ def _values_of(
 
 
 def _override(tree: DictConfig, override: str, problems: list[Problem]) -> str:
-    """Set one `a.b[0].c=value` in the tree; the value is read as YAML. Returns the key."""
+    """Set one `a.b[0].c=value` in the tree; the value is read as YAML. Hydra's `+a.b=value`, which
+    adds a key, is the same. Returns the key.
+    """
     key, equals, text = override.partition("=")
-    key = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key.strip().removeprefix("--"))
+    key = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key.strip().removeprefix("--").lstrip("+"))
     if not equals or not key:
         problems.append(Problem("", f"override {override!r}: expected key=value"))
         return key

@@ -101,7 +101,9 @@ COMMAND_LINE = """data.train_batch_size=8 actor_rollout_ref.model.path=x
 actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.clip_ratio=0.2
 actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1
 actor_rollout_ref.rollout.val_kwargs.n=4 reward_model.enable=true
-ref.log_prob_micro_batch_size=4 engine_kwargs.vllm=null trainer.total_epochs=3"""
+ref.log_prob_micro_batch_size=4 engine_kwargs.vllm=null trainer.total_epochs=3
+ray_kwargs.ray_init.num_cpus=4 reward.custom_reward_function.path=x.py trainer.val_only=true
+trainer.rollout_data_dir=x +algorithm.filter_groups.enable=true"""
 
 
 def test_verls_own_command_line_is_answered_key_by_key(tmp_path: Path) -> None:
@@ -119,6 +121,11 @@ def test_verls_own_command_line_is_answered_key_by_key(tmp_path: Path) -> None:
         "ref": "the reference is the model as it was loaded",
         "engine_kwargs": "did you mean 'explorer.rollout_model.extra_engine_args'?",
         "trainer.total_epochs": "did you mean 'buffer.total_epochs'?",
+        "ray_kwargs": "use cluster.ray_address, or nothing: Trireme starts Ray itself",
+        "reward": "use a reward in buffer.explorer_input.default_reward_fn_type",
+        "trainer.val_only": "use the command: trireme eval",
+        "trainer.rollout_data_dir": "no key replaces it: all rollouts are stored",
+        "algorithm.filter_groups": "use algorithm.algorithm_type: dapo",
     }
     _, problems = read_config(file, COMMAND_LINE.split())
     said = {problem.key: problem.text for problem in problems}

@@ -32,6 +32,7 @@ _PATHS = {
     "seq_len": "model.max_model_len",
     "output_dir": "checkpoint_root_dir",
     "clean": "continue_from_checkpoint: false, or --fresh",
+    "clean_output_dir": "continue_from_checkpoint: false, or --fresh",
     "dry_run": "the command: trireme check",
     "run.name": "name",
     "run.dir": "checkpoint_root_dir",
@@ -59,6 +60,7 @@ _PATHS = {
     "renderer": "model.custom_chat_template",
     "tokenizer.chat_template": "model.custom_chat_template",
     # the trainer
+    "optim": "algorithm.optimizer",
     "optim.lr": "algorithm.optimizer.lr",
     "optim.type": "algorithm.optimizer.optimizer_type",
     "optim.weight_decay": "algorithm.optimizer.weight_decay",

@@ -168,6 +168,7 @@ _KEYS = {
     "reward_model": "a reward in buffer.explorer_input.default_reward_fn_type (docs/rewards.md); "
     "rows of verl have the reference answer at response_key: reward_model.ground_truth",
     "ref": "algorithm.kl_loss_fn or kl_penalty_fn: the reference is the model as it was loaded",
+    "reward": "a reward in buffer.explorer_input.default_reward_fn_type (docs/rewards.md)",
     "compute_score": "buffer.explorer_input.default_reward_fn_type: my_file:function",
 }
 """Our keys for names of verl's own command line, beyond those of `READ_AS`."""
@@ -224,6 +225,32 @@ _PATHS = {
     "buffer.explorer_input.eval_tasksets",
     f"{_ROLLOUT}.free_cache_engine": "mode: colocate",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
+    f"{_ACTOR}.checkpoint.save_contents": "trainer.save_hf_checkpoint",
+    f"{_ACTOR}.freeze_vision_tower": "model.freeze_vision_tower",
+    f"{_ACTOR}.megatron": "trainer.trainer_strategy: fsdp2",
+    f"{_ACTOR}.tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    **dict.fromkeys(
+        (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+        "trainer.max_token_len_per_gpu: micro-batches are limited in tokens",
+    ),
+    "actor_rollout_ref.nccl_timeout": "trainer.collective_timeout",
+    **dict.fromkeys(
+        (f"{_MODEL}.{name}" for name in ("use_remove_padding", "use_fused_kernels")),
+        "no key: there is no padding, and the output head works in chunks",
+    ),
+    f"{_ROLLOUT}.calculate_log_probs": "no key: every token's log-probability is recorded",
+    **dict.fromkeys(
+        ("ray_init", "ray_kwargs"), "cluster.ray_address, or nothing: Trireme starts Ray itself"
+    ),
+    "trainer.default_hdfs_dir": "checkpoint_root_dir",
+    **dict.fromkeys(
+        (
+            f"trainer.{name}"
+            for name in ("log_val_generations", "rollout_data_dir", "validation_data_dir")
+        ),
+        "no key: all rollouts are stored, for `trireme view`",
+    ),
+    "trainer.val_only": "the command: trireme eval",
     "trainer.resume_mode": "no key: the same command resumes",
     "trainer.resume_from_path": "no key: the same command resumes",
 }
@@ -240,7 +267,7 @@ class Verl(Dialect):
         of verl's sections, where to look.
         """
         section, _, rest = name.partition(".")
-        if section == "reward_model" and rest:
+        if section in ("reward", "reward_model") and rest:
             return ""  # the sentence on the section says it
         if ours := READ_AS.get(name) or _PATHS.get(name) or _KEYS.get(name):
             return ours
