@@ -216,6 +216,31 @@ def test_a_template_that_hides_where_a_reply_begins_is_noted_before_a_run(
     assert any("no generation prompt" in note for note in plan.notes) == noted
 
 
+@pytest.mark.parametrize(
+    ("end", "noted"),
+    [
+        ("<|im_end|>", False),
+        ("<|eot_id|>", True),  # another family's, or the tokenizer lacks it
+        ("</turn>", False),  # not known to be a token of any model
+    ],
+)
+def test_a_mark_of_the_template_that_is_no_token_is_noted_before_a_run(
+    tmp_path: Path, good: dict[str, Any], end: str, noted: bool
+) -> None:
+    path = tmp_path / "config.yaml"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}END{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    model = {**good["model"], "custom_chat_template": template.replace("END", end)}
+    path.write_text(yaml.safe_dump({**good, "model": model}))
+    (plan,) = draft_of(path, [], []).plans
+    said = "the chat template writes <|eot_id|>, which the tokenizer encodes as 10 tokens"
+    assert {note.startswith(said) for note in plan.notes if "chat template" in note} == (
+        {True} if noted else set()
+    )
+    _, output = checked(tmp_path, {**good, "model": model})
+    assert output.count(said) == noted  # once, for all tasksets
+
+
 def test_the_first_row_that_is_trained(tmp_path: Path, good: dict[str, Any]) -> None:
     path = write_jsonl(tmp_path / "solved.jsonl", [{"prompt": "1 + 1?", "response": "2"}] * 3)
     config = {

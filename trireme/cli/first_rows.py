@@ -42,7 +42,8 @@ def first_rows(plan: Plan, completed: Completed) -> Lines:
     if encoded.unread:
         lines.append(unread(encoded.unread))
     for name, prompts in encoded.prompts:
-        lines += _of_prompts(plan, name, prompts)
+        said = _of_prompts(plan, name, prompts)
+        lines += [line for line in said if line[0] != "warning" or line not in lines]
     too_long = prompt_problems(plan, encoded.prompts)
     problems += [str(replace(problem, stage=plan.stage_name)) for problem in too_long]
     return lines, problems

@@ -51,6 +51,8 @@ class Prompts(NamedTuple):
     """Whether a prompt shows a picture."""
     unknown: int = 0
     """Tokens that stand for text which the vocabulary does not cover."""
+    split_mark: tuple[str, int] | None = None
+    """A mark of the chat template that is no token, and the number of tokens that it becomes."""
 
 
 class Encoded(NamedTuple):
@@ -110,8 +112,15 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
             break
     if not sizes:
         return None
-    hides_replies = text.chat.hides_replies
-    return Prompts(sizes, rendered[0], drops_tools, hides_replies, shows_pictures, unknown)
+    return Prompts(
+        sizes,
+        rendered[0],
+        drops_tools,
+        text.chat.hides_replies,
+        shows_pictures,
+        unknown,
+        text.chat.split_mark,
+    )
 
 
 def _read_of_row(read: Callable[[Any], Any], where: str, source: Any) -> Any:
@@ -215,6 +224,14 @@ def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
         notes.append(f"{text}: the longest has {max(prompts.sizes)}")
     if prompts.hides_replies:
         notes.append(HIDES_REPLIES)
+    if prompts.split_mark is not None:
+        mark, count = prompts.split_mark
+        written = f"{count} tokens" if count > 1 else "the unknown token"
+        notes.append(
+            f"the chat template writes {mark}, which the tokenizer encodes as {written}: expected "
+            "the tokenizer's files of this model (tokenizer.json, tokenizer_config.json), or a "
+            "template with tokens that it has, as model.chat_template_path"
+        )
     if prompts.unknown > sum(prompts.sizes) * MOST_UNKNOWN:
         notes.append(
             f"{name}: {prompts.unknown} of {sum(prompts.sizes)} tokens of the encoded prompts are "

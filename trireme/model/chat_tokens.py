@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,6 +52,9 @@ DROPS_TOOLS = (
     "the chat template writes nothing of a request's tools, so that the model does not see them: "
     "expected a model whose template does, or a model.custom_chat_template"
 )
+
+_MARK = re.compile("<([|\uff5c])[^<>\\s|\uff5c]+\\1>")
+"""A text such as `<|end|>`, which is a single token of each model whose template writes it."""
 
 Message = Mapping[str, Any]
 ReasoningParser = Literal["deepseek_r1", "qwen3"]
@@ -309,6 +313,22 @@ class ChatTokens:
             return False  # it refuses placeholders, so nothing is known
         ends = before.rstrip().endswith(asked["content"])  # no generation prompt
         return ends and whole.strip().removeprefix(before.strip()).strip() == reply["content"]
+
+    @cached_property
+    def split_mark(self) -> tuple[str, int] | None:
+        """Return a mark that the template writes around messages, such as `<|end|>`, and that is no
+        token of the tokenizer, with the number of tokens that it becomes; None if there is none.
+        """
+        asked, reply = _placeholder("user"), _placeholder("assistant")
+        try:
+            text = self.render([asked, reply], generate=False) + self.render([asked])
+        except ValueError:
+            return None  # it refuses placeholders, so nothing is known
+        for mark in dict.fromkeys(found[0] for found in _MARK.finditer(text)):
+            ids = self.encode(mark)
+            if len(ids) > 1 or ids == [self.tokenizer.unk_token_id]:
+                return mark, len(ids)
+        return None
 
     def prompt(
         self,
