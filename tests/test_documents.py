@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from statistics import median
@@ -128,6 +130,37 @@ def test_an_example_loads(example: Path) -> None:
     from trireme.config import load_config
 
     load_config(example)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(e.relative_to(ROOT)))
+def test_what_an_example_makes_is_looked_for_by_its_seed_in_the_checkpoints_folder(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trireme.config import load_config
+
+    for name in ("MODEL_PATH", "TASKSET_PATH"):
+        for prefix in ("TRIREME_", "TRINITY_"):
+            monkeypatch.delenv(prefix + name, raising=False)
+    monkeypatch.setenv("TRIREME_CHECKPOINT_ROOT_DIR", "/elsewhere")
+    made = re.findall(
+        r"[^\s'\"]*_(?:assets|data)/[^\s'\"]*", repr(load_config(example, ["seed=7"]))
+    )
+    assert [path for path in made if not path.startswith("/elsewhere/")] == []
+    assert [path for path in made if "_assets/" in path and "/seed_7" not in path] == []
+
+
+def test_what_an_example_makes_is_put_into_the_checkpoints_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for script in (ROOT / "examples").rglob("*.py"):
+        assert 'Path(f"checkpoints' not in script.read_text(encoding="utf-8"), script
+    script = ROOT / "examples/multi_turn_scheduler/make_retries.py"
+    monkeypatch.setenv("TRIREME_CHECKPOINT_ROOT_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr("trireme.demo.tiny_model.make_tiny_model", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", [script.name, "--seed", "7"])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    assert (tmp_path / "elsewhere/retry_assets/seed_7/train.jsonl").exists()
 
 
 def test_the_constraints_pin_every_dependency() -> None:

@@ -13,6 +13,7 @@ import argparse
 import random
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.ext.environments.household import Household, Layout, clumsy_action
 from trireme.files import write_jsonl
@@ -45,7 +46,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    out = options.out or Path(f"checkpoints/household_assets/seed_{options.seed}")
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    out = options.out or root / "household_assets" / f"seed_{options.seed}"
     source = random.Random(options.seed)
     numbers, layouts = [], set()
     while len(numbers) < NUM_TRAIN + NUM_TEST:

@@ -12,6 +12,7 @@ import argparse
 import random
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.ext.environments.gyms import TextGym
 from trireme.files import write_jsonl
@@ -45,7 +46,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    out = options.out or Path(f"checkpoints/frozen_lake_assets/seed_{options.seed}")
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    out = options.out or root / "frozen_lake_assets" / f"seed_{options.seed}"
     source = random.Random(options.seed)
     walks: list[dict] = []
     tries = 0

@@ -12,6 +12,7 @@ import argparse
 import random
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.ext.environments.sudoku import Sudoku, make_puzzle, solutions
 from trireme.files import write_jsonl
@@ -46,7 +47,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    out = options.out or Path(f"checkpoints/sudoku_assets/seed_{options.seed}")
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    out = options.out or root / "sudoku_assets" / f"seed_{options.seed}"
     source = random.Random(options.seed)
     numbers, puzzles = [], set()
     while len(numbers) < NUM_TEST + NUM_TRAIN:

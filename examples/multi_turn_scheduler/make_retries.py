@@ -13,6 +13,7 @@ import argparse
 import random
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.prepare import INITIALIZER_RANGE, LARGEST_NUMBER, LARGEST_RESULT
 from trireme.demo.problems import make_problems, with_slips
 from trireme.demo.tiny_model import make_tiny_model
@@ -58,7 +59,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    out = options.out or Path(f"checkpoints/retry_assets/seed_{options.seed}")
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    out = options.out or root / "retry_assets" / f"seed_{options.seed}"
     problems = make_problems(
         NUM_TRAIN + NUM_TEST, seed=options.seed, number=LARGEST_NUMBER, largest=LARGEST_RESULT
     )

@@ -13,6 +13,7 @@ import random
 import re
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.ext.environments.generated import problems
 from trireme.files import write_jsonl
@@ -41,7 +42,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    out = options.out or Path(f"checkpoints/reasoning_gym_assets/seed_{options.seed}")
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    out = options.out or root / "reasoning_gym_assets" / f"seed_{options.seed}"
     source, made = random.Random(options.seed), problems(SUMS)
     questions = [made[i]["question"] for i in range(len(made))]
     rows = [{"prompt": q, "response": solution(q, source)} for q in questions]

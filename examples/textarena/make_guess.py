@@ -11,6 +11,7 @@ import argparse
 import random
 from pathlib import Path
 
+from trireme.config.variables import variable
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.ext.environments.gyms import ArenaGame
 from trireme.files import write_jsonl
@@ -42,7 +43,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    out = options.out or Path(f"checkpoints/textarena_assets/seed_{options.seed}")
+    root = Path(variable("CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    out = options.out or root / "textarena_assets" / f"seed_{options.seed}"
     source = random.Random(options.seed)
     first = NUM_TEST + NUM_TRAIN
     games = [{"messages": play(seed, source)} for seed in range(first, first + NUM_GAMES)]
