@@ -144,6 +144,14 @@ def test_a_tools_turns_are_named_and_the_middle_of_many_is_left_out() -> None:
     assert lines[-2:] == ["tool     result 8", "reward   0"] and len(lines) == 11
 
 
+def test_a_turn_whose_line_would_only_say_that_it_is_left_out_is_shown() -> None:
+    console, _, text = make_console()
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 5]
+    mask = torch.tensor([False, True] * 5)
+    console.rollout(Experience(tokens=torch.arange(10), mask=mask, messages=turns, reward=0.0))
+    assert "..." not in text.getvalue() and text.getvalue().count("replied") == 5
+
+
 def test_long_lines_are_not_broken_where_there_is_no_terminal() -> None:
     console, _, text = make_console()
     console.note("x" * 300)

@@ -316,7 +316,7 @@ def _turns(experience: Experience) -> list[tuple[str, str]]:
     if not turns:
         turns = [("assistant", experience.response_text or "")]
     left_out = len(turns) - MAX_TURNS
-    if left_out > 0:
+    if left_out > 1:
         turns[2 : 2 + left_out] = [("", f"... {left_out} turns ...")]
     return [
         ("asked", asked[-1] if asked else experience.prompt_text or ""),
