@@ -4,7 +4,8 @@
     python examples/pictures/prepare.py --family qwen2_5_vl   # or qwen3_5, gemma3
 
 A picture has one to four circles of one colour in one half. Questions ask for the colour, the
-number or the half. Half of the solved examples are wrong, so that imitating them is not enough.
+number or the half. Half of the solved examples have an answer by chance, which is right in every
+third: a third of all are wrong, so that imitating them is not enough.
 """
 
 from __future__ import annotations
