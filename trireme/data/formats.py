@@ -34,7 +34,7 @@ from trireme.pictures import (
     with_read,
     with_row,
 )
-from trireme.task import NO_JSON, with_objects
+from trireme.task import with_objects
 from trireme.text import has_half
 
 _MESSAGES = ("messages", "message")
@@ -352,7 +352,7 @@ def check_tools(column: str, value: Any) -> None:
 def _parsed_of(column: str, value: Any) -> Any:
     try:
         return parsed(value)
-    except NO_JSON as error:
+    except (ValueError, RecursionError) as error:
         why = why_no_json(error)
         raise ValueError(f"column '{column}' holds text that is not JSON: {why}") from error
 
@@ -365,7 +365,7 @@ def messages_in(value: Any) -> list[Any] | None:
         return None
     try:
         found = json.loads(value)
-    except NO_JSON:
+    except (ValueError, RecursionError):
         return None  # text that begins with a bracket
     # a reply may itself be a JSON list: of numbers, of function calls, of people with their roles
     chat = any(isinstance(each, Mapping) and each.get("role") in _ROLES for each in found)
