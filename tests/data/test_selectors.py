@@ -12,6 +12,7 @@ import pytest
 from tests.data.made import selection_of, taskset_of
 from trireme.data.rows import Rows
 from trireme.data.selectors import BaseSelector, Selection
+from trireme.data.tasksets import Mixture
 
 
 def test_no_order_of_a_shuffled_epoch_is_that_of_another() -> None:
@@ -180,6 +181,31 @@ def test_a_users_own_selector_by_its_path() -> None:
 def test_what_cannot_be_is_named(name: str, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         selection_of(name, 4, **given)
+
+
+def from_one(rows: int, epoch: int, seed: int) -> list[int]:
+    """A user's own, which counts rows from 1."""
+    return [*range(1, rows + 1)]
+
+
+class TooFew(Backwards):
+    """A user's own, which gives less than it is asked for."""
+
+    def select(self, count: int) -> list[int]:
+        return super().select(count - 1)
+
+
+@pytest.mark.parametrize("name", ["from_one", "TooFew"])
+def test_a_selection_of_other_rows_than_there_are_is_refused(name: str) -> None:
+    data = [{"prompt": "x"}] * 4
+    options: dict[str, Any] = {"batch_size": 2, "workflow": "w", "selector": f"{__name__}:{name}"}
+    alone = taskset_of(Rows("x", data, data[0]), name="x", **options)
+    mixed = [taskset_of(Rows("x", data, data[0]), name="x", taskset_id=n, **options)
+             for n in range(2)]  # fmt: skip
+    for tasks in (alone, Mixture(mixed, batch_size=4)):
+        with pytest.raises(ValueError, match=r"^taskset 'x': its data_selector gave the rows .*: "):
+            for _ in range(2):
+                tasks.next()
 
 
 @pytest.mark.parametrize("kind", [Counts, CountsToo])

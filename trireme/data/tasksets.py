@@ -109,10 +109,18 @@ class Taskset:
         return [self.task(self._step, index, row) for index, row in enumerate(self.draw(size))]
 
     def draw(self, count: int) -> list[int]:
-        """Return the next rows in the selector's order."""
-        self._position += count
+        """Return the next rows in the selector's order. Raises ValueError if it gives others than
+        there are.
+        """
         with UserCode(f"the data selector of taskset '{self.name}'", self._selection):
-            return self._selection.select(count)
+            chosen = [int(row) for row in self._selection.select(count)]
+        if len(chosen) != count or any(not 0 <= row < len(self.rows) for row in chosen):
+            raise ValueError(
+                f"taskset '{self.name}': its data_selector gave the rows {chosen!r:.60}: expected "
+                f"{count} of 0 to {len(self.rows) - 1}"
+            )
+        self._position += count
+        return chosen
 
     def all(self) -> list[Task]:
         """Return every row once, in file order, without advancing. For evaluation."""
@@ -317,9 +325,9 @@ def is_over(step: int, total_steps: int | None, rows: int, most: int) -> bool:
     return rows > most if total_steps is None else step >= total_steps
 
 
-def check_task(row: Mapping[str, Any], prompt_key: str, feature_keys: Sequence[str]) -> None:
+def check_task(row: Mapping[str, Any], prompt_key: str | None, feature_keys: Sequence[str]) -> None:
     """Raise ValueError if a row has no prompt, or lacks a number that a selector needs."""
-    if row.get(prompt_key) is None:
+    if prompt_key is not None and row.get(prompt_key) is None:
         raise ValueError(f"the column '{prompt_key}' (format.prompt_key) is empty")
     for key in feature_keys:
         _number(row, key)
