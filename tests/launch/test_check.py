@@ -10,12 +10,14 @@ import pytest
 
 from tests.composites import make_composite
 from tests.config.made import config_of, values, write_model, write_rows
+from tests.e2e.job import write_jsonl
 from trireme.cli.check import check
+from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.tasksets import Taskset
 from trireme.demo.tiny_model import make_tokenizer
 from trireme.launch.check import draft
 from trireme.launch.data import make_text
-from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
+from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset, rows_of
 from trireme.monitor.terminal import Terminal
 
 PLUGIN = """
@@ -240,3 +242,12 @@ def test_a_tokenizer_that_drops_all_text_is_refused(tmp_path: Path) -> None:
     [plan] = draft(config).plans
     with pytest.raises(ValueError, match=r"makes a Qwen3_5Tokenizer of .* reads 'What is 3"):
         make_text(plan, plan.model_path)
+
+
+def test_rows_without_a_prompt_are_left_out_only_where_others_have_one(tmp_path: Path) -> None:
+    """A data set without the column may be for a workflow that makes its tasks from a seed."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"seed": 1}, {"seed": 2, "prompt": "two"}])
+    section = TasksetConfig(path=str(path), on_error="skip")
+    assert [row["seed"] for row in rows_of(section)] == [2]
+    write_jsonl(path, [{"seed": 1}, {"seed": 2}])
+    assert [row["seed"] for row in rows_of(section)] == [1, 2]

@@ -96,7 +96,8 @@ def rows_of(config: TasksetConfig | ExperienceBufferConfig) -> Rows:
     )
     if config.on_error == "fail":
         return rows  # the taskset checks a whole column at once
-    prompt = config.format.prompt_key
+    # the taskset refuses a data set without the column, if its workflow reads that
+    prompt = config.format.prompt_key if config.format.prompt_key in rows.columns else None
     selector = config.task_selector or config.data_selector
     return rows.checked(lambda row: check_task(row, prompt, selector.feature_keys), "skip")
 
