@@ -21,6 +21,7 @@ from trireme.config import ConfigError, Plan, load_config
 from trireme.launch.check import examine, make_plans
 from trireme.launch.resume import ADAPTER_BASE, continued, made_with, refuse_meaningless
 
+STORE = "buffer.trainer_input.experience_buffer.storage_type"
 LINEAR = "algorithm.optimizer={lr: 1e-3, lr_scheduler_type: linear, min_lr_ratio: 0}"
 
 
@@ -153,6 +154,13 @@ def test_epochs_over_a_data_set_end_a_schedule_though_batches_shrink_at_a_resume
         (["buffer.total_steps=null", "buffer.batch_size=8", "buffer.train_batch_size=32"],
          ["buffer.total_steps=null", "buffer.total_epochs=2", "buffer.train_batch_size=16"],
          [4e-3 / 6, 3e-3 / 6, 2e-3 / 6, 1e-3 / 6]),
+        # 2 explore steps, of which 8 experiences wait in the store, and 2 more, as 3 train steps
+        *(pytest.param(
+            ["buffer.total_steps=2", "buffer.train_batch_size=8", "trainer.total_steps=3", store],
+            ["buffer.total_steps=4", "buffer.train_batch_size=16", store],
+            [3e-3 / 6, 2e-3 / 6, 1e-3 / 6], marks=marks)
+          for store, marks in ((f"{STORE}=queue", ()),
+                               (f"{STORE}=sql", pytest.mark.extension("sql")))),
     ],
 )  # fmt: skip
 def test_a_run_whose_batches_change_at_a_resume_counts_the_steps_that_are_left(

@@ -95,7 +95,7 @@ def continued(plan: Plan) -> Plan:
 
 def _steps_left(plan: Plan, state: Mapping[str, Any]) -> int | None:
     """Count the train steps that the data give after the checkpoint of that state; None if they do
-    not end the training, or are used again. What waits in a database is not counted.
+    not end the training, or are used again.
     """
     steps, buffer = plan.steps, state["buffer"]
     rows = None if steps.passes is None or steps.rows is None else steps.rows * steps.passes

@@ -247,7 +247,7 @@ class SqlBuffer:
         seal = self._seal or self._next_seal()
         wanted = self._sealed + len(self._held)
 
-        def attempt(connection: Connection) -> int:
+        def attempt(connection: Connection) -> tuple[int, int]:
             self._stop_if_replaced(connection)  # claims of that process are in our name
             gone = wanted - self._claims.seal(connection, seal)
             if gone > 0:  # the error undoes the transaction
@@ -256,12 +256,12 @@ class SqlBuffer:
                     f"{self._lease:g} s (lease_time), and {gone} of the {wanted} experiences "
                     "that it had taken went to others: restart it from its last checkpoint"
                 )
-            return self._claims.newest(connection)
+            return self._claims.newest(connection), self._claims.count(connection, ended=True)
 
-        newest = self._transact(attempt)
+        newest, waiting = self._transact(attempt)
         self._seal, self._sealed = seal, wanted
         self._held.clear()
-        return {"seal": seal, "newest": newest}
+        return {"seal": seal, "newest": newest, "waiting": waiting}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Return to a checkpoint: experiences that were taken after it are open again."""
