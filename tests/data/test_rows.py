@@ -190,6 +190,21 @@ def test_json_whose_value_is_not_known_is_refused(tmp_path: Path, entry: str, sa
         load_rows(listed)
 
 
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_json_over_several_lines_says_what_is_expected(tmp_path: Path, on_error: Any) -> None:
+    for name, value in (("a.json", {"data": TRAIN}), ("b.json", TRAIN[0]), ("c.jsonl", TRAIN)):
+        path = tmp_path / name
+        path.write_text(json.dumps(value, indent=2))
+        whole = "one list" if name == "c.jsonl" else "one object"
+        says = f"that is {whole} over several lines: {path}: expected one object a line, or"
+        with pytest.raises(ValueError, match=says):
+            load_rows(path, on_error=on_error)
+    for row in ('[{"a": "\\ud83d"}, {}]', '{"a": "\\ud83d"}', '{"a": 1, "a": 2}'):  # on one line
+        path.write_text(row)
+        with pytest.raises(ValueError, match=r"has a line that is not|has half of a"):
+            load_rows(path)
+
+
 def test_a_table_with_a_column_twice_is_refused(tmp_path: Path) -> None:
     import pyarrow.parquet
 

@@ -415,6 +415,7 @@ def _read_json(
     except UnicodeDecodeError as error:
         where = not_utf8(path.read_bytes(), error)
         raise ValueError(f"has a broken file: {path}: {where}") from error
+    listed = None
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             listed = json.loads(text, object_pairs_hook=_named_once)
@@ -429,9 +430,23 @@ def _read_json(
         try:
             yield number, _object(entry, number)
         except ValueError as error:
+            first = number == entries[0][0] and len(entries) > 1
+            if first and not listed and (whole := _over_lines(text)):
+                raise ValueError(
+                    f"has a file that is {whole} over several lines: {path}: expected one object "
+                    "a line, or a .json file that is one list of objects"
+                ) from error
             if on_error == "fail":
                 raise
             broken.append(f"it {error}")
+
+
+def _over_lines(text: str) -> str:
+    """Return what a text of several lines is if it is JSON as a whole; else ''."""
+    try:
+        return "one list" if isinstance(json.loads(text), list) else "one object"
+    except NO_JSON:
+        return ""
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
