@@ -179,13 +179,18 @@ def test_stages_that_are_done_are_those_of_the_file(tmp_path: Path) -> None:
         run.run_stages(plans, console=Console(), stop=Stop())
 
 
-def test_the_last_evaluation_comes_after_those_of_the_intervals(tmp_path: Path) -> None:
-    """A train step of two explore steps: by its own number it would take an earlier one's place."""
+@pytest.mark.parametrize(("train_batch_size", "train_steps"), [(32, 2), (8, 8)])
+def test_the_last_evaluation_is_numbered_like_those_of_the_intervals(
+    tmp_path: Path, train_batch_size: int, train_steps: int
+) -> None:
+    """By the number of a train step of two explore steps, or of half a one, it would take an
+    earlier one's place, or stand far behind them on a curve.
+    """
     config = small_config(tmp_path)
-    config["buffer"]["train_batch_size"] = 32
+    config["buffer"]["train_batch_size"] = train_batch_size
     write_json(tmp_path / "config.yaml", config)
     [plan] = checked(load_config(tmp_path / "config.yaml", [])).plans
-    summary = run.run_stages([plan], console=Console(), stop=Stop())
-    assert summary.steps == {"run": 2}
+    run.run_stages([plan], console=Console(), stop=Stop())
     rows = read_metrics(JobFolder(plan.job_dir).monitor / FILE_NAME)
-    assert [row["step"] for row in rows if row["part"] == "eval"][-2:] == [2, 4]
+    assert [row["step"] for row in rows if row["part"] == "trainer"][-1] == train_steps
+    assert {row["step"] for row in rows if row["part"] == "eval"} == {0, 2, 4}

@@ -105,10 +105,10 @@ class ExplorerSide:
         await self.engine.update_weights(weights, step)
 
     async def evaluate(self, step: int = 0) -> None:
-        """Run all evaluation tasksets: at train step `step`, or at the explorer's own if that is
-        later, by which the earlier evaluations are numbered.
+        """Run all evaluation tasksets: at the explorer's own step, by which the earlier evaluations
+        are numbered, or at train step `step` if it has explored nothing.
         """
-        await self.explorer.evaluate_last(max(step, self.explorer.step))
+        await self.explorer.evaluate_last(self.explorer.step or step)
 
     async def result(self) -> StageResult:
         """Return the explorer's result."""
