@@ -88,6 +88,25 @@ def test_an_engine_that_waits_long_for_the_code_of_workflows_is_reported_once(
     assert "time/engine_wait" not in run(explored()).reports[0][2]  # without a barrier
 
 
+def test_an_engines_wait_in_an_evaluation_is_none_of_a_step() -> None:
+    class Waits(RolloutBarrier):
+        seconds = 0.0
+        waited = property(lambda self: self.seconds)
+
+    barrier = Waits()
+
+    async def busy(task: Any, model: Any) -> Any:
+        barrier.seconds += 100 if task.is_eval else 1
+        return await ask(task, model)
+
+    held_out = make_taskset(busy, rows=3, name="held_out", is_eval=True, repeat_times=1)
+    evaluated: dict[str, Any] = {"evaluations": [held_out], "eval_on_startup": True}
+    options: dict[str, Any] = {"runners": 1, "runner_options": {"barrier": barrier}}
+    made = run(explored(workflow=busy, **evaluated, **options))
+    steps = [metrics for part, _, metrics in made.reports if part == "explorer"]
+    assert barrier.seconds > 300 and [row["time/engine_wait"] for row in steps] == [4.0] * 4
+
+
 def test_whole_groups_with_advantages_are_put_step_after_step() -> None:
     made = run(explored())
     taken = run(made.buffer.take(16))

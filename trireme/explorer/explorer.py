@@ -141,7 +141,7 @@ class Explorer:
         """The pipeline's metrics of the steps that left no experience to put."""
         self._last_end = 0.0
         self._engine_wait = 0.0
-        """What the steps so far have reported."""
+        """How much of the scheduler's belongs to the steps and evaluations so far."""
         self._has_waited_long = False
         self._examined: set[tuple[bool, Any]] = set()
         """Tasksets whose `workflow_args` were looked at."""
@@ -292,6 +292,7 @@ class Explorer:
         elapsed = time.monotonic() - max(self._started.pop(step), self._last_end)
         self._last_end = time.monotonic()
         self.seconds["explore"] += elapsed
+        waited = self._look_at_engine_wait(step, elapsed)
         self._look_at_failures(f"step {step}", outcomes, self.settings.max_failures)
         self._look_at_arguments(f"step {step}", outcomes)
         if self._evaluates(step):
@@ -307,7 +308,7 @@ class Explorer:
         self._lately.append((sampled, elapsed))
         rate = sum(n for n, _ in self._lately) / max(sum(s for _, s in self._lately), 1e-9)
         metrics |= {"time/explore": elapsed, "perf/tokens_per_s": rate}
-        metrics |= self._look_at_engine_wait(step, elapsed)
+        metrics |= waited
         if shown := _to_show(outcomes):
             self.emit(RolloutDone(shown))
         taught = self.taskset if self.taskset is not None and self.taskset.learns else None
@@ -414,6 +415,7 @@ class Explorer:
         if self.first_evaluation is None and step == 0:
             self.first_evaluation, self.first_examples = evaluation, examples
         self.last_evaluation, self.last_examples = evaluation, examples
+        self._engine_wait = self.scheduler.engine_wait or 0.0
         return evaluation
 
     def _load_own_state(self) -> None:
