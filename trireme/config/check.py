@@ -209,7 +209,7 @@ def check_model(stage: StageFacts) -> tuple[ModelFacts | None, Findings]:
         else:
             findings.note(
                 f"model.max_model_len ({longest}): up to {steady} each reply is by its own tokens "
-                f"alone; {why}"
+                f"alone; {why}, so that replies beside and past it are not the model's own"
             )
     window, heads = stage.config.trainer.ulysses_sequence_parallel_size, facts.attention_heads
     if heads and heads % window:

@@ -144,7 +144,9 @@ def teacher_len(plan: Plan) -> int | None:
 
 def auxiliary_len(plan: Plan, config: RolloutModelConfig) -> int:
     """Return the limit of an auxiliary model's prompt and reply together, in tokens."""
-    positions = int(model_config(config.model_path or "").get("max_position_embeddings") or 0)
+    facts = model_config(config.model_path or "")
+    facts |= facts.get("text_config") or {}
+    positions = int(facts.get("max_position_embeddings") or 0)
     # a judge reads several replies: it may need more tokens than the model that wrote them
     return config.max_model_len or max(plan.lengths.max_model_len, min(positions, LONGEST))
 

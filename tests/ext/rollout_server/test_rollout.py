@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.composites import make_composite
 from trireme.cli.main import app
 from trireme.ext.multi_turn.gym_scheduler import GymScheduler
 from trireme.ext.rollout_server.rollout import RolloutOptions, _spec
@@ -102,3 +105,33 @@ def test_an_environment_reaches_a_scheduler_that_hands_it_to_its_base(tiny_dir: 
     MULTI_TURNS["own_of_flags"] = Own
     with pytest.raises(ValueError, match="unknown environment 'no_such'"):
         _spec(RolloutOptions(str(tiny_dir), **given))
+
+
+def test_a_model_that_sees_has_its_length_in_the_configuration_of_its_text(tmp_path: Path) -> None:
+    folder = make_composite(tmp_path / "seeing", "gemma3")
+    assert _spec(RolloutOptions(str(folder)))[0].max_model_len == 512
+    mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}  # has no length
+    (folder / "config.json").write_text(json.dumps(mamba))
+    with pytest.raises(ValueError, match="--max-model-len is not given, and the configuration of"):
+        _spec(RolloutOptions(str(folder)))
+    assert _spec(RolloutOptions(str(folder), max_model_len=99))[0].max_model_len == 99
+
+
+def test_a_length_at_which_replies_depend_on_each_other_is_said(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(tiny_dir, tmp_path / "long")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    half = config["head_dim"] // 2
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * half,
+        "long_factor": [2.0] * half,
+        "original_max_position_embeddings": 64,
+    }
+    file.write_text(json.dumps(config))
+    for length, said in ((65, True), (64, False)):
+        _spec(RolloutOptions(str(folder), max_model_len=length))
+        assert ("note: up to 64 tokens each reply" in capsys.readouterr().err) == said

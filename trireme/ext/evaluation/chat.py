@@ -80,6 +80,7 @@ def _talk(
 
     disable_progress_bar()
     config = json.loads((folder / "config.json").read_text("utf-8"))
+    config |= config.get("text_config") or {}
     length = min(config.get("max_position_embeddings") or LONGEST, LONGEST)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     device = Device()

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from trireme.config import ConfigError
-from trireme.config.engine_kind import EngineKind, kind_named, kind_names
-from trireme.config.lookup import no_model
+from trireme.config.engine_kind import EMBEDDED, EngineKind, kind_named, kind_names
+from trireme.config.lookup import no_model, steady_positions
 from trireme.engines.make import EngineSpec
 from trireme.ext.remote.engine_host import EngineHost
 from trireme.ext.rollout_server.options import RolloutOptions
@@ -197,11 +197,26 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
             f"--model {options.model} is not a folder here, and no model of this id can be "
             f"loaded: {first}"
         ) from error
+    text = config.get_text_config()  # a model that sees has its length there
+    longest = options.max_model_len or getattr(text, "max_position_embeddings", None)
+    if not longest:
+        raise ValueError(
+            f"--max-model-len is not given, and the configuration of {options.model} names no "
+            "max_position_embeddings: expected the longest prompt and reply together, in tokens"
+        )
+    steady = steady_positions(lambda key: getattr(text, key, None))
+    if steady and longest > steady and options.engine == EMBEDDED:
+        say(
+            f"note: up to {steady} tokens each reply is by its own tokens alone: a longer sequence "
+            "changes the model's rotary embeddings (rope_type longrope or dynamic) for all that "
+            f"are computed with it; --max-model-len {steady} admits none",
+            file=sys.stderr,
+        )
     on_gpu = num_gpus() > 0
     auto = "bfloat16" if on_gpu else "float32"
     spec = EngineSpec(
         options.model,
-        options.max_model_len or config.max_position_embeddings,
+        longest,
         dtype=auto if options.dtype == "auto" else options.dtype,
         device="cuda" if on_gpu else "cpu",
         seed=options.seed,
