@@ -257,6 +257,27 @@ def test_messages_of_the_system_that_begin_a_response_are_one() -> None:
     assert system["content"][2]["image_url"] == {"url": url}
 
 
+def test_what_a_response_cannot_have_is_counted_and_a_key_is_not_taken_for_a_misspelt_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = {"format": {"type": "json_schema", "name": "x", "schema": {}}, "verbosity": "low"}
+    shown = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    options: dict[str, Any] = {"text": asked, "include": shown, "top_logprobs": 2}
+
+    async def main() -> None:
+        _, made = rollouts("a", "b")
+        async with client_of(made) as http:
+            for more in (options, {"text": {"format": {"type": "text"}}}):
+                answer = await http.post("/v1/responses", json={"input": "hi", **more})
+                assert answer.status_code == 200
+            assert "trireme_request_keys_ignored_total 3" in (await http.get("/metrics")).text
+
+    asyncio.run(main())
+    names = ("top_logprobs", "text.format: json_schema", f"include: {shown[1]}")
+    said = [f"the key '{name}' of a request has no effect here" for name in names]
+    assert sorted(caplog.messages) == sorted(said)
+
+
 def test_a_tool_that_anthropic_s_servers_run_is_left_out() -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
     look = {"name": "look", "input_schema": SCHEMA}

@@ -86,9 +86,20 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RecursionError):
         return JSONResponse(error_body(400, "the request is nested too deeply"), 400)
     if isinstance(error, StarletteError):
-        return JSONResponse(error_body(error.status_code, error.detail), error.status_code)
+        detail = _not_served(request) if error.detail == "Not Found" else error.detail
+        return JSONResponse(error_body(error.status_code, detail), error.status_code)
     status = next((code for kind, code in STATUS if isinstance(error, kind)), 500)
     return JSONResponse(error_body(status, f"{error}" or type(error).__name__), status)
+
+
+def _not_served(request: Request) -> str:
+    """Return the sentence on a path without a route. A base URL without its end is the usual
+    cause.
+    """
+    path = request.url.path
+    begin = "Not Found: the base URL of OpenAI's clients ends in /v1, and"
+    begin = begin if path.strip("/") in openai_routes.APIS else "Not Found:"
+    return f"{begin} {path:.80} is not served here; GET /docs lists what is"
 
 
 GRACE_S = 5

@@ -177,7 +177,8 @@ def _note(names: Iterable[str], ignored: Counter[str]) -> None:
     """Count, and log at their first time, parts of a body that have no effect."""
     for name in names:
         if name not in ignored and len(ignored) < SAID:
-            hint = did_you_mean(name, KNOWN, " (did you mean '{}'?)")
+            # a key of the other APIs was meant as it is
+            hint = "" if name in KNOWN else did_you_mean(name, KNOWN, " (did you mean '{}'?)")
             logger.warning("the key %.60r of a request has no effect here%s", name, hint)
         ignored[name if name in ignored or len(ignored) < SAID else "others"] += 1
 

@@ -18,6 +18,7 @@ _KNOWN = {"input", "instructions", "tools", "max_output_tokens", "previous_respo
 _ASIDE = {"metadata", "user", "truncation", "include", "reasoning", "text", "service_tier"}
 _CALLED, _INPUT = ("function", "custom"), "input"
 """Kinds of tools that a reply may call, and the argument of the kind that takes free text."""
+_LOGPROBS = "message.output_text.logprobs"
 _ids = itertools.count()
 
 
@@ -191,10 +192,17 @@ def _tools(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Mapping[s
 
 
 def without_effect(body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts of a request that have no effect here: unknown keys, and tools that OpenAI's
-    servers run.
+    """Yield the parts of a request that have no effect here: unknown keys, a format of the text,
+    its log-probabilities, and tools that OpenAI's servers run.
     """
     yield from body.keys() - KNOWN
+    text = body.get("text")
+    wanted = text.get("format") if isinstance(text, Mapping) else None
+    if isinstance(wanted, Mapping) and wanted.get("type") not in (None, "text"):
+        yield f"text.format: {wanted['type']!s:.40}"
+    more = body.get("include")
+    if isinstance(more, list) and _LOGPROBS in more:
+        yield f"include: {_LOGPROBS}"
     for tool in body.get("tools") or ():
         kind = tool.get("type")
         if kind not in (*_CALLED, "namespace"):
