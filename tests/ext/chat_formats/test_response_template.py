@@ -171,7 +171,8 @@ def test_calls_reach_clients_apart_from_the_text(streams: bool) -> None:
 def test_a_checkpoint_s_files_carry_it(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     from transformers import AutoTokenizer
 
-    folder = make_model(tmp_path / "model", template=HEAD + WRITTEN["invoke"] + TAIL)
+    written = "{{- tools | tojson if tools else '' }}"  # one that leaves them out is said, too
+    folder = make_model(tmp_path / "model", template=written + HEAD + WRITTEN["invoke"] + TAIL)
     asked = [{"role": "user", "content": "hi"}]
     ChatTokens(AutoTokenizer.from_pretrained(folder)).prompt(asked, TOOLS)
     assert caplog.messages == [MISREADS_CALLS]
