@@ -207,6 +207,19 @@ def test_wrong_names_and_options_are_said(name: Any, args: dict[str, Any], messa
         resolve(name, args)
 
 
+def test_a_reward_with_a_third_argument_is_told_where_it_comes_from() -> None:
+    def right(task: Task, answer: str, level: int) -> float:
+        return float(level)
+
+    with pytest.raises(ValueError, match="'right' needs the option 'level'") as caught:
+        resolve(right)
+    fault = fault_of(caught.value.with_traceback(None))  # of a run, where ours is the caller
+    assert fault is not None and "def right(" in fault.place
+    said = "reward_fn_args.level, or `*` before 'level' in its signature, for a column of that"
+    assert said in fault.text and fault.text.startswith("needs the option 'level': expected")
+    assert resolve(right, {"level": 2}) is not None
+
+
 def test_an_error_about_a_missing_truth_names_the_columns() -> None:
     def right(task: Task, answer: str) -> float:
         return float(answer in task.truth.strip())

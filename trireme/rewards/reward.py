@@ -95,6 +95,14 @@ def _with_options(
         function = adapted("reward", name, function)
     columns = [key for key in column_names(function) if key not in options]
     names = [*_GIVEN, *columns]
+    for key, argument in list(parameters_of(function).items())[2:]:
+        collects = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+        if argument.default is argument.empty and not collects and key not in {*names, *options}:
+            with UserCode(f"reward '{name}'", function):
+                raise Refused(
+                    f"reward '{name}' needs the option '{key}': expected reward_fn_args.{key}, or "
+                    f"`*` before '{key}' in its signature, for a column of that name"
+                )
     options = fitting_options(f"reward '{name}'", function, options, first=2, given=names)
     more = {key: None for key in names if key in parameters_of(function)}
     refuse_signature(f"reward '{name}'", function, function, "(task, answer)", **more, **options)
