@@ -42,6 +42,33 @@ def test_a_link_that_leaves_the_task_is_refused_in_every_folder(
     assert SECRET not in str(error.value)
 
 
+@MODES
+@pytest.mark.parametrize("then", ["true", "touch src", "ln -s /nowhere src"])
+def test_an_agent_that_removes_its_folder_earns_0(then: str, open_: bool, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    docker = folder / "environment" / "Dockerfile"
+    docker.write_text(docker.read_text() + "WORKDIR /app/src\n")
+    removing = f'cd ..; rm -r "$APP_DIR"; {then}'
+    outcome = play(folder, [call(removing), call("pwd -P; ls"), "Done."], open_=open_)
+    assert not outcome.failures, outcome.failures
+    [e] = outcome.experiences
+    seen = [m["content"] for m in e.messages or [] if m["role"] == "tool"]
+    assert e.reward == 0.0 and seen[1].endswith("/app/src")
+
+
+def test_a_folder_is_not_made_again_behind_a_link(secret: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "tasks")
+    docker = folder / "environment" / "Dockerfile"
+    docker.write_text(docker.read_text() + "WORKDIR /app/src/deep\n")
+    box = TaskBox(read_task(folder), tmp_path / "box", sandbox=False)
+    shutil.rmtree(box.cwd.parent)
+    box.cwd.parent.symlink_to(secret.parent)
+    (secret.parent / "deep").write_text(SECRET)
+    with pytest.raises(ValueError, match="/app/src of the task is behind a link that leaves"):
+        box.mend()
+    assert (secret.parent / "deep").read_text() == SECRET
+
+
 @pytest.mark.parametrize("name", ["environment", "tests", "solution"])
 def test_a_folder_of_a_task_that_is_a_link_is_refused(
     name: str, secret: Path, tmp_path: Path

@@ -76,6 +76,15 @@ class TaskBox:
         """The task's working folder on this machine."""
         return self.at(self.task.workdir)
 
+    def mend(self) -> None:
+        """Make the working folder again, empty, if a program has removed it: the next one begins
+        there, the verifier too, which finds that nothing is left.
+        """
+        if not self.cwd.is_dir():
+            _inside(self.cwd.parent, self.root)
+            remove(self.cwd)
+            self.cwd.mkdir(parents=True)
+
     def put(self, name: str) -> None:
         """Copy a folder of the task, `tests` or `solution`, over an existing one of that name."""
         remove(self.root / name)

@@ -115,6 +115,7 @@ class Trial:
         logs.mkdir(parents=True, exist_ok=True)
         most, box = self.settings.processes, self.box
         words = limited_processes(words, most) if box.sandbox else words
+        await asyncio.to_thread(box.mend)
         words = box.words(words, network=self.network)
         async with at_most(most, sandbox=box.sandbox) as before:
             return await run_program(
