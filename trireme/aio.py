@@ -199,7 +199,8 @@ class OwnThread:
 
     def __init__(self, name: str) -> None:
         """The thread starts with the first call."""
-        self._name, self._started = name, False
+        self._name = name
+        self._worker: threading.Thread | None = None
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     async def run(self, function: Callable[[], T]) -> T:
@@ -227,14 +228,15 @@ class OwnThread:
                 loop.call_soon_threadsafe(settle, result, error)
 
         self.put(call)
+        _ = self._worker  # by which `awaiting` finds the line that hangs
         return await future
 
     def put(self, call: Callable[[], None]) -> None:
         """Queue `call`, which may not raise; its result is not awaited."""
         self._calls.put(call)
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._worker.start()
 
     def close(self, last: Callable[[], object] | None = None) -> None:
         """End the thread after the queued calls, and after `last`, whose result is not awaited."""

@@ -12,6 +12,7 @@ import inspect
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import traceback
 import warnings
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -175,14 +177,18 @@ def innermost(frame: FrameType | None) -> tuple[UserCode | None, str]:
 
 
 def awaiting(coroutine: Any) -> tuple[UserCode | None, str]:
-    """Find the same for a waiting coroutine, as far as it awaits other coroutines, or a list or set
-    of tasks.
+    """Find the same for a waiting coroutine, as far as it awaits other coroutines, a list or set of
+    tasks, or code in a thread.
     """
     frames: list[FrameType] = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None and frame not in frames:
         frames.append(frame)
         following = coroutine.cr_await
         coroutine = following if hasattr(following, "cr_frame") else _unfinished(frame)
+    for thread in frames[-1].f_locals.values() if frames else ():
+        ident = thread.ident if isinstance(thread, Thread) else None
+        if ident is not None and (running := sys._current_frames().get(ident)) is not None:
+            frames += [frame for frame, _ in traceback.walk_stack(running)][::-1]
     return _innermost(reversed(frames))
 
 

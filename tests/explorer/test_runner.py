@@ -177,6 +177,19 @@ def test_replies_may_be_looked_at_before_they_are_returned() -> None:
     assert [e.reward for e in outcome.experiences] == [1.0, 0.5] and not outcome.failures
 
 
+def test_a_thread_that_hangs_is_told_by_its_line() -> None:
+    hold = threading.Event()
+
+    def hangs(task: Any, model: Any) -> list[Experience]:
+        hold.wait(HANG_S)
+        return []
+
+    [failure] = outcome_of(hangs, max_timeout=0.2).failures
+    hold.set()
+    assert failure.kind == "timeout" and failure.fault.what == "workflow 'hangs'"
+    assert failure.fault.place.endswith(": hold.wait(HANG_S)")
+
+
 class NoWords(Exception):
     """An error whose own text fails."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.explorer.made import make_runner
+from tests.explorer.made import task as explored
+from tests.limits import HANG_S
 from tests.model.fake import TOKENIZER, Say, make
 from tests.model.templates import THINKING
 from tests.model.test_turn import spans
@@ -23,6 +28,7 @@ from trireme import (
     Task,
     multi_turns,
 )
+from trireme.explorer.runner import Outcome
 from trireme.ext.multi_turn import loss_scale
 from trireme.ext.multi_turn.scheduled import (
     multi_turn_scheduler,
@@ -64,6 +70,28 @@ def test_a_step_that_adds_no_message_is_told_once(caplog: Any, shows: bool, warn
     _warn_of_no_message.cache_clear()
     run(make(["1", "2", "3"]), task_of(scheduler=Shows, max_turns=3))
     assert caplog.text.count("Shows.step returned the conversation as it was") == warned
+
+
+def test_a_plain_step_that_hangs_ends_with_its_rollout_and_is_told_by_its_line() -> None:
+    hold = threading.Event()
+
+    class Hangs(MultiTurnScheduler):
+        def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
+            hold.wait(HANG_S)
+
+        def on_trajectory_end(self, infer_request: Any) -> None:
+            """In the thread that hangs."""
+
+    async def main() -> Outcome:
+        task = replace(explored("multi_turn_scheduler"), workflow_args={"scheduler": Hangs})
+        return await make_runner(max_timeout=0.2).run(task, resolve(task.workflow), [0])
+
+    begun = time.monotonic()
+    [failure] = asyncio.run(main()).failures
+    hold.set()
+    assert failure.kind == "timeout" and time.monotonic() - begun < HANG_S / 2
+    assert failure.fault.what == "workflow 'multi_turn_scheduler'"
+    assert failure.fault.place.endswith(": hold.wait(HANG_S)")
 
 
 def test_the_tip_of_a_new_turn_carries_no_loss_and_both_replies_do() -> None:
