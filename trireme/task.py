@@ -255,18 +255,17 @@ class Task:
         """Return the data set's row."""
         return self.raw_task
 
-
-def for_rollout(task: Task) -> Task:
-    """Return a copy whose row and sections the code of one rollout may change: a message appended
-    to `task.prompt` is in no other rollout's. Lists and dictionaries are copied, not what they
-    hold.
-    """
-    own = replace(task)
-    for name in _KINDS:
-        if isinstance(section := getattr(own, name), dict):
-            for key, value in dict.items(section):
-                dict.__setitem__(section, key, _copied(value))
-    return own
+    def for_rollout(self) -> Task:
+        """Return a copy whose row and sections the code of one rollout may change: a message
+        appended to `task.prompt` is in no other rollout's. Lists and dictionaries are copied, not
+        what they hold.
+        """
+        own = replace(self)
+        for name in _KINDS:
+            if isinstance(section := getattr(own, name), dict):
+                for key, value in dict.items(section):
+                    dict.__setitem__(section, key, _copied(value))
+        return own
 
 
 def _copied(value: Any, deepest: int = 16) -> Any:

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from weakref import WeakSet
 
 import torch
 
-from trireme.aio import call_user, ended, in_thread
+from trireme.aio import ended, in_thread
 from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.experience import EID, Experience
@@ -33,7 +34,7 @@ from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
 from trireme.pictures import with_text
 from trireme.rewards.reward import number
-from trireme.task import Task, for_people, for_rollout
+from trireme.task import Task, for_people
 from trireme.usercode import Fault, UserCode, awaiting, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec, WrongExperience
 
@@ -259,7 +260,7 @@ class Runner:
         `attempts`.
         """
         name = rollout_name(task, runs[0])
-        call = asyncio.create_task(self._call(for_rollout(task), spec, model, runs))
+        call = asyncio.create_task(self._call(task.for_rollout(), spec, model, runs))
         seconds = self.limit.seconds
         begun = time.monotonic()
         try:
@@ -401,8 +402,11 @@ async def judge(
 
     async def judged() -> None:
         with UserCode(whose, spec.code) as _:
-            away = partial(in_thread, name=f"judge-{outcome.task.task_id}")
-            await call_user(rewards, outcome.task, outcome.experiences, models, away=away)
+            ask = partial(rewards, outcome.task, outcome.experiences, models)
+            waits = not inspect.iscoroutinefunction(rewards)
+            asked = await in_thread(ask, name="judge") if waits else ask()
+            if inspect.isawaitable(asked):
+                await asked
             for e in outcome.experiences:
                 if e.reward is not None:
                     e.reward = number(e.reward, f"{whose} gave", WrongExperience)
