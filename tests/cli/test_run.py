@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -93,12 +94,13 @@ def test_a_configuration_that_cannot_run_starts_nothing(
 
 
 def test_without_a_yaml_a_wrong_key_is_said_to_be_the_demos(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("TRIREME_MODEL_PATH", raising=False)
     assert command.run(None, ["max_step=5"], []) == 2
     refused = capsys.readouterr().err
     assert refused.startswith("error: the demo, since no YAML is named: max_step is not a known")
-    assert "arithmetic.yaml" not in refused
+    assert "arithmetic.yaml" not in refused and "TRIREME_MODEL_PATH" not in os.environ
 
 
 def test_a_missing_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,9 +71,9 @@ def demo_config(overrides: Sequence[str]) -> Path:
         raise ValueError(f"seed is '{seeds[-1]}': expected a whole number, 0 or more")
     seed = int(seeds[-1]) if seeds else 0
     folder = assets_folder(seed)
+    load_config(YAML, overrides)
     os.environ["TRIREME_MODEL_PATH"] = str(folder / "model")
     os.environ["TRIREME_TASKSET_PATH"] = str(folder)
-    load_config(YAML, overrides)
     prepare(folder, seed)
     return YAML
 
