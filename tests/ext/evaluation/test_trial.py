@@ -131,7 +131,7 @@ def test_debug_takes_the_flags_that_run_and_check_take(tmp_path: Path) -> None:
 
 
 def test_tools_are_no_argument_of_a_trial(tiny_dir: Path) -> None:
-    with pytest.raises(trireme.ConfigError, match=r"tools is not a known key; use .*args.tools, of"):
+    with pytest.raises(trireme.ConfigError, match="tools is not a known key; use buffer"):
         trireme.try_workflow(None, "1 + 1?", model=tiny_dir, tools=[len])
 
 
