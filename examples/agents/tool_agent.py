@@ -46,8 +46,8 @@ async def tool_agent(task: Task, model: Model) -> list[Experience]:
     """1 for the right number behind a tool's call; 0 where the agent gives up, too."""
     # the address is http: to load certificates for every rollout took most of a step's time
     http = DefaultAsyncHttpxClient(verify=False)
-    address = {"base_url": model.base_url, "api_key": model.api_key}
-    async with AsyncOpenAI(**address, http_client=http) as client:
+    client = AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, http_client=http)
+    async with client:
         agent = Agent(
             name="solver",
             instructions="Use a tool.",

@@ -40,7 +40,7 @@ async def play(client: AsyncOpenAI, question: str, secret: int) -> tuple[int, bo
 async def guess(task: Task, model: Model) -> list[Experience]:
     """A reward of 1 for the right number within three guesses."""
     http = DefaultAsyncHttpxClient(verify=False)  # no certificates to load for an http address
-    address = {"base_url": model.base_url, "api_key": model.api_key}
-    async with AsyncOpenAI(**address, http_client=http) as client:
+    client = AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, http_client=http)
+    async with client:
         guesses, right = await play(client, task.prompt, int(task.truth))
     return model.experiences(reward=float(right), guesses=guesses)
