@@ -267,6 +267,22 @@ class Task:
                     dict.__setitem__(section, key, _copied(value))
         return own
 
+    def for_people(self) -> dict[str, Any]:
+        """Return `truth`, and the other columns of the row as `row`, as plain JSON for the records
+        of rollouts: without prompt and pictures, which have their own place there, and with long
+        texts cut.
+        """
+        asked = {self.prompt_key, self.truth_key, self._format("system_prompt_key")}
+        asked |= {self.image_key} if self.image_key else set(IMAGES)
+        left, row = SHOWN_ROW, dict[str, Any]()
+        for column, value in self.raw_task.items():
+            if column in asked or (plain := _shown(value, min(SHOWN_TEXT, left))) is None:
+                continue
+            row[str(column)] = plain
+            left = max(left - len(plain if isinstance(plain, str) else json.dumps(plain)), 0)
+        truth = _shown(self.truth, SHOWN_TEXT)
+        return ({} if truth is None else {"truth": truth}) | ({"row": row} if row else {})
+
 
 def _copied(value: Any, deepest: int = 16) -> Any:
     if deepest and isinstance(value, list):
@@ -312,23 +328,6 @@ def without_truth(task: Task) -> dict[str, Any]:
     if inner is not None:
         row[outer] = {name: value for name, value in task.raw_task[outer].items() if name != inner}
     return row
-
-
-def for_people(task: Task) -> dict[str, Any]:
-    """Return a task's `truth`, and the other columns of its row as `row`, as plain JSON for the
-    records of its rollouts: without prompt and pictures, which have their own place there, and with
-    long texts cut.
-    """
-    asked = {task.prompt_key, task.truth_key, task._format("system_prompt_key")}
-    asked |= {task.image_key} if task.image_key else set(IMAGES)
-    left, row = SHOWN_ROW, dict[str, Any]()
-    for column, value in task.raw_task.items():
-        if column in asked or (plain := _shown(value, min(SHOWN_TEXT, left))) is None:
-            continue
-        row[str(column)] = plain
-        left = max(left - len(plain if isinstance(plain, str) else json.dumps(plain)), 0)
-    truth = _shown(task.truth, SHOWN_TEXT)
-    return ({} if truth is None else {"truth": truth}) | ({"row": row} if row else {})
 
 
 def _shown(value: Any, most: int) -> Any:

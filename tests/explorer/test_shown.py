@@ -9,7 +9,7 @@ from trireme.buffer.lines import with_messages
 from trireme.experience import EID, Experience
 from trireme.explorer.explorer import failure_line
 from trireme.explorer.runner import Failed
-from trireme.task import SHOWN_ROW, SHOWN_TEXT, Task, for_people
+from trireme.task import SHOWN_ROW, SHOWN_TEXT, Task
 from trireme.usercode import Fault
 from trireme.workflows.workflow import resolve
 
@@ -45,7 +45,7 @@ def test_a_rollout_records_the_truth_and_the_other_columns_of_its_row() -> None:
 def test_records_of_rows_are_plain_json_within_a_limit() -> None:
     odd = {"data": b"123", "score": float("nan"), "images": [b"picture"], "of": {1: {2}}}
     long = {f"text {n}": "x" * 5000 for n in range(9)}
-    shown = for_people(Task({"prompt": "?", "response": "y" * 3000} | odd | long))
+    shown = Task({"prompt": "?", "response": "y" * 3000} | odd | long).for_people()
     assert json.loads(json.dumps(shown)) == shown
     assert shown["truth"] == "y" * SHOWN_TEXT + " … (1,000 more characters)"
     row = shown["row"]

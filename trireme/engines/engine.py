@@ -354,10 +354,9 @@ def what_is_wrong(errors: Sequence[Any]) -> str:
     """
     first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     field = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "value_error" and not field:  # a check of the whole body names its key
-        return str(first["ctx"]["error"])
-    if first["type"] == "value_error":  # a sentence of ours, which says what was given
-        return f"the request's {field}: {first['ctx']['error']}"
+    if first["type"] == "value_error":  # ours; a check of the whole body names its key
+        sentence = str(first["ctx"]["error"])
+        return f"the request's {field}: {sentence}" if field else sentence
     field = field or "body"
     if first["type"] == "missing":
         return f"the request's {field}: {first['msg']}"

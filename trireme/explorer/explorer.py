@@ -43,7 +43,7 @@ from trireme.monitor.figures import in_words
 from trireme.pipeline.operators import pass_rates
 from trireme.pipeline.pipeline import Pipeline, left_out_by
 from trireme.sync.synchronizer import ExplorerSync
-from trireme.task import Task, for_people, without_effect
+from trireme.task import Task, without_effect
 from trireme.usercode import with_place
 
 logger = get_logger("explorer")
@@ -476,7 +476,7 @@ def failure_line(failed: Failed, task: Task) -> dict[str, Any]:
         "prompt": task.prompt if isinstance(task.prompt, str) else None,
         "response": None,
         "prompt_length": 0,
-        "info": {"task_index": dict(task.index)} | for_people(task),
+        "info": {"task_index": dict(task.index)} | task.for_people(),
         "failure": {
             "kind": failed.kind,
             "what": failed.fault.what,

@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from weakref import WeakSet
 
 import torch
 
-from trireme.aio import ended, in_thread
+from trireme.aio import call_user, ended, in_thread
 from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.experience import EID, Experience
@@ -34,7 +33,7 @@ from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
 from trireme.pictures import with_text
 from trireme.rewards.reward import number
-from trireme.task import Task, for_people
+from trireme.task import Task
 from trireme.usercode import Fault, UserCode, awaiting, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec, WrongExperience
 
@@ -402,11 +401,8 @@ async def judge(
 
     async def judged() -> None:
         with UserCode(whose, spec.code) as _:
-            ask = partial(rewards, outcome.task, outcome.experiences, models)
-            waits = not inspect.iscoroutinefunction(rewards)
-            asked = await in_thread(ask, name="judge") if waits else ask()
-            if inspect.isawaitable(asked):
-                await asked
+            away = partial(in_thread, name="judge")
+            await call_user(rewards, outcome.task, outcome.experiences, models, away=away)
             for e in outcome.experiences:
                 if e.reward is not None:
                     e.reward = number(e.reward, f"{whose} gave", WrongExperience)
@@ -490,7 +486,7 @@ def stamp(
             )
     _stamped.update(experiences)
     by_run: dict[tuple[int | str, int], list[Experience]] = {}
-    shown = for_people(task)
+    shown = task.for_people()
     for e in experiences:
         separate = spec.can_repeat and is_apart(e, task)
         run = e.eid.run if spec.can_repeat else runs[0]
