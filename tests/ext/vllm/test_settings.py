@@ -277,7 +277,9 @@ def test_rows_without_cuts_need_one_log_softmax_and_sample_the_same() -> None:
 
 def test_tokens_come_some_at_a_time_where_nobody_reads_along(tmp_path: Path) -> None:
     (few, *reply), (many, *same) = said(WAKES, str(make_model(tmp_path / "model", head_dim=32)))
-    assert (few, many) == (4, 40) and reply == same  # the first token at once, and two parts
+    # four parts of 40: the first token at once, then 16, 16 and the rest. Parts that wait together
+    # are taken together on a busy machine
+    assert few <= 4 < many <= 40 and reply == same
 
 
 def test_a_request_draws_the_same_tokens_however_it_is_scheduled() -> None:
