@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# a run on Ray starts a cluster of its own: without this it joins one that a test beside it has started
+# a run on Ray starts a cluster of its own: without this it joins one of a test beside it
 os.environ.setdefault("RAY_ADDRESS", "local")
 
 from collections.abc import Generator, Iterator
