@@ -85,8 +85,21 @@ def test_rows_that_are_too_long_are_passed_over() -> None:
 
 def test_a_data_set_without_a_row_to_train_on_says_so() -> None:
     buffer = FileBuffer("sft", Rows(set(range(10))))
-    with pytest.raises(ValueError, match="no row of its 10 leaves anything to train"):
+    says = "no row of its 10 leaves anything to train: 10 too long for model.max_model_len"
+    with pytest.raises(ValueError, match=f"{says}$"):
         run(buffer.take(4))
+
+
+def test_rows_that_are_left_out_are_counted_by_cause(caplog: pytest.LogCaptureFixture) -> None:
+    class Untrained(Rows):
+        def __call__(self, index: int, *, eid: EID) -> Experience | None:
+            self.counts["untrained"] += index == 3
+            return None if index == 3 else super().__call__(index, eid=eid)
+
+    buffer = FileBuffer("sft", Untrained({0, 1}), total_epochs=2, shuffle=False)
+    assert len(run(buffer.take(17))) == 14
+    [said] = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "'sft' are left out: 4 too long" in said and ", 2 without a trained token" in said
 
 
 def test_nothing_can_be_put_into_a_data_set() -> None:

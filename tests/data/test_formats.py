@@ -309,6 +309,16 @@ def test_recorded_experiences_are_cut_and_left_out_like_other_rows() -> None:
     assert form.counts == {"rows": 3, "cut": 1, "dropped": 1, "malformed": 0}
 
 
+def test_rows_without_a_trained_reply_are_not_called_too_long() -> None:
+    silent = {"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}
+    form = SftFormat(rows(silent), make_tokenizer(), max_model_len=64)
+    assert form(0, eid=EID(0, 0)) is None
+    assert form.counts == {"rows": 1, "rewritten_turns": 0, "untrained": 1, "malformed": 0}
+    masked = {"tokens": [5, 6], "mask": [False, False]}
+    form = SftFormat(rows(masked), make_tokenizer(), max_model_len=64)
+    assert form(0, eid=EID(0, 0)) is None and form.counts["untrained"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

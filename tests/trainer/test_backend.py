@@ -24,6 +24,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.batch import Batch, flatten
 from trireme.engines.torch.recurrent import is_recurrent
 from trireme.engines.torch.shell import load_shell
+from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.model import load_model
 from trireme.trainer.step import train_step
@@ -45,6 +46,21 @@ def test_scores_are_those_of_the_plain_model(arch, tmp_path):
             logprobs = (plain(torch.tensor([row])).logits[0] / 0.5).log_softmax(-1)
         expected = [0.0, *(float(logprobs[t - 1, row[t]]) for t in range(1, len(row)))]
         assert scored == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("place", "wrong"), [(1, 10**6), (3, 100), (0, -1)])
+def test_an_id_that_the_model_does_not_have_is_named(place, wrong, tiny_dir):
+    right, foreign = [5, 6, 7, 8], [5, 6, 7, 8]
+    foreign[place] = wrong
+    batch = flatten(
+        [
+            Experience(ids, prompt_length=1, reward=1.0, eid=EID(3, n), logprobs=[-1.0] * 3)
+            for n, ids in enumerate([right, right, foreign])
+        ]
+    )
+    says = rf"experience 3/2/0/0 has the id {wrong} \(token {place}\): expected 0 to 99"
+    with pytest.raises(ValueError, match=says):
+        _backend(tiny_dir).logprobs(batch)
 
 
 def test_sliding_windows_are_honoured(tmp_path):

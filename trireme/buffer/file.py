@@ -39,7 +39,9 @@ class RowFormat(Protocol):
         ...
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Return row `index`; None if it cannot be trained on (too long)."""
+        """Return row `index`; None if it cannot be trained on: too long, or, as `counts` say,
+        `untrained`.
+        """
         ...
 
 
@@ -171,6 +173,7 @@ class FileBuffer:
         """Return the next n experiences, and the position after them."""
         experiences: list[Experience] = []
         position, dropped = self._position, 0
+        before = self._format.counts["untrained"]
         while len(experiences) < n and (self._end is None or position < self._end):
             row = self._order[position]
             epoch = position // len(self._format)
@@ -183,8 +186,18 @@ class FileBuffer:
             if dropped >= len(self._format) and not experiences:
                 raise ValueError(
                     f"buffer '{self.name}': no row of its {len(self._format)} leaves anything to "
-                    f"train within model.max_model_len"
+                    "train: " + _why(dropped, self._format.counts["untrained"] - before)
                 )
         if dropped:
-            logger.warning("%d rows of buffer '%s' are too long to train on", dropped, self.name)
+            why = _why(dropped, self._format.counts["untrained"] - before)
+            logger.warning("rows of buffer '%s' are left out: %s", self.name, why)
         return experiences, position
+
+
+def _why(dropped: int, untrained: int) -> str:
+    """Describe rows that are left out, `untrained` of them at any length."""
+    causes = {
+        "too long for model.max_model_len": dropped - untrained,
+        "without a trained token (the weight of every reply is 0, or the mask is)": untrained,
+    }
+    return ", ".join(f"{count} {cause}" for cause, count in causes.items() if count)

@@ -79,7 +79,7 @@ def _of_data(plan: Plan) -> Lines:
     lines = [("rows", _range(sizes)), ("trained", f"[[in brackets]] {shown}")]
     cut = sum(size >= plan.lengths.max_model_len for size in sizes)
     if lost or cut:
-        text = f"{lost} of the first {len(samples)} rows are left out, as too long, and {cut} cut"
+        text = f"{lost} of the first {len(samples)} rows leave nothing to train, and {cut} are cut,"
         lines.append(("warning", f"{text} at model.max_model_len ({plan.lengths.max_model_len})"))
     return lines, []
 

@@ -152,7 +152,9 @@ class SftFormat:
         return len(self.rows)
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Return row `index`; None if it is too long to leave anything to train."""
+        """Return row `index`; None if it is too long to leave anything to train, or trains
+        nothing.
+        """
         row = self.rows[index]
         if self._columns.recorded:
             return self._recorded(row, eid)
@@ -163,7 +165,7 @@ class SftFormat:
         cut = len(rendered.ids) > self._max_len
         ids, mask = rendered.ids[: self._max_len], rendered.mask[: self._max_len]
         if not any(mask):
-            self.counts["dropped"] += 1
+            self.counts["dropped" if any(rendered.mask) else "untrained"] += 1
             return None
         self.counts["cut"] += cut
         first = mask.index(True)
@@ -183,11 +185,11 @@ class SftFormat:
     def _recorded(self, row: Mapping[str, Any], eid: EID) -> Experience | None:
         """Return the experience that a row holds, cut like any other."""
         whole = self._whole(row, eid)
-        cut = len(whole.tokens) > self._max_len
+        cut, trained = len(whole.tokens) > self._max_len, whole.trained_tokens
         experience = cut_to(whole, self._max_len)
         self.counts["rows"] += 1
         if not experience.trained_tokens:
-            self.counts["dropped"] += 1
+            self.counts["dropped" if trained else "untrained"] += 1
             return None
         self.counts["cut"] += cut
         return experience

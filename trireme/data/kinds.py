@@ -201,7 +201,7 @@ class KtoFormat(SftFormat):
             )
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
-        """Return row `index` with its label; None if it is too long to leave anything to train."""
+        """Return row `index` with its label; None if it leaves nothing to train."""
         experience = super().__call__(index, eid=eid)
         if experience is not None:
             desirable = bool(self.rows[index][self._label])

@@ -238,7 +238,7 @@ async def run_plan(
     elif plan.store.kind == "file" and result.steps < (plan.steps.train or 0):
         console.note(
             f"the data set ended with train step {result.steps} of {plan.steps.train}: rows that "
-            "leave nothing to train within model.max_model_len make the steps fewer, and the "
+            "leave nothing to train make the steps fewer, and the "
             "learning rate's schedule was for all of them"
         )
     return result

@@ -176,7 +176,10 @@ def pack_for(
     share_prefix: bool = True,
     kernel: Kernel = "sdpa",
 ) -> PackedBatch:
-    """Return `pack` in the form that a model needs on a device, and on it."""
+    """Return `pack` in the form that a model needs on a device, and on it. Raises ValueError for
+    ids that the model does not have.
+    """
+    _refuse_unknown_ids(batch, model.config.get_text_config().vocab_size)
     align, nodes = device.type == "cuda", is_recurrent(model.config)
     return pack(
         batch,
@@ -186,6 +189,24 @@ def pack_for(
         nodes=nodes,
         vision=seeing(model) if batch.pictures else None,
     ).to(device)
+
+
+def _refuse_unknown_ids(batch: Batch, vocabulary: int) -> None:
+    """Raise ValueError, naming the experience, for an id that is neither the vocabulary's nor a
+    picture's. A workflow's own experiences and recorded ones can have any.
+    """
+    flat = np.concatenate(batch.tokens)
+    unknown = ((flat >= vocabulary) & (flat < BEGIN)) | (flat < 0)
+    if not unknown.any():
+        return
+    sizes = np.array([len(row) for row in batch.tokens])
+    at = int(unknown.argmax())
+    sample = int(np.searchsorted(sizes.cumsum(), at, side="right"))
+    place = at - int(sizes[:sample].sum())
+    raise ValueError(
+        f"experience {batch.eids[sample]} has the id {flat[at]} (token {place}): expected 0 to "
+        f"{vocabulary - 1}, the model's vocabulary; another model's tokenizer may have made it"
+    )
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:
