@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,6 +43,22 @@ async def agent(
             max_retries=0,
         )
         yield client, engine, http
+
+
+def test_a_client_finds_the_model_by_its_name_and_the_time_of_an_answer() -> None:
+    async def main() -> None:
+        async with agent(["yes", "no"]) as (client, _, http):
+            [listed] = (await client.models.list()).data
+            assert (await client.models.retrieve(listed.id)) == listed
+            with pytest.raises(openai.NotFoundError, match="no model 'gpt-9': this server has '"):
+                await client.models.retrieve("gpt-9")
+            before = int(time.time())
+            chat = await client.chat.completions.create(model="m", messages=USER)
+            answer = (await http.post("/v1/responses", json={"input": "hi"})).json()
+            for made in (chat.created, answer["created_at"]):
+                assert before <= made <= time.time()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("chat", [True, False])

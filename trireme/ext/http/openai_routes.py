@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from trireme.ext.http import messages, responses
@@ -17,7 +17,15 @@ from trireme.ext.http.rollouts import Rollouts
 from trireme.ext.http.sessions import Sessions
 from trireme.ext.openai.answer import respond, stream
 from trireme.ext.openai.client import DONE, event
-from trireme.ext.openai.wire import KNOWN, MOST_PROMPTS, ChatBody, TextBody, Wire, checked
+from trireme.ext.openai.wire import (
+    KNOWN,
+    MOST_PROMPTS,
+    ChatBody,
+    TextBody,
+    Wire,
+    checked,
+    model_entry,
+)
 from trireme.log import get_logger
 from trireme.model.model import Reply
 from trireme.registry import did_you_mean
@@ -196,8 +204,15 @@ def _add_figures(
     @router.get("/v1/models")
     @router.get("/s/{name}/v1/models")
     async def models() -> dict[str, Any]:
-        entry = {"id": rollouts.model_path, "object": "model", "created": 0, "owned_by": "trireme"}
-        return {"object": "list", "data": [entry]}
+        return {"object": "list", "data": [model_entry(rollouts.model_path)]}
+
+    @router.get("/v1/models/{model:path}")
+    @router.get("/s/{name}/v1/models/{model:path}")
+    async def one_model(model: str) -> Response:
+        if model == rollouts.model_path:
+            return JSONResponse(model_entry(model))
+        there = f"there is no model '{model:.80}': this server has '{rollouts.model_path}'"
+        return JSONResponse(error_body(404, there), status_code=404)
 
     @router.get("/metrics")
     async def metrics() -> PlainTextResponse:

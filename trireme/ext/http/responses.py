@@ -273,7 +273,7 @@ def _response(
     return {
         "id": completion["id"],
         "object": "response",
-        "created_at": 0,
+        "created_at": completion["created"],
         "model": completion["model"],
         "status": status,
         "error": None,

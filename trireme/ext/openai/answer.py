@@ -8,6 +8,7 @@ thinking) is withheld, and nothing after a barrier is sent.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -248,7 +249,8 @@ class _Chunks:
         self._told: dict[int, int] = {}
         self.id = new_id("chatcmpl" if chat else "cmpl")
         kind = "chat.completion.chunk" if chat else "text_completion"
-        self.base = {"id": self.id, "object": kind, "created": 0, "model": model.model_path}
+        made = {"id": self.id, "object": kind, "created": int(time.time())}
+        self.base = {**made, "model": model.model_path}
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Receive a prompt's ids before the first token: they may have begun to think."""

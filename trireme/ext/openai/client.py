@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from trireme.ext.openai.answer import respond, stream
+from trireme.ext.openai.wire import model_entry
 from trireme.model.blocking import WAIT_S, on_loop, wait_for
 
 if TYPE_CHECKING:
@@ -96,9 +97,11 @@ async def answer(model: Model, path: str, body: dict[str, Any]) -> httpx.Respons
             lines = [event(chunk) async for chunk in stream(model, body, chat=chat)]
             headers = {"content-type": "text/event-stream"}
             return httpx.Response(200, headers=headers, content="".join([*lines, DONE]).encode())
+        entry = model_entry(model.model_path)
         if path.endswith("/models"):
-            entry = {"id": model.model_path, "object": "model", "created": 0, "owned_by": "trireme"}
             return httpx.Response(200, json={"object": "list", "data": [entry]})
+        if path.endswith(f"/models/{model.model_path}"):
+            return httpx.Response(200, json=entry)
     except ValueError as error:
         return _refusal(400, str(error))
     return _refusal(

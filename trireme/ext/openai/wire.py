@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
@@ -267,6 +268,11 @@ def text_response(
     return _response("text_completion", "cmpl", choices, replies, model)
 
 
+def model_entry(model: str) -> dict[str, Any]:
+    """Describe the model that is served as `GET /v1/models/{model}` does."""
+    return {"id": model, "object": "model", "created": 0, "owned_by": "trireme"}
+
+
 def prompt_ids(reply: Reply, chat: ChatTokens) -> list[int]:
     """Return the ids that a reply was sampled from, as the client knows them."""
     return chat.outside(reply.call.ids[: reply.prompt_tokens])
@@ -289,7 +295,7 @@ def _response(
     return {
         "id": new_id(prefix),
         "object": kind,
-        "created": 0,
+        "created": int(time.time()),
         "model": model,
         "choices": choices,
         "usage": {
