@@ -251,7 +251,8 @@ class Experience:
         """Return True if the oldest sampled token of its group is of an earlier version; a group
         that no weights sampled has none.
         """
-        return 0 <= self.info.get("group_version", self.version) < version
+        known = self.info.get("group_version")
+        return 0 <= (self.version if known is None else known) < version
 
     @property
     def trained_tokens(self) -> int:
@@ -296,6 +297,8 @@ def wrong_routing(experience: Experience) -> str:
 
 def _row(values: Tensor | Sequence[Any], dtype: torch.dtype) -> Tensor:
     """Make a tensor of a row of numbers. numpy reads a list in a third of torch's time."""
+    if isinstance(values, Tensor) and values.dtype == dtype:
+        return values
     if isinstance(values, list) and (array := np.asarray(values)).dtype.kind in "biuf":
         return torch.from_numpy(array.astype(_NUMPY_TYPES[dtype], copy=False))
     return torch.as_tensor(values, dtype=dtype)

@@ -264,7 +264,8 @@ class Task:
         for name in _KINDS:
             if isinstance(section := getattr(own, name), dict):
                 for key, value in dict.items(section):
-                    dict.__setitem__(section, key, _copied(value))
+                    if isinstance(value, list | dict):
+                        dict.__setitem__(section, key, _copied(value))
         return own
 
     def for_people(self) -> dict[str, Any]:

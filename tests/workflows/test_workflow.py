@@ -200,6 +200,24 @@ def test_what_no_store_holds_fails_the_rollout_by_its_key(
         call(bad, [])
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_number_of_a_token_is_finite_in_every_type(kind: torch.dtype) -> None:
+    largest = torch.finfo(kind).max
+
+    def made(*values: float) -> Any:
+        async def own(task: Task, model: Model) -> Any:
+            experience = Experience([1, 2, 3], prompt_length=1)
+            experience.logprobs = torch.tensor([0.0, *values], dtype=kind)
+            return [experience]
+
+        return own
+
+    (e,) = call(made(largest, largest), [])  # though their sum is infinite
+    assert e.logprobs is not None and e.logprobs[2] == largest
+    with pytest.raises(WrongExperience, match=r"whose logprobs\[2\] is nan: expected a finite"):
+        call(made(-1.0, float("nan")), [])
+
+
 def test_numbers_of_numpy_and_torch_in_info_become_pythons() -> None:
     async def scored(task: Task, model: Model) -> Any:
         experience = Experience([1, 2], prompt_length=1)

@@ -1,4 +1,8 @@
-"""Assign: writes group-relative advantages into the experiences of an explore step."""
+"""Assign: writes group-relative advantages into the experiences of an explore step.
+
+What it computes of a row of rewards itself is numpy's: each operation of torch gives up Python's
+lock, and waits to get it back from a thread that writes meanwhile, for longer than it takes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.algorithms.advantage import moments
 from trireme.algorithms.part import Part
 from trireme.batch import Columns
 from trireme.experience import EID, Experience, group_by
@@ -33,7 +36,8 @@ def assign_advantages(
         return [], {"experience_count": 0.0, "filtered_count": 0.0}
     columns = columns_of(experiences)
     rewards, groups = columns.get("rewards"), columns.get("groups")
-    scores, refilled = _refilled(_scores(part, experiences, columns), rewards, groups, at_least)
+    scores = _scores(part, experiences, columns, rewards, groups)
+    scores, refilled = _refilled(scores, rewards, groups, at_least)
     kept: list[Experience] = []
     for experience, score in zip(experiences, scores.tolist(), strict=True):
         if score != score:
@@ -46,7 +50,7 @@ def assign_advantages(
     metrics["experience_count"] = float(len(kept))
     metrics["filtered_count"] = float(len(experiences) - len(kept))
     metrics |= {"refilled_count": float(refilled)} if at_least else {}
-    num_groups = len(group_by(experiences, "task"))
+    num_groups = len(np.unique(groups.numpy()))
     busy = {
         e.eid.tid
         for e, score in zip(experiences, scores.tolist(), strict=True)
@@ -73,15 +77,25 @@ def scores_less(part: Part, experiences: Sequence[Experience], costs: Tensor) ->
     for e in cheaper:
         if e.reward is not None:  # the error is raised below
             e.reward -= runs[e.eid.rid]
-    return _scores(part, cheaper, columns_of(cheaper)).nan_to_num(nan=0.0)
+    columns = columns_of(cheaper)
+    rewards, groups = columns.get("rewards"), columns.get("groups")
+    return _scores(part, cheaper, columns, rewards, groups).nan_to_num(nan=0.0)
 
 
-def _scores(part: Part, experiences: Sequence[Experience], columns: Columns) -> Tensor:
-    """Return the part's result on the columns, one number per experience."""
+def _scores(
+    part: Part,
+    experiences: Sequence[Experience],
+    columns: Columns,
+    rewards: Tensor,
+    groups: Tensor,
+) -> Tensor:
+    """Return the part's result on the columns, one number per experience. `rewards` and `groups`
+    are those of the columns, in tensors of their own, whatever the function does to its.
+    """
     optional = part.data().get("reward_parts")
     if optional is False or (optional and "reward_parts" in columns):
         _refuse_unknown_parts(experiences, part.label)
-    scores, rewards = part(columns), columns.get("rewards")
+    scores = part(columns)
     if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
         of = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else ""
         gave = "one number" if of and not scores.ndim else of or type(scores).__name__
@@ -90,7 +104,7 @@ def _scores(part: Part, experiences: Sequence[Experience], columns: Columns) -> 
                 f"{whose} gave {gave}: expected one number per experience, a tensor of shape "
                 f"[{len(experiences)}]"
             )
-    _refuse_not_finite(part, scores, rewards, columns.get("groups"), experiences)
+    _refuse_not_finite(part, scores, rewards, groups, experiences)
     return scores
 
 
@@ -107,7 +121,11 @@ def _refuse_not_finite(
     and nothing is left, it comes from a division by 0. Rewards that are too large are reported
     elsewhere.
     """
-    if not bool(rewards.square().isfinite().all()):
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.square(rewards.numpy())).all():
+            return
+    given = scores.detach().double().numpy(force=True)
+    if not np.isinf(given).any() and not np.isnan(given).all():
         return
     wrong = scores.isinf()
     if bool(scores.isnan().all()) and not part.function.__module__.startswith("trireme."):
@@ -127,6 +145,8 @@ def _refilled(scores: Tensor, rewards: Tensor, groups: Tensor, at_least: int) ->
     experiences have a score; also return how many were filled in. An experience with a reward that
     is not finite stays out.
     """
+    if not at_least:
+        return scores, 0
     scores, refilled = scores.clone(), 0
     for group in range(int(groups.max()) + 1):
         if int((~scores.isnan()).sum()) >= at_least:
@@ -201,8 +221,10 @@ def columns_of(experiences: Sequence[Experience]) -> Columns:
 
 
 def _squarable(rewards: Sequence[float]) -> Tensor:
-    made = torch.tensor(rewards, dtype=torch.float32)
-    return made.masked_fill(~made.square().isfinite(), math.nan)
+    with np.errstate(over="ignore"):
+        made = np.array(rewards, np.float32)
+        made[~np.isfinite(np.square(made))] = math.nan
+    return torch.from_numpy(made)
 
 
 def _reward_parts(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
@@ -287,9 +309,17 @@ def _reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
     """Measure the rewards, whatever the algorithm leaves out; those that are not finite, and their
     groups, do not count.
     """
-    *_, stds = moments(rewards, groups, correction=0)
+    known, of = rewards.numpy().astype(np.float64), groups.numpy()
+    sizes = np.bincount(of)
+    means = np.bincount(of, known) / sizes
+    stds = np.sqrt(np.bincount(of, np.square(known - means[of])) / sizes)
     return {
-        "reward_mean": float(rewards[rewards.isfinite()].mean()),
-        "group_reward_std": float(stds[stds.isfinite()].mean()),
-        "zero_std_groups": float((stds == 0).float().mean()),
+        "reward_mean": _mean_of_finite(known),
+        "group_reward_std": _mean_of_finite(stds),
+        "zero_std_groups": float((stds == 0).mean()),
     }
+
+
+def _mean_of_finite(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan

@@ -42,7 +42,7 @@ logger = get_logger("explorer")
 Key = tuple[Any, ...]
 """(batch, task, run), and the number of the attempt if it is not the first."""
 ModelFactory = Callable[[Task, Key], Model]
-TOGETHER_S = 0.1
+TOGETHER_S = 1.0
 """Seconds in which the log's lines about rollouts become one record."""
 
 

@@ -204,7 +204,10 @@ def experience_of(
         if weighted:
             own = np.array(call.weights[start - first :] if call.weights else 1.0)
             weights[start:end], mask[start:end] = own, own != 0
-    prompt_length = int(mask.argmax()) if mask.any() else total
+    if weighted:
+        prompt_length = int(mask.argmax()) if mask.any() else total
+    else:
+        prompt_length = next((start for _, start, end in places if start < end), total)
     only = len(path) == 1
     weighted = weighted and not np.isin(weights, (0.0, 1.0)).all()
     return Experience(

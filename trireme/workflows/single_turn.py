@@ -141,7 +141,7 @@ class SimpleWorkflow(Workflow):
             if experience.truncate_status == "prompt_truncated" or self.reward_fn is None:
                 continue  # the reply is empty, or it is judged with its group
             answer = (self.reply_prefix or "") + (experience.response_text or "")
-            sampled = experience.tokens[experience.prompt_length :].tolist()
+            sampled = experience.tokens.numpy()[experience.prompt_length :].tolist()
             models, notes = self.auxiliary_model_wrappers, experience.metrics
             named, reward = self.reward_arguments(), self.reward_fn
             parts = await score(

@@ -7,6 +7,7 @@ gets a BlockingModel, and the Runner puts it in a thread.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -353,9 +354,7 @@ def _check_numbers(experience: Experience, whose: str) -> None:
             raise WrongExperience(
                 f"{whose} whose {field} is {shape}: expected [{size}], its tokens'"
             )
-        # a sum is checked first, in a fraction of the time; one that overflows proves nothing
-        summed = values.is_floating_point() and not math.isfinite(values.sum().item())
-        if summed and not bool(values.isfinite().all()):
+        if values.dtype.is_floating_point and not _is_finite(values):
             first = int((~values.isfinite()).nonzero()[0])
             value = float(values[first])
             raise WrongExperience(
@@ -369,6 +368,13 @@ def _check_numbers(experience: Experience, whose: str) -> None:
     for key, value in experience.metrics.items():
         what = f"{whose} with the metric {key!r}"
         experience.metrics[key] = number(value, what, WrongExperience)
+
+
+def _is_finite(values: Tensor) -> bool:
+    # a sum is checked first, in a fraction of the time; one that overflows proves nothing. torch
+    # gives up Python's lock even for a row as short as this, and numpy does not
+    row = values if values.element_size() >= 4 else values.float()  # numpy has no bfloat16
+    return math.isfinite(row.numpy(force=True).sum()) or bool(values.isfinite().all())
 
 
 def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
@@ -405,7 +411,8 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
 
     def make(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
         # code that loops over the task's or its own repeat_times loops over this call's
-        single = dataclasses.replace(task, repeat_times=repeat_times)
+        single = copy.copy(task)  # whose sections are this rollout's own: see `for_rollout`
+        single.repeat_times = repeat_times
         instance = cls(task=single, model=model, auxiliary_models=model.auxiliary or None)
         if can_repeat:
             instance.set_repeat_times(repeat_times, run_id_base)
