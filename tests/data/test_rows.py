@@ -98,6 +98,21 @@ def test_a_folder_of_json_lines_by_subset_and_split(tmp_path: Path) -> None:
     assert len(load_rows(tmp_path, "main", "test")) == 2
 
 
+def test_compressed_files_of_a_folder_are_not_passed_over_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "more.jsonl.gz").write_bytes(b"")
+    (tmp_path / "pictures.zip").write_bytes(b"")  # no rows
+    with pytest.raises(ValueError, match=r"no data files .*; more.jsonl.gz is compressed: exp"):
+        load_rows(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", TRAIN)
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"")  # the same rows, which are read
+    for _ in range(2):
+        assert list(load_rows(tmp_path)) == TRAIN
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.endswith("more.jsonl.gz is passed over, as compressed: unpack what is to be read")
+
+
 def test_a_prepared_folder_with_a_list_of_its_splits(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"game_file": "/a.tw-pddl", "target": ""}])
     (tmp_path / "dataset_dict.json").write_text('{"splits": {"name": "train", "num_examples": 1}}')

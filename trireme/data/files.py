@@ -13,19 +13,25 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trireme.log import get_logger
 from trireme.registry import did_you_mean
+
+logger = get_logger("data")
 
 SPLIT = re.compile(r"^(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
 """A split, with or without a slice of it: `train`, `train[:100]`, `train[10%:]`."""
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 """Maps a table file's suffix to the builder of `datasets` that reads it."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+"""Suffixes of compressed files, which are not read."""
 _SPLIT_WORDS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -42,7 +48,9 @@ def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     if splits is None:
         splits = _by_name(folder, subset)
     if not splits:
-        raise ValueError(f"holds no data files ({', '.join(SUFFIXES)})")
+        packed = _packed(folder)
+        hint = f"; {packed[0].name} is compressed: expected it unpacked" if packed else ""
+        raise ValueError(f"holds no data files ({', '.join(SUFFIXES)}){hint}")
     if split not in splits:
         raise ValueError(f"has no split '{split}'{_choice(split, splits)}")
     return splits[split]
@@ -116,7 +124,24 @@ def _by_name(folder: Path, subset: str | None) -> dict[str, list[Path]]:
             continue
         split = _split_of(relative)
         (plain if split is None else out.setdefault(split, [])).append(path)
+    if out or plain:
+        _note_packed(root)
     return out or ({"train": plain} if plain else {})
+
+
+def _packed(folder: Path) -> list[Path]:
+    """Return the compressed data files of a folder, sorted."""
+    packed = [path for path in folder.rglob("*") if path.suffix in PACKED]
+    return sorted(path for path in packed if Path(path.stem).suffix in SUFFIXES)
+
+
+@lru_cache(maxsize=256)
+def _note_packed(folder: Path) -> None:
+    """Warn once of compressed files that are not in the same folder unpacked, too."""
+    lost = [path for path in _packed(folder) if not path.with_suffix("").exists()]
+    if lost:
+        more = f" and {len(lost) - 1} more are" if len(lost) > 1 else " is"
+        logger.warning("%s%s passed over, as compressed: unpack what is to be read", lost[0], more)
 
 
 def _split_of(relative: Path) -> str | None:
