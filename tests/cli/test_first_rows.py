@@ -265,3 +265,12 @@ def test_the_first_row_that_is_trained(tmp_path: Path, good: dict[str, Any]) -> 
     assert code == 1 and "problem: held_out: 3 of 3 prompts have more than 10 tokens" in output
     code, output = checked(tmp_path, config, "model.max_model_len=16")
     assert code == 1 and "leave nothing to train within model.max_model_len (16)" in output
+    silent = {"role": "assistant", "content": "2", "weight": 0}
+    asked = {"role": "user", "content": "1 + 1?"}
+    for weights in ([1, 0], [0, 0]):
+        replies = [silent | {"weight": weight} for weight in weights]
+        write_jsonl(path, [{"messages": [asked, reply]} for reply in replies])
+        code, output = checked(tmp_path, config)
+        number = "1" if any(weights) else "all"
+        assert code == (not any(weights)) and "too long" not in output
+        assert f"{number} of the first 2 rows train nothing: the weight of every reply" in output

@@ -69,18 +69,25 @@ def _of_data(plan: Plan) -> Lines:
         if time.monotonic() > deadline:
             break
     sizes = [sample.tokens for sample in samples if sample.parts]
-    lost = len(samples) - len(sizes)
+    untrained = sum(sample.untrained for sample in samples)
+    lost = len(samples) - len(sizes) - untrained
+    nothing = f"of the first {len(samples)} rows train nothing: the weight of every reply is 0, or"
+    if not sizes and not lost:
+        return [], [f"all {nothing} the mask is"]
     if not sizes:
         return [], [
-            f"all of the first {lost} rows leave nothing to train within model.max_model_len "
-            f"({plan.lengths.max_model_len}): expected a larger one, or shorter rows"
+            f"all of the first {len(samples)} rows leave nothing to train within "
+            f"model.max_model_len ({plan.lengths.max_model_len}): expected a larger one, or "
+            "shorter rows"
         ]
     shown = in_one_line(bracketed(next(s for s in samples if s.parts)), SHOWN)
     lines = [("rows", _range(sizes)), ("trained", f"[[in brackets]] {shown}")]
     cut = sum(size >= plan.lengths.max_model_len for size in sizes)
     if lost or cut:
-        text = f"{lost} of the first {len(samples)} rows leave nothing to train, and {cut} are cut,"
+        text = f"{lost} of the first {len(samples)} rows are left out, as too long, and {cut} cut"
         lines.append(("warning", f"{text} at model.max_model_len ({plan.lengths.max_model_len})"))
+    if untrained:
+        lines.append(("warning", f"{untrained} {nothing} the mask is"))
     return lines, []
 
 

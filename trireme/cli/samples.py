@@ -22,6 +22,8 @@ class Sample:
     parts: list[tuple[str, float, bool]] = field(default_factory=list)
     """Text, its weight (0: not trained), and whether it consists of special tokens only."""
     tokens: int = 0
+    untrained: bool = False
+    """Whether it is a row that trains nothing at any length."""
 
 
 def of_data(plan: Plan, count: int) -> Iterator[Sample]:
@@ -45,10 +47,13 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
         on_error=config.on_error,
         reader=text.chat.reader,
     )
+    untrained = 0
     for index in range(min(count, len(to_experience))):
         experience = to_experience(index, eid=EID(0, index))
         if experience is None:
-            yield Sample(f"row {index}: left out, nothing of it is trained")
+            unknown, untrained = untrained, to_experience.counts["untrained"]
+            title = f"row {index}: left out, nothing of it is trained"
+            yield Sample(title, untrained=untrained > unknown)
             continue
         yield from of_experience(f"row {index}", experience, text.tokenizer)
 
