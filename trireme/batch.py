@@ -235,10 +235,10 @@ class Batch:
             groups=tuple(self.groups[i] for i in chosen),
             counts=counts,
             sample_ids=torch.from_numpy(np.repeat(np.arange(len(chosen)), counts)),
-            positions=self.positions[index],
-            targets=self.targets[index],
-            temperatures=self.temperatures[index],
-            fields={name: value[index] for name, value in self.fields.items()},
+            positions=self.positions.index_select(0, index),
+            targets=self.targets.index_select(0, index),
+            temperatures=self.temperatures.index_select(0, index),
+            fields={name: value.index_select(0, index) for name, value in self.fields.items()},
             missing=self.missing,
             pictures=self.pictures,
             routed_experts=tuple(self.routed_experts[i] for i in chosen if self.routed_experts),
@@ -303,11 +303,13 @@ def flatten(experiences: Sequence[Experience], *, replays: bool = True) -> Batch
     """Make the batch of these experiences: entries where `mask` is true, without index 0.
     `replays`: with the experts that are recorded for them.
     """
+    # by `index_select`: torch shares out an index in brackets to its threads from some thousand
+    # entries on, and takes a hundred times as long where a processor is busy
     masks = [_mask(e) for e in experiences]
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     trained = _joined(masks)
-    trained[torch.from_numpy(starts)] = False  # nothing predicts index 0
+    trained.index_fill_(0, torch.from_numpy(starts), 0)  # nothing predicts index 0
     entries = trained.nonzero().squeeze(1)  # their indices, over all samples
     sample_ids = np.searchsorted(starts, entries.numpy(), side="right") - 1
     counts = np.bincount(sample_ids, minlength=len(experiences))
@@ -321,7 +323,7 @@ def flatten(experiences: Sequence[Experience], *, replays: bool = True) -> Batch
         if lacking:
             missing[name] = lacking[0]
         else:
-            fields[name] = _joined(rows)[entries]
+            fields[name] = _joined(rows).index_select(0, entries)
     pictures = album(picture for e in experiences for picture in e.pictures)
     tokens = _joined([e.tokens for e in experiences])
     if len(tokens) and int(tokens.max()) >= BEGIN:
@@ -333,8 +335,8 @@ def flatten(experiences: Sequence[Experience], *, replays: bool = True) -> Batch
         counts=counts,
         sample_ids=torch.from_numpy(sample_ids),
         positions=entries - torch.from_numpy(starts[sample_ids]),
-        targets=tokens[entries],
-        temperatures=temperatures[torch.from_numpy(sample_ids)],
+        targets=tokens.index_select(0, entries),
+        temperatures=temperatures.index_select(0, torch.from_numpy(sample_ids)),
         fields=fields,
         missing=missing,
         pictures=pictures,

@@ -144,7 +144,7 @@ def weights(mode: str, sample_ids: Tensor, num_samples: int, *, width: int) -> T
     if mode == "seq-mean-token-sum-norm":
         return torch.full((num_tokens,), 1 / (width + _EPSILON))
     counts = torch.bincount(sample_ids, minlength=num_samples).double()
-    return (1 / (max(num_samples, 1) * (counts[sample_ids] + _EPSILON))).float()
+    return (1 / (max(num_samples, 1) * (counts.index_select(0, sample_ids) + _EPSILON))).float()
 
 
 __getattr__ = former_names(__name__)

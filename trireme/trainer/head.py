@@ -73,8 +73,10 @@ def score_entries(
     head = model.get_output_embeddings()
     assert head is not None
     size = LOGIT_NUMBERS[hidden.device.type] // model.config.get_text_config().vocab_size
-    chunks = list(_chunks(len(unique_keys), node_of[order], max(size, 1)))
-    nodes, targets, scale = select(hidden, unique_keys >> 32), targets[order], _scale(model)
+    ordered = node_of.index_select(0, order)
+    chunks = list(_chunks(len(unique_keys), ordered, max(size, 1)))
+    nodes, scale = select(hidden, unique_keys >> 32), _scale(model)
+    targets = targets.index_select(0, order)
     plain = type(head) in (nn.Linear, QuickLinear)
     if not torch.is_grad_enabled():
         weight = head.weight.to(_dtype_of(head.weight)) if plain else None
@@ -85,13 +87,13 @@ def score_entries(
             parts.append(_score(scale.of(raw), heat, targets, c, 1 + 2 * entropy))
         rows = torch.cat(parts, dim=1)
     elif plain:
-        inputs = nodes, head.weight, head.bias, heat, targets, node_of[order], chunks
+        inputs = nodes, head.weight, head.bias, heat, targets, ordered, chunks
         rows = torch.stack(_LinearHead.apply(*inputs, scale, entropy))
     else:  # for example, with an adapter
         rows = torch.cat([_again(head, nodes, heat, targets, c, scale, entropy) for c in chunks], 1)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    rows = rows[:, back]
+    rows = torch.stack([select(row, back) for row in rows])
     return rows[0], rows[1:] if entropy else None
 
 

@@ -95,10 +95,10 @@ def prepare(
     experts = None
     if recipe.asks("expert"):
         experts = _flags(experiences, key="is_expert", default=False)
-        batch = batch.with_fields(expert=experts[batch.sample_ids])
+        batch = batch.with_fields(expert=experts.index_select(0, batch.sample_ids))
     if recipe.schema == "kto":
         desirable = _flags(experiences, key="desirable")
-        batch = batch.with_fields(desirable=desirable[batch.sample_ids])
+        batch = batch.with_fields(desirable=desirable.index_select(0, batch.sample_ids))
     batch = batch.with_fields(weights=recipe.weights(batch, experts))
     if recipe.needs_reference:
         batch = batch.with_fields(ref_logprobs=backend.logprobs(batch, reference=True))

@@ -278,14 +278,15 @@ def _compare_with_sampler(
     current = batch.fields["versions"] == fresh
     if not bool(current.any()):
         return
-    difference = (logprobs.detach().cpu() - batch.fields["old_logprobs"])[current].abs()
+    difference = logprobs.detach().cpu() - batch.fields["old_logprobs"]
+    difference = difference.masked_select(current).abs()
     totals.mean("rollout/logprob_diff_mean", difference)
     totals.max("rollout/logprob_diff_max", difference)
 
 
 def _with_advantage(batch: Batch) -> Batch:
     advantages = batch.get("advantages", asked_by="the trainer")
-    busy = batch.sample_ids[advantages != 0].unique()
+    busy = batch.sample_ids.masked_select(advantages != 0).unique()
     return batch if len(busy) == batch.num_samples else batch.select(busy.tolist())
 
 
@@ -295,7 +296,7 @@ def _sizes(batch: Batch, version: int) -> dict[str, float]:
         "perf/experiences": float(batch.num_samples),
     }
     versions = batch.fields.get("versions")
-    if versions is not None and len(sampled := versions[versions >= 0]):
+    if versions is not None and len(sampled := versions.masked_select(versions >= 0)):
         ages = (version - sampled).float()
         metrics["rollout/staleness_mean"] = float(ages.mean())
         metrics["rollout/staleness_max"] = float(ages.max())
