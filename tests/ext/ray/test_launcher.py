@@ -117,7 +117,8 @@ def test_a_cluster_that_was_killed_is_named_by_rays_file(tmp_path, monkeypatch):
     file = tmp_path / "ray/ray_current_cluster"
     file.parent.mkdir()
     file.write_text("127.0.0.1:1")
-    expected = rf"does not answer.*cluster.ray_address local one of the run's own: {file} names"
+    own = f"{file} names this cluster, and cluster.ray_address local starts one of the run's own"
+    expected = f"does not answer.*; {own}, since this one may have been killed"
     with pytest.raises(TimeoutError, match=expected), cluster(plan_of(tmp_path)):
         pass
 

@@ -91,6 +91,14 @@ def _running() -> Path:
     return Path(os.environ.get("RAY_TMPDIR", "/tmp")) / RUNNING
 
 
+def _own_instead(address: str | None) -> str:
+    """Say how a run does without a cluster that Ray's file alone named; "" if it did not."""
+    path = _running()
+    if address is None or not path.exists() or path.read_text().strip() != address:
+        return ""
+    return f"{path} names this cluster, and cluster.ray_address local starts one of the run's own"
+
+
 def gpus_of(config: ClusterConfig) -> Gpus | None:
     """Return the most GPUs of any machine of a named cluster, or of the cluster that this process
     is in, and the memory of the smallest, by the machines' drivers; None if none is named.
@@ -199,12 +207,9 @@ def _reach(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S / 3).close()
     except OSError as error:
-        path, remedy = _running(), "`ray start --head` starts one"
-        if path.exists() and path.read_text().strip() == address:
-            remedy += (
-                f", and cluster.ray_address local one of the run's own: {path} names this one, "
-                "which may have been killed"
-            )
+        remedy, own = "`ray start --head` starts one", _own_instead(address)
+        if own:
+            remedy += f"; {own}, since this one may have been killed"
         raise TimeoutError(
             f"the Ray cluster at {address} (cluster.ray_address) does not answer: "
             f"{error.strerror or error}; {remedy}"
@@ -260,7 +265,8 @@ class Reservation:
         while not await asyncio.to_thread(self._group.wait, 0.5):
             waited = time.monotonic() - begun
             if waited > limit:
-                raise RuntimeError(f"{self._lack()} after {limit:g} s")
+                own = _own_instead(address_of(self._plan))
+                raise RuntimeError(f"{self._lack()} after {limit:g} s{own and f'; {own}'}")
             if not noted and 3 < waited < limit - 3:
                 noted = True
                 note(f"{self._lack()}: waiting {limit:g} s for places")
