@@ -229,6 +229,7 @@ class Batch:
         starts = (np.cumsum(self.counts) - self.counts)[chosen]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         index = torch.from_numpy(np.repeat(starts, counts) + within)
+        fields = self.fields.items()  # a user's function may have made one on another device
         return Batch(
             tokens=tuple(self.tokens[i] for i in chosen),
             eids=tuple(self.eids[i] for i in chosen),
@@ -238,7 +239,7 @@ class Batch:
             positions=self.positions.index_select(0, index),
             targets=self.targets.index_select(0, index),
             temperatures=self.temperatures.index_select(0, index),
-            fields={name: value.index_select(0, index) for name, value in self.fields.items()},
+            fields={name: row.index_select(0, index.to(row.device)) for name, row in fields},
             missing=self.missing,
             pictures=self.pictures,
             routed_experts=tuple(self.routed_experts[i] for i in chosen if self.routed_experts),
