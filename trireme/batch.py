@@ -304,8 +304,6 @@ def flatten(experiences: Sequence[Experience], *, replays: bool = True) -> Batch
     """Make the batch of these experiences: entries where `mask` is true, without index 0.
     `replays`: with the experts that are recorded for them.
     """
-    # by `index_select`: torch shares out an index in brackets to its threads from some thousand
-    # entries on, and takes a hundred times as long where a processor is busy
     masks = [_mask(e) for e in experiences]
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -324,6 +322,8 @@ def flatten(experiences: Sequence[Experience], *, replays: bool = True) -> Batch
         if lacking:
             missing[name] = lacking[0]
         else:
+            # torch shares out an index in brackets to its threads from some thousand entries on,
+            # and takes a hundred times as long where a processor is busy
             fields[name] = _joined(rows).index_select(0, entries)
     pictures = album(picture for e in experiences for picture in e.pictures)
     tokens = _joined([e.tokens for e in experiences])

@@ -58,7 +58,7 @@ def test_an_id_that_the_model_does_not_have_is_named(place, wrong, tiny_dir):
             for n, ids in enumerate([right, right, foreign])
         ]
     )
-    says = rf"experience 3/2/0/0 has the id {wrong} \(token {place}\): expected 0 to 99"
+    says = rf"experience 3/2/0/0 holds the id {wrong} \(at {place}\): expected 0 to 99, this model"
     with pytest.raises(ValueError, match=says):
         _backend(tiny_dir).logprobs(batch)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from annotated_types import Ge
 from torch import Tensor
@@ -36,17 +37,21 @@ def moments(
 
     `counts` [N] is true for the values that count. The deviation divides by the size less
     `correction`, and is NaN where that is 0. A value too large to square in its own dtype makes
-    its group's mean and deviation NaN.
+    its group's mean and deviation NaN. It is computed by numpy: each operation of torch gives up
+    Python's lock, and waits for a thread that writes meanwhile for longer than it takes.
     """
-    index = groups.unique(return_inverse=True)[1]
-    kept = torch.ones_like(index, dtype=torch.bool) if counts is None else counts
+    names, index = np.unique(groups.numpy(force=True), return_inverse=True)
+    kept = slice(None) if counts is None else counts.numpy(force=True)
     large = ~values.square().isfinite()
-    exact, of = values.double().masked_fill(large, torch.nan)[kept], index[kept]
-    nothing = exact.new_zeros(int(index.max()) + 1 if len(index) else 0)
-    size = nothing.index_add(0, of, torch.ones_like(exact))
-    mean = nothing.index_add(0, of, exact) / size
-    squares = nothing.index_add(0, of, (exact - mean[of]).square())
-    return index, size, mean, (squares / (size - correction)).sqrt()
+    exact, of = values.double().masked_fill(large, torch.nan).numpy(force=True)[kept], index[kept]
+    size = np.bincount(of, minlength=len(names)).astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = np.bincount(of, exact, len(names)) / size
+        squares = np.bincount(of, np.square(exact - mean[of]), len(names))
+        std = np.sqrt(squares / (size - correction))
+    at, of_groups = torch.from_numpy(index), map(torch.from_numpy, (size, mean, std))
+    size_, mean_, std_ = (row.to(values.device) for row in of_groups)
+    return at.to(values.device), size_, mean_, std_
 
 
 def takes_one_rollout(function: Any) -> Any:

@@ -1,8 +1,4 @@
-"""Assign: writes group-relative advantages into the experiences of an explore step.
-
-What it computes of a row of rewards itself is numpy's: each operation of torch gives up Python's
-lock, and waits to get it back from a thread that writes meanwhile, for longer than it takes.
-"""
+"""Assign: writes group-relative advantages into the experiences of an explore step."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trireme.algorithms.advantage import moments
 from trireme.algorithms.part import Part
 from trireme.batch import Columns
 from trireme.experience import EID, Experience, group_by
@@ -36,8 +33,7 @@ def assign_advantages(
         return [], {"experience_count": 0.0, "filtered_count": 0.0}
     columns = columns_of(experiences)
     rewards, groups = columns.get("rewards"), columns.get("groups")
-    scores = _scores(part, experiences, columns, rewards, groups)
-    scores, refilled = _refilled(scores, rewards, groups, at_least)
+    scores, refilled = _refilled(_scores(part, experiences, columns), rewards, groups, at_least)
     kept: list[Experience] = []
     for experience, score in zip(experiences, scores.tolist(), strict=True):
         if score != score:
@@ -50,7 +46,7 @@ def assign_advantages(
     metrics["experience_count"] = float(len(kept))
     metrics["filtered_count"] = float(len(experiences) - len(kept))
     metrics |= {"refilled_count": float(refilled)} if at_least else {}
-    num_groups = len(np.unique(groups.numpy()))
+    num_groups = int(groups.max()) + 1
     busy = {
         e.eid.tid
         for e, score in zip(experiences, scores.tolist(), strict=True)
@@ -77,25 +73,15 @@ def scores_less(part: Part, experiences: Sequence[Experience], costs: Tensor) ->
     for e in cheaper:
         if e.reward is not None:  # the error is raised below
             e.reward -= runs[e.eid.rid]
-    columns = columns_of(cheaper)
-    rewards, groups = columns.get("rewards"), columns.get("groups")
-    return _scores(part, cheaper, columns, rewards, groups).nan_to_num(nan=0.0)
+    return _scores(part, cheaper, columns_of(cheaper)).nan_to_num(nan=0.0)
 
 
-def _scores(
-    part: Part,
-    experiences: Sequence[Experience],
-    columns: Columns,
-    rewards: Tensor,
-    groups: Tensor,
-) -> Tensor:
-    """Return the part's result on the columns, one number per experience. `rewards` and `groups`
-    are those of the columns, in tensors of their own, whatever the function does to its.
-    """
+def _scores(part: Part, experiences: Sequence[Experience], columns: Columns) -> Tensor:
+    """Return the part's result on the columns, one number per experience."""
     optional = part.data().get("reward_parts")
     if optional is False or (optional and "reward_parts" in columns):
         _refuse_unknown_parts(experiences, part.label)
-    scores = part(columns)
+    scores, rewards = part(columns), columns.get("rewards")
     if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
         of = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else ""
         gave = "one number" if of and not scores.ndim else of or type(scores).__name__
@@ -104,7 +90,7 @@ def _scores(
                 f"{whose} gave {gave}: expected one number per experience, a tensor of shape "
                 f"[{len(experiences)}]"
             )
-    _refuse_not_finite(part, scores, rewards, groups, experiences)
+    _refuse_not_finite(part, scores, rewards, columns, experiences)
     return scores
 
 
@@ -112,7 +98,7 @@ def _refuse_not_finite(
     part: Part,
     scores: Tensor,
     rewards: Tensor,
-    groups: Tensor,
+    columns: Columns,
     experiences: Sequence[Experience],
 ) -> None:
     """Raise ValueError for infinite scores, and for a user's function that returns only NaN.
@@ -121,20 +107,17 @@ def _refuse_not_finite(
     and nothing is left, it comes from a division by 0. Rewards that are too large are reported
     elsewhere.
     """
-    with np.errstate(over="ignore"):
-        if not np.isfinite(np.square(rewards.numpy())).all():
-            return
-    given = scores.detach().double().numpy(force=True)
-    if not np.isinf(given).any() and not np.isnan(given).all():
+    if not np.isfinite(rewards.numpy()).all():  # those that are too large are NaN
         return
-    wrong = scores.isinf()
-    if bool(scores.isnan().all()) and not part.function.__module__.startswith("trireme."):
-        stds = [rewards[groups == g].std(correction=0) for g in range(int(groups.max()) + 1)]
-        wrong = wrong | all(std > 0 for std in stds)
-    if bool(wrong.any()):
-        first = int(wrong.nonzero()[0])
+    given = scores.double().numpy(force=True)
+    wrong = np.isinf(given)
+    if np.isnan(given).all() and not part.function.__module__.startswith("trireme."):
+        *_, stds = moments(rewards, columns.get("groups"), correction=0)
+        wrong |= bool((stds > 0).all())
+    if wrong.any():
+        first = int(wrong.argmax())
         raise ValueError(
-            f"{part.label} gave {scores[first].item():g} for {int(wrong.sum())} of "
+            f"{part.label} gave {given[first]:g} for {int(wrong.sum())} of "
             f"{len(experiences)} experiences, first for {experiences[first].eid.uid} with reward "
             f"{rewards[first].item():g}: expected finite numbers (NaN leaves an experience out)"
         )
@@ -309,17 +292,14 @@ def _reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
     """Measure the rewards, whatever the algorithm leaves out; those that are not finite, and their
     groups, do not count.
     """
-    known, of = rewards.numpy().astype(np.float64), groups.numpy()
-    sizes = np.bincount(of)
-    means = np.bincount(of, known) / sizes
-    stds = np.sqrt(np.bincount(of, np.square(known - means[of])) / sizes)
+    stds = moments(rewards, groups, correction=0)[-1].numpy()
     return {
-        "reward_mean": _mean_of_finite(known),
+        "reward_mean": _mean_of_finite(rewards.numpy()),
         "group_reward_std": _mean_of_finite(stds),
         "zero_std_groups": float((stds == 0).mean()),
     }
 
 
-def _mean_of_finite(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+def _mean_of_finite(values: np.ndarray[Any, Any]) -> float:
     finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else math.nan
+    return float(finite.mean(dtype=np.float64)) if len(finite) else math.nan

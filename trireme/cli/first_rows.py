@@ -71,9 +71,10 @@ def _of_data(plan: Plan) -> Lines:
     sizes = [sample.tokens for sample in samples if sample.parts]
     untrained = sum(sample.untrained for sample in samples)
     lost = len(samples) - len(sizes) - untrained
-    nothing = f"of the first {len(samples)} rows train nothing: the weight of every reply is 0, or"
+    why = "the weight of every reply is 0, or the mask is"
+    nothing = f"of the first {len(samples)} rows train nothing: {why}"
     if not sizes and not lost:
-        return [], [f"all {nothing} the mask is"]
+        return [], [f"all {nothing}"]
     if not sizes:
         return [], [
             f"all of the first {len(samples)} rows leave nothing to train within "
@@ -87,7 +88,7 @@ def _of_data(plan: Plan) -> Lines:
         text = f"{lost} of the first {len(samples)} rows are left out, as too long, and {cut} cut"
         lines.append(("warning", f"{text} at model.max_model_len ({plan.lengths.max_model_len})"))
     if untrained:
-        lines.append(("warning", f"{untrained} {nothing} the mask is"))
+        lines.append(("warning", f"{untrained} {nothing}"))
     return lines, []
 
 

@@ -51,9 +51,9 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
     for index in range(min(count, len(to_experience))):
         experience = to_experience(index, eid=EID(0, index))
         if experience is None:
-            unknown, untrained = untrained, to_experience.counts["untrained"]
+            before, untrained = untrained, to_experience.counts["untrained"]
             title = f"row {index}: left out, nothing of it is trained"
-            yield Sample(title, untrained=untrained > unknown)
+            yield Sample(title, untrained=untrained > before)
             continue
         yield from of_experience(f"row {index}", experience, text.tokenizer)
 

@@ -238,8 +238,8 @@ async def run_plan(
     elif plan.store.kind == "file" and result.steps < (plan.steps.train or 0):
         console.note(
             f"the data set ended with train step {result.steps} of {plan.steps.train}: rows that "
-            "leave nothing to train make the steps fewer, and the "
-            "learning rate's schedule was for all of them"
+            "leave nothing to train make the steps fewer, and the learning rate's schedule was for "
+            "all of them"
         )
     return result
 

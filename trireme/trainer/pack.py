@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch
+from trireme.engines.request import checked_ids
 from trireme.engines.torch.recurrent import is_recurrent
 from trireme.engines.torch.vision import Vision, around, axes, seeing, vision_of
 from trireme.pictures import BEGIN, Pictures, shown
@@ -199,14 +200,8 @@ def _refuse_unknown_ids(batch: Batch, vocabulary: int) -> None:
     unknown = ((flat >= vocabulary) & (flat < BEGIN)) | (flat < 0)
     if not unknown.any():
         return
-    sizes = np.array([len(row) for row in batch.tokens])
-    at = int(unknown.argmax())
-    sample = int(np.searchsorted(sizes.cumsum(), at, side="right"))
-    place = at - int(sizes[:sample].sum())
-    raise ValueError(
-        f"experience {batch.eids[sample]} has the id {flat[at]} (token {place}): expected 0 to "
-        f"{vocabulary - 1}, the model's vocabulary; another model's tokenizer may have made it"
-    )
+    for eid, row in zip(batch.eids, batch.tokens, strict=True):
+        checked_ids(row.tolist(), vocabulary, f"experience {eid}", pictures=batch.pictures)
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:
