@@ -48,8 +48,8 @@ def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     if splits is None:
         splits = _by_name(folder, subset)
     if not splits:
-        packed = _packed(folder)
-        hint = f"; {packed[0].name} is compressed: expected it unpacked" if packed else ""
+        packed = next(filter(_is_packed, sorted(folder.rglob("*"))), None)
+        hint = f"; {packed.name} is compressed: expected it unpacked" if packed else ""
         raise ValueError(f"holds no data files ({', '.join(SUFFIXES)}){hint}")
     if split not in splits:
         raise ValueError(f"has no split '{split}'{_choice(split, splits)}")
@@ -117,31 +117,30 @@ def _by_name(folder: Path, subset: str | None) -> dict[str, list[Path]]:
     root = folder / subset if subset and (folder / subset).is_dir() else folder
     out: dict[str, list[Path]] = {}
     plain: list[Path] = []
+    packed: list[Path] = []
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         hidden = any(part.startswith((".", "__")) for part in relative.parts)
+        if not hidden and _is_packed(path) and not path.with_suffix("").exists():
+            packed.append(path)
         if hidden or path.suffix not in SUFFIXES or path.name in _NOT_DATA:
             continue
         split = _split_of(relative)
         (plain if split is None else out.setdefault(split, [])).append(path)
-    if out or plain:
-        _note_packed(root)
+    if packed and (out or plain):
+        _note_packed(packed[0], len(packed) - 1)
     return out or ({"train": plain} if plain else {})
 
 
-def _packed(folder: Path) -> list[Path]:
-    """Return the compressed data files of a folder, sorted."""
-    packed = [path for path in folder.rglob("*") if path.suffix in PACKED]
-    return sorted(path for path in packed if Path(path.stem).suffix in SUFFIXES)
+def _is_packed(path: Path) -> bool:
+    return path.suffix in PACKED and Path(path.stem).suffix in SUFFIXES
 
 
 @lru_cache(maxsize=256)
-def _note_packed(folder: Path) -> None:
-    """Warn once of compressed files that are not in the same folder unpacked, too."""
-    lost = [path for path in _packed(folder) if not path.with_suffix("").exists()]
-    if lost:
-        more = f" and {len(lost) - 1} more are" if len(lost) > 1 else " is"
-        logger.warning("%s%s passed over, as compressed: unpack what is to be read", lost[0], more)
+def _note_packed(first: Path, others: int) -> None:
+    """Warn once of compressed files whose rows are nowhere unpacked."""
+    more = f" and {others} more are" if others else " is"
+    logger.warning("%s%s passed over, as compressed: unpack what is to be read", first, more)
 
 
 def _split_of(relative: Path) -> str | None:

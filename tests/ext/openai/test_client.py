@@ -110,6 +110,18 @@ def test_streams_are_served() -> None:
     assert len(model.experiences()) == 1
 
 
+def test_the_model_is_found_by_its_name() -> None:
+    model = make([])
+    model.model_path = "models/qwen"
+
+    async def run() -> None:
+        [listed] = (await model.openai.models.list()).data
+        assert listed.id == model.model_path
+        assert await model.openai.models.retrieve(listed.id) == listed
+
+    asyncio.run(run())
+
+
 def test_text_completions_are_served() -> None:
     model = make(["bc"])
     done = asyncio.run(_complete(model))

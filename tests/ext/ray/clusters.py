@@ -11,10 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.job import command, environment, small_config
 from tests.limits import HANG_S
 
 JOB = "checkpoints/tests/job"
+
+
+def named_by_file(folder: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> Path:
+    """Ray's file, in this folder, names a cluster, and no variable does."""
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    file = folder / "ray/ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text(address)
+    return file
 
 
 def start(

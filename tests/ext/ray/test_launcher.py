@@ -10,6 +10,7 @@ import pytest
 
 from tests.config.made import config_of, plan_of, values
 from tests.config.test_placement import ENGINES, machine
+from tests.ext.ray.clusters import named_by_file
 from trireme.config import ConfigError
 from trireme.config.gpus import Gpus
 from trireme.launch.check import draft
@@ -112,11 +113,7 @@ def test_a_cluster_that_was_killed_is_named_by_rays_file(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     from trireme.ext.ray.cluster import cluster
 
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    file = tmp_path / "ray/ray_current_cluster"
-    file.parent.mkdir()
-    file.write_text("127.0.0.1:1")
+    file = named_by_file(tmp_path, monkeypatch, "127.0.0.1:1")
     own = f"{file} names this cluster, and cluster.ray_address local starts one of the run's own"
     expected = f"does not answer.*; {own}, since this one may have been killed"
     with pytest.raises(TimeoutError, match=expected), cluster(plan_of(tmp_path)):
@@ -136,9 +133,7 @@ def test_a_cluster_is_named_by_rays_variable_or_file(tmp_path, monkeypatch, vari
     pytest.importorskip("ray")
     from trireme.ext.ray.cluster import address_of
 
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray/ray_current_cluster").write_text("of the file")
+    named_by_file(tmp_path, monkeypatch, "of the file")
     plan = plan_of(tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", variable)
     assert address_of(plan) == address

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from tests.e2e.job import small_config
+from tests.ext.ray.clusters import named_by_file
 from tests.limits import HANG_S
 from tests.odd import ALL
 
@@ -468,11 +469,7 @@ def test_places_that_the_cluster_has_are_waited_for_and_lacking_ones_briefly(
     apart = "; 2 have to be on one machine, and the largest has 1" if engine > 1 else ""
     own = ""
     if there == 4:  # Ray's file named the cluster, which another run may have started
-        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        file = tmp_path / "ray/ray_current_cluster"
-        file.parent.mkdir()
-        file.write_text("127.0.0.1:6379")
+        file = named_by_file(tmp_path, monkeypatch, "127.0.0.1:6379")
         own = f"; {file} names this cluster, and cluster.ray_address local starts one of the run's"
     said = rf"has {there} CPUs on {there} machines, {there} of them free{apart} after {limit} s"
     with pytest.raises(RuntimeError, match=f"{said}{own}" if own else f"{said}$"):
