@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import MetaData, insert
 
 from tests.buffer.samples import run, sample, step_of, uids
+from trireme.buffer import record as record_module
+from trireme.buffer.blocks import BLOCKS, stored_experiences
 from trireme.buffer.limit import fitting
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
-from trireme.buffer.table import resolve_url
+from trireme.buffer.table import experience_table, open_database, resolve_url, rows_of
 from trireme.experience import EID, Experience
 from trireme.serialize import decode
 
@@ -22,6 +25,17 @@ from trireme.serialize import decode
 def rows(database: Path, columns: str = "msg_id") -> list[Any]:
     with sqlite3.connect(database) as connection:
         return connection.execute(f"SELECT {columns} FROM experiences ORDER BY id").fetchall()
+
+
+def stored(database: Path, where: str = "") -> list[Experience]:
+    with sqlite3.connect(database) as connection:
+        return list(stored_experiences(connection, lambda digest: None, where))
+
+
+def blocks(database: Path) -> list[int]:
+    """How many experiences each block has."""
+    with sqlite3.connect(database) as connection:
+        return [len(decode(data)) for (data,) in connection.execute(f"select data from {BLOCKS}")]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -41,8 +55,8 @@ def test_a_queue_leaves_a_copy_in_the_database_and_as_lines(tmp_path: Path) -> N
     assert [uid for (uid,) in rows(tmp_path / "gsm8k.db")] == uids(step_of(1))
     [row] = rows(tmp_path / "gsm8k.db", "task_id, model_version, reward, prompt_text")[:1]
     assert row == ("1/0", 1, 0.0, "question 0")
-    [data] = rows(tmp_path / "gsm8k.db", "experience_bytes")[3]
-    assert decode(data)[0].tokens.tolist() == sample(1, 1, 1).tokens.tolist()
+    written = stored(tmp_path / "gsm8k.db")
+    assert [e.tokens.tolist() for e in written] == [e.tokens.tolist() for e in step_of(1)]
     written = lines(tmp_path / "experience_buffer.jsonl")
     assert [line["eid"] for line in written] == uids(step_of(1))
     assert written[1]["response"] == "answer 1" and written[1]["reward"] == 1.0
@@ -70,6 +84,62 @@ def test_writing_an_id_again_replaces_it(tmp_path: Path) -> None:
     assert (5.0,) in rows(tmp_path / "copy.db", "reward")
     written = lines(tmp_path / "experience_buffer.jsonl")
     assert len(written) == 4 and written[0]["reward"] == 5.0
+    assert sorted(e.reward or 0.0 for e in stored(tmp_path / "copy.db")) == [0.0, 1.0, 1.0, 5.0]
+
+
+def test_one_of_a_task_is_replaced_and_the_others_stay_in_their_block(tmp_path: Path) -> None:
+    record = Record(database=f"sqlite:///{tmp_path / 'copy.db'}")
+    record._write(step_of(1, tasks=1, runs=3))
+    assert blocks(tmp_path / "copy.db") == [3]
+    for run_id in range(3):
+        changed = sample(1, 0, run_id)
+        changed.reward = 10.0 + run_id
+        record._write([changed])
+        rewards = {e.eid.uid: e.reward for e in stored(tmp_path / "copy.db")}
+        assert rewards == {
+            f"1/0/{other}/0": float(other) + 10.0 * (other <= run_id) for other in range(3)
+        }
+    assert blocks(tmp_path / "copy.db") == [1, 1, 1]
+    record.rewind(0)
+    record.close()
+    assert blocks(tmp_path / "copy.db") == [] == rows(tmp_path / "copy.db")
+
+
+def test_the_tasks_of_one_write_have_a_block_each_and_long_ones_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "BLOCK_TOKENS", 12)
+    record = Record(database=f"sqlite:///{tmp_path / 'copy.db'}")
+    mixed = step_of(1, tasks=2, runs=5)[::2] + step_of(1, tasks=2, runs=5)[1::2]
+    record._write(mixed)
+    record.close()
+    assert sorted(blocks(tmp_path / "copy.db")) == [2, 2, 3, 3]
+    assert [e.eid for e in stored(tmp_path / "copy.db")] == [e.eid for e in mixed]
+    of_second = stored(tmp_path / "copy.db", "WHERE task_id = '1/1'")
+    assert [e.eid.run for e in of_second] == [1, 3, 0, 2, 4]
+
+
+def test_a_copy_that_an_earlier_version_began_goes_on(tmp_path: Path) -> None:
+    """Its rows have their own bytes, and its table no blocks."""
+    metadata = MetaData()
+    table = experience_table("experiences", metadata)
+    database = f"sqlite:///{tmp_path / 'copy.db'}"
+    engine = open_database(database, metadata)
+    with engine.begin() as connection:
+        connection.execute(insert(table), rows_of(step_of(1)))
+    engine.dispose()
+    assert [e.eid for e in stored(tmp_path / "copy.db")] == [e.eid for e in step_of(1)]
+    record = Record(database=database, limit=10_000)
+    record._write(step_of(2))
+    record.close()
+    assert [e.eid for e in stored(tmp_path / "copy.db")] == [
+        e.eid for batch in (1, 2) for e in step_of(batch)
+    ]
+    record = Record(database=database, limit=2_000)  # now it has no room for all
+    record._write(step_of(3))
+    record.close()
+    left = stored(tmp_path / "copy.db")
+    assert {e.eid.batch for e in left} <= {2, 3} and left[-1].eid == step_of(3)[-1].eid
 
 
 def test_rewinding_removes_what_came_after_the_step(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ Invariants:
   after the step from which a run resumes.
 - A line of JSON has the facts for people; tokens and log-probabilities are in the database.
 - Either copy stays within its limit (limit.py).
+- The database has the bytes of a task's experiences together, in a block (blocks.py), which goes
+  with the last of its rows.
 """
 
 from __future__ import annotations
@@ -14,15 +16,31 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, MetaData, delete, func, insert, make_url, select
+from sqlalchemy import (
+    URL,
+    Column,
+    Connection,
+    Engine,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    delete,
+    func,
+    insert,
+    make_url,
+    select,
+)
 from sqlalchemy.exc import DatabaseError
 
+from trireme.buffer.blocks import BLOCKS, TABLE
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
 from trireme.buffer.lines import LineFile, summary, with_messages
 from trireme.buffer.picture_files import PictureFiles
@@ -32,7 +50,7 @@ from trireme.buffer.table import (
     is_damaged,
     open_database,
     resolve_url,
-    rows_of,
+    row_of,
 )
 from trireme.experience import Experience
 from trireme.files import (
@@ -41,11 +59,13 @@ from trireme.files import (
     usable,
 )
 from trireme.log import get_logger, hide_passwords
+from trireme.serialize import encode_each
 
 logger = get_logger("queue_experience_buffer")
 
-TABLE = "experiences"
 IDS_AT_ONCE = 500
+BLOCK_TOKENS = 2**16
+"""Tokens from which on a block takes no further experience: who reads one reads all."""
 ROW_BYTES = 250
 """Bytes of a row's ids, numbers and indexes."""
 MOST_PENDING = 8
@@ -76,6 +96,13 @@ class Record:
         """Bytes of the database's rows; None: not yet counted."""
         self._metadata = MetaData()
         self._table = experience_table(TABLE, self._metadata)
+        self._table.append_column(Column("block", Integer))
+        self._blocks = Table(
+            BLOCKS,
+            self._metadata,
+            Column("id", Integer, primary_key=True, autoincrement=True),
+            Column("data", LargeBinary, nullable=False),
+        )
         self._database = database
         self._engine: Engine | None = None
         self._lines = LineFile(lines, limit, sampled) if lines is not None else None
@@ -149,16 +176,28 @@ class Record:
 
     def _write_rows(self, url: str, experiences: list[Experience]) -> None:
         whole = self._pictures is None  # otherwise a picture is in its file
-        rows = rows_of(list({e.eid.uid: e for e in experiences}.values()), pictures=whole)
+        each = {e.eid.uid: e for e in experiences}
+        groups = _in_blocks(each.values())
+        encoded = encode_each(groups, pictures=whole)
+        rows = {uid: row_of(e, b"") for uid, e in each.items()}
 
         def write(connection: Connection) -> None:
-            ids = [row["msg_id"] for row in rows]
+            replaced, ids = 0, list(rows)
             for first in range(0, len(ids), IDS_AT_ONCE):
                 same = self._table.c.msg_id.in_(ids[first : first + IDS_AT_ONCE])
-                connection.execute(delete(self._table).where(same))
+                replaced += connection.execute(delete(self._table).where(same)).rowcount
+            if replaced:
+                self._drop_blocks(connection)
             if rows:
-                connection.execute(insert(self._table), rows)
-            self._trim(connection, rows)
+                new = insert(self._blocks).returning(
+                    self._blocks.c.id, sort_by_parameter_order=True
+                )
+                numbers = connection.scalars(new, [{"data": data} for data in encoded])
+                for number, group in zip(numbers, groups, strict=True):
+                    for e in group:
+                        rows[e.eid.uid]["block"] = number
+                connection.execute(insert(self._table), list(rows.values()))
+            self._trim(connection, sum(map(len, encoded)) + sum(map(_bytes_of, rows.values())))
 
         try:
             self._change(url, write)
@@ -192,27 +231,43 @@ class Record:
         with self._open(url).begin() as connection:
             change(connection)
 
-    def _trim(self, connection: Connection, new: list[dict[str, Any]]) -> None:
-        """Delete rows until the rest fits; the file does not grow past its freed pages."""
+    def _drop_blocks(self, connection: Connection) -> None:
+        """Delete the blocks of which no row is left."""
+        used = select(self._table.c.block).where(self._table.c.block.is_not(None))
+        connection.execute(delete(self._blocks).where(self._blocks.c.id.not_in(used)))
+
+    def _trim(self, connection: Connection, new: int) -> None:
+        """Delete rows until the rest fits, `new` bytes of which have just come; the file does not
+        grow past its freed pages.
+        """
         if self._limit == math.inf:
             return
-        columns = self._table.c
+        columns, data = self._table.c, func.length(self._blocks.c.data)
         size = func.coalesce(func.length(columns.prompt_text), 0) + ROW_BYTES
         size += func.coalesce(func.length(columns.response_text), 0)
         size += func.length(columns.experience_bytes)
         if self._bytes is None:
-            self._bytes = int(connection.scalar(select(func.sum(size))) or 0)
+            both = select(func.sum(size)), select(func.sum(data))
+            self._bytes = sum(int(connection.scalar(query) or 0) for query in both)
         else:
-            self._bytes += sum(_bytes_of(row) for row in new)
+            self._bytes += new
         if self._bytes <= self._limit:
             return
-        query = select(columns.id, columns.task_id, size).order_by(columns.id)
+        users = select(columns.block, func.count().label("rows")).group_by(columns.block).subquery()
+        share = func.coalesce(data / users.c.rows, 0)
+        query = (
+            select(columns.id, columns.task_id, size + share)
+            .outerjoin(self._blocks, columns.block == self._blocks.c.id)
+            .outerjoin(users, columns.block == users.c.block)
+            .order_by(columns.id)
+        )
         rows = [(key, group, int(bytes_)) for key, group, bytes_ in connection.execute(query)]
         kept = set(fitting(rows, SHARE * self._limit, sampled=self._sampled))
         gone = [key for key, _, _ in rows if key not in kept]
         for first in range(0, len(gone), IDS_AT_ONCE):
             some = columns.id.in_(gone[first : first + IDS_AT_ONCE])
             connection.execute(delete(self._table).where(some))
+        self._drop_blocks(connection)
         self._bytes = sum(bytes_ for key, _, bytes_ in rows if key in kept)
         if (copy_ := _file_of(connection.engine.url)) is not None:
             note_cut(copy_, len(gone), sampled=self._sampled)
@@ -224,6 +279,7 @@ class Record:
 
             def forget(connection: Connection) -> None:
                 connection.execute(delete(self._table).where(self._table.c.batch > step))
+                self._drop_blocks(connection)
 
             self._change(self._database, forget)
             if step == 0 and (copy_ := _file_of(make_url(self._database))) is not None:
@@ -238,8 +294,22 @@ def _file_of(url: URL) -> Path | None:
 
 
 def _bytes_of(row: dict[str, Any]) -> int:
-    texts = (row["prompt_text"], row["response_text"])
-    return len(row["experience_bytes"]) + sum(len(text or "") for text in texts) + ROW_BYTES
+    return len(row["prompt_text"] or "") + len(row["response_text"] or "") + ROW_BYTES
+
+
+def _in_blocks(experiences: Iterable[Experience]) -> list[list[Experience]]:
+    """Put the experiences of each task together, in several blocks if they are long."""
+    blocks: list[list[Experience]] = []
+    open_: dict[str, list[Experience]] = {}
+    tokens: Counter[str] = Counter()
+    for e in experiences:
+        task = e.eid.tid
+        if task not in open_ or tokens[task] >= BLOCK_TOKENS:
+            open_[task], tokens[task] = [], 0
+            blocks.append(open_[task])
+        open_[task].append(e)
+        tokens[task] += len(e.tokens)
+    return blocks
 
 
 def record_for(path: str | None, folder: Path, **limits: Any) -> Record:

@@ -100,10 +100,11 @@ def picture_table(name: str, metadata: MetaData) -> Table:
 def rows_of(experiences: Sequence[Experience], *, pictures: bool = True) -> list[dict[str, Any]]:
     """Return the columns of experiences; without `pictures`: see `encode`."""
     encoded = encode_each([[e] for e in experiences], pictures=pictures)
-    return [_row_of(e, data) for e, data in zip(experiences, encoded, strict=True)]
+    return [row_of(e, data) for e, data in zip(experiences, encoded, strict=True)]
 
 
-def _row_of(experience: Experience, data: bytes) -> dict[str, Any]:
+def row_of(experience: Experience, data: bytes) -> dict[str, Any]:
+    """Return the columns of an experience with these bytes."""
     eid, version = experience.eid, experience.version
     return {
         "timestamp": time.time(),

@@ -226,9 +226,9 @@ def test_odd_texts_are_shown_and_a_damaged_row_hides_no_other(
             assert "\u241b]0;owned" in said and "\x1b]0;owned" not in said
             assert color or commands_in(said) == set()
     with closing(sqlite3.connect(tmp_path / "x.db")) as database, database:
-        (data,) = database.execute("SELECT experience_bytes FROM experiences").fetchone()
+        (data,) = database.execute("SELECT data FROM experiences_blocks").fetchone()
         bad = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
-        database.execute("UPDATE experiences SET experience_bytes = ? WHERE id = 1", [bad])
+        database.execute("UPDATE experiences_blocks SET data = ? WHERE id = 1", [bad])
     assert view(None, str(tmp_path / "x.db"), color=False) == 0
     said = capsys.readouterr().out
     assert "--- row 1 of table experiences is damaged (" in said and "--- 1/1/0/0" in said

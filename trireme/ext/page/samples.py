@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 from rich.text import Text
 
+from trireme.buffer.blocks import TABLE, bytes_of
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, JobFolder
 from trireme.cli.samples import Sample, bracketed, of_data, of_experience
 from trireme.config import ConfigError, Plan, load_config
@@ -258,8 +259,9 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
             raise ValueError(f"{url} has {what}: it has {', '.join(tables) or 'none'}")
         table = table or tables[0]
         chosen = engine.dialect.identifier_preparer.quote(table)
+        data = bytes_of(columns) if table == TABLE else _BYTES
         with engine.connect() as connection:
-            payloads = _payloads(connection, chosen, wanted)
+            payloads = _payloads(connection, chosen, data, wanted)
     finally:
         engine.dispose()
     tokenizer = None
@@ -267,7 +269,7 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-    for row, payload in payloads:
+    for row, eid, payload in payloads:
         try:
             # of pictures only the places are shown
             experiences = decode(bytes(payload), lambda digest: b"")
@@ -275,6 +277,8 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
             yield _of_texts(f"row {row} of table {table} is damaged ({error})", None, None)
             continue
         for e in experiences:
+            if e.eid.uid != eid:  # of the same block
+                continue
             title = f"{e.eid.uid}, reward {e.reward}, model version {e.version}"
             if tokenizer is not None:
                 samples = of_experience(title, e, tokenizer)
@@ -284,9 +288,9 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
                 yield _of_texts(title, e.prompt_text, e.response_text)
 
 
-def _payloads(connection: Any, table: str, wanted: Wanted) -> list[tuple[int, Any]]:
-    """Yield the rows' ids and bytes, in the requested order. Raises ValueError if a step
-    has none.
+def _payloads(connection: Any, table: str, data: str, wanted: Wanted) -> list[tuple[int, str, Any]]:
+    """Return the rows' keys, ids and bytes, which `data` asks for, in the requested order. Raises
+    ValueError if a step has none.
     """
     from sqlalchemy import text
 
@@ -294,11 +298,11 @@ def _payloads(connection: Any, table: str, wanted: Wanted) -> list[tuple[int, An
     where = [] if wanted.step is None else ["batch = :step"]
     where += [] if wanted.order == "newest" else ["reward IS NOT NULL"]
     query = (
-        f"SELECT id, {_BYTES} FROM {table} {'WHERE ' * bool(where)}{' AND '.join(where)} "
+        f"SELECT id, msg_id, {data} FROM {table} {'WHERE ' * bool(where)}{' AND '.join(where)} "
         f"ORDER BY {order[wanted.order]} LIMIT :count"
     )
     values = {"count": wanted.count} | ({} if wanted.step is None else {"step": wanted.step})
-    payloads = [(row[0], row[1]) for row in connection.execute(text(query), values)]
+    payloads = [(row[0], row[1], row[2]) for row in connection.execute(text(query), values)]
     if not payloads:
         first, last = connection.execute(text(f"SELECT min(batch), max(batch) FROM {table}")).one()
         raise ValueError(_none_there(wanted, first, last))

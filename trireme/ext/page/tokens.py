@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trireme.buffer import trained
+from trireme.buffer.blocks import stored_experiences
 from trireme.ext.page.rollouts import open_read_only
 from trireme.ext.page.runs import RunFolder, starts_of
 from trireme.pictures import BEGIN, PICTURE
@@ -27,7 +28,6 @@ from trireme.pictures import BEGIN, PICTURE
 if TYPE_CHECKING:
     from trireme.experience import Experience
 
-TABLE = "experiences"
 SETTLED_NS = 2 * 10**9
 """A folder that was changed this long ago has another time of modification after its next
 change."""
@@ -83,20 +83,16 @@ class Tokens:
         """Return the whole experience, from whichever database of the run has it."""
         for path in sorted(self._buffer.glob("*.db")):
             with closing(open_read_only(path)) as database:
+                # of pictures only the places are shown
+                found = stored_experiences(database, lambda digest: b"", "WHERE msg_id = ?", [eid])
                 try:
-                    record = database.execute(
-                        f"SELECT experience_bytes FROM {TABLE} WHERE msg_id = ?", [eid]
-                    ).fetchone()
+                    experience = next(found, None)
                 except sqlite3.OperationalError as error:
                     if "no such table" not in str(error):
                         raise
                     continue  # a database of something else
-            if record is not None:
-                from trireme.serialize import decode  # imports torch
-
-                # pictures are in files
-                found = decode(record[0], lambda digest: b"")
-                return next(e for e in found if e.eid.uid == eid)
+            if experience is not None:
+                return experience
         return None
 
     def _learned(self, eid: str) -> tuple[dict[str, Any] | None, int | None]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.algorithms.recipes import row_of
+from trireme.buffer.blocks import stored_experiences
 from trireme.buffer.picture_files import picture_bytes
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
@@ -38,7 +39,6 @@ from trireme.monitor.console import Console, summary_rows
 from trireme.monitor.figures import Summary
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 from trireme.registry import ORMS, REWARDS, TOOLS, TRACKERS, WORKFLOWS, Registry, did_you_mean
-from trireme.serialize import decode
 from trireme.trainer.steering import EVENTS
 
 BATCH_SIZE = 32
@@ -128,18 +128,17 @@ class Run:
                 raise ValueError(f"step {step} has no stored rollouts: this run has none at all")
             return []
         where, values = ("", ()) if step is None else ("WHERE batch = ?", (step,))
+        stored = partial(picture_bytes, self._last.buffer)
         with sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True) as connection:
-            query = f"SELECT experience_bytes FROM experiences {where} ORDER BY id"
-            rows = [row[0] for row in connection.execute(query, values)]
-            if step is not None and not rows:
+            found = list(stored_experiences(connection, stored, where, values))
+            if step is not None and not found:
                 query = "SELECT DISTINCT batch FROM experiences ORDER BY batch"
                 steps = [str(batch) for (batch,) in connection.execute(query)]
                 shown = steps if len(steps) <= 5 else [*steps[:2], "...", steps[-1]]
                 raise ValueError(
                     f"step {step} has no stored rollouts: expected one of {', '.join(shown)}"
                 )
-        stored = partial(picture_bytes, self._last.buffer)
-        return [experience for data in rows for experience in decode(data, stored)]
+        return found
 
     @property
     def _last(self) -> JobFolder:
