@@ -91,6 +91,10 @@ class RolloutBarrier:
         """
         self._once[key] = then
 
+    def needs_no_more(self, key: Key) -> bool:
+        """Return whether the next reply to a rollout is the last that it needs."""
+        return key in self._once
+
     def answered(self, key: Key) -> None:
         """Note that a rollout has the replies to all its requests."""
         if (then := self._once.pop(key, None)) is not None:

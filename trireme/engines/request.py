@@ -48,6 +48,8 @@ class Request:
     shared: int = 0
     """How many of them, from the first, are in a slot that other requests read too."""
     slot: int = 0
+    is_last: bool = False
+    """Whether no later prompt continues its reply."""
     of_several: bool = False
     """Whether its keys and values are of more than one version of the weights."""
     stop_reason: StopReason | None = None
@@ -90,6 +92,10 @@ class Request:
         self.logprobs.append(logprob)
         self.sampler_logprobs.append(sampler_logprob)
         self.versions.append(version)
+        return self._ends_with(token, tokenizer)
+
+    def _ends_with(self, token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Note why the request ends, if it does with its last token; returns whether it does."""
         if len(self.out) > self.sampling.min_tokens:
             if token in self.ends:
                 self.stop_reason = "stop"
@@ -115,11 +121,11 @@ class Request:
         tokenizer: PreTrainedTokenizerBase,
     ) -> bool:
         """Append tokens of which only the last can end the request; returns True if it does."""
-        self.out += tokens[:-1]
-        self.logprobs += logprobs[:-1]
-        self.sampler_logprobs += sampler_logprobs[:-1]
-        self.versions += [version] * (len(tokens) - 1)
-        return self.add(tokens[-1], logprobs[-1], sampler_logprobs[-1], version, tokenizer)
+        self.out += tokens
+        self.logprobs += logprobs
+        self.sampler_logprobs += sampler_logprobs
+        self.versions += [version] * len(tokens)
+        return self._ends_with(tokens[-1], tokenizer)
 
     def _is_stop(self, token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Return whether a stop string names this special token, which no text contains."""

@@ -363,7 +363,6 @@ class Decoder:
         if drawn is None:
             return None
         count = len(drawn[0])
-        where.next(count)
         self._steps += count
         finished = []
         for request, own, logprobs, by in zip(
@@ -373,6 +372,8 @@ class Decoder:
             sampler = by if request.sampling.temperature else [0.0] * count
             if request.extend(own, logprobs, sampler, self.version, self.tokenizer):
                 finished.append(request)
+        if not finished:  # otherwise the places are made again
+            where.next(count)
         self.generated += count * len(self.active)
         return finished
 
@@ -513,12 +514,19 @@ class Decoder:
                 request.routed_experts = own.transpose(0, 1).contiguous().numpy(force=True)
 
     def _park(self, finished: Sequence[Request]) -> None:
-        """Store finished rows' keys and values for prompts that continue them."""
+        """Store finished rows' keys and values for prompts that continue them; of a row that none
+        continues its prompt, once for all that share it.
+        """
         at = {id(request): row for row, request in enumerate(self.active)}
         todo = [r for r in finished if self.prefixes.wants(r.cached) and not r.of_several]
+        last = {r.slot: r for r in todo if r.is_last and r.shared}
+        new = [r for slot, r in last.items() if not self.prompts.is_saved(slot)]
+        prompts = self.prompts.saved((r.slot for r in todo if r.shared), self.prefixes)
+        for request in new:
+            self.prefixes.add(request.prompt[: request.shared], prompts[request.slot])
+        todo = [r for r in todo if not (r.is_last and r.shared)]
         own = [request.cached - request.shared for request in todo]
         rows = self.prefixes.copies(self.store, [at[id(r)] for r in todo], own)
-        prompts = self.prompts.saved((r.slot for r in todo if r.shared), self.prefixes)
         for request, saved in zip(todo, rows, strict=True):
             whole = replace(saved, prompt=prompts[request.slot]) if request.shared else saved
             self.prefixes.add(request.ids[: request.cached], whole)

@@ -109,6 +109,9 @@ class TorchEngine:
             for request in requests:
                 tell: Any = loop.call_soon_threadsafe
                 request.on_token = partial(tell, on_token, request.sample)
+        if self._barrier is not None and self._barrier.needs_no_more(key[:3]):
+            for request in requests:
+                request.is_last = True
         futures = [loop.create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             self._futures[id(request)] = future

@@ -134,6 +134,10 @@ class SharedPrompts:
         self._saved.update(zip(new, copies, strict=True))
         return self._saved
 
+    def is_saved(self, slot: int) -> bool:
+        """Return whether a used slot has a copy."""
+        return slot in self._saved
+
     def slot(self, ids: tuple[int, ...]) -> int | None:
         """Return a prompt's slot; None if it has none."""
         return self._slots.get(ids)
