@@ -40,12 +40,17 @@ class Looks:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, shares: Sequence[float], others: float = 1.0
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        shares: Sequence[float],
+        others: float = 1.0,
+        began: float = 10.0,
     ) -> None:
-        """`others`: cores that other programs use."""
+        """`others`: cores that other programs use; `began`: when the process did."""
         self.asleep: list[bool] = []
         self._held = 0
-        self._time = 0.0
+        self._time = 10.0
+        monkeypatch.setattr(spin, "_BEGAN", (began, began * others))
         self._waits = self._waiting(shares)
         monkeypatch.setattr(spin, "_waited", lambda schedule: next(self._waits))
         monkeypatch.setattr(spin, "_others", lambda: self._time * others)
@@ -97,6 +102,28 @@ def test_threads_that_wait_for_their_own_process_alone_spin(
 ) -> None:
     asleep = Looks(monkeypatch, [0.3] * 20, others=0.1).asleep
     assert asleep == [True] * 7 + [False] * 13
+
+
+@pytest.mark.parametrize(
+    ("others", "began", "asleep"),
+    [(0.1, 7.0, 0), (0.1, 9.5, 7), (0.5, 7.0, 7)],
+    ids=["alone", "alone for half a second", "not alone"],
+)
+def test_threads_spin_at_once_where_the_process_was_alone_since_it_began(
+    others: float, began: float, asleep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(monkeypatch, [0.04] * 12, others=others, began=began)
+    assert looks.asleep == [True] * asleep + [False] * (12 - asleep)
+
+
+def test_threads_that_began_to_spin_sleep_when_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = Looks(monkeypatch, [*[0.04] * 4, *[0.3] * 8], others=0.25, began=7.0)
+    assert later.asleep == [False] * 12, "others use too little"
+    monkeypatch.setattr(spin, "_OTHERS", 0.2)
+    monkeypatch.setattr(spin, "_was_alone", lambda: True)
+    assert Looks(monkeypatch, [*[0.04] * 4, *[0.3] * 8], others=0.25).asleep == (
+        [False] * 5 + [True] * 7
+    )
 
 
 def test_what_other_programs_compute_is_seen() -> None:

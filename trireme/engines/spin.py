@@ -39,6 +39,8 @@ _OTHERS = 0.25
 """Cores' worth of other programs' work, of which the fewer do not count as a load: then a thread
 waits for its own process alone."""
 _BUSY_LOOKS, _QUIET_LOOKS = 4, 8
+_TELLING = _LOOK_SECONDS * _BUSY_LOOKS
+"""Seconds after which a process knows whether others compute."""
 _allowed: list[ctypes.CDLL] = []
 """The OpenMP that `allow_spinning` has loaded, if any."""
 _held: list[_Sleep] = []
@@ -95,7 +97,8 @@ def _may_be_watched() -> bool:
 def _watch(thread: int, count: int) -> None:
     schedule = Path(f"/proc/self/task/{thread}/schedstat")
     looks = deque([(time.monotonic(), _waited(schedule), _others())], maxlen=_QUIET_LOOKS + 1)
-    sleep: _Sleep | None = _Sleep(count)  # until the cores are seen to be quiet
+    # asleep until the cores are seen to be quiet, which they may have been for long
+    sleep: _Sleep | None = None if _was_alone() else _Sleep(count)
     try:
         while True:
             time.sleep(_LOOK_SECONDS)
@@ -110,6 +113,13 @@ def _watch(thread: int, count: int) -> None:
     finally:
         if sleep is not None:
             sleep.end()
+
+
+def _was_alone() -> bool:
+    """Return whether other programs have hardly computed since this module was imported."""
+    begin, others = _BEGAN
+    seconds = time.monotonic() - begin
+    return seconds >= _TELLING and (_others() - others) / seconds <= _OTHERS
 
 
 def _load(looks: Sequence[tuple[float, float, float]], last: int) -> float:
@@ -163,3 +173,7 @@ class _Sleep:
         nothing = ctypes.cast(process.getpid, ctypes.c_void_p)  # each thread calls it once
         process.GOMP_parallel(nothing, None, 1 + self._more, 0)  # this thread is one, uncounted
         self._over.wait()
+
+
+_BEGAN = time.monotonic(), _others() if _may_be_watched() else 0.0
+"""When this was imported, and what others had computed by then."""
