@@ -29,9 +29,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Integer,
-    LargeBinary,
     MetaData,
-    Table,
     delete,
     func,
     insert,
@@ -45,9 +43,11 @@ from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
 from trireme.buffer.lines import LineFile, summary, with_messages
 from trireme.buffer.picture_files import PictureFiles
 from trireme.buffer.table import (
+    block_table,
     experience_table,
     first_line,
     is_damaged,
+    one_at_a_time,
     open_database,
     resolve_url,
     row_of,
@@ -97,12 +97,7 @@ class Record:
         self._metadata = MetaData()
         self._table = experience_table(TABLE, self._metadata)
         self._table.append_column(Column("block", Integer))
-        self._blocks = Table(
-            BLOCKS,
-            self._metadata,
-            Column("id", Integer, primary_key=True, autoincrement=True),
-            Column("data", LargeBinary, nullable=False),
-        )
+        self._blocks = block_table(BLOCKS, self._metadata)
         self._database = database
         self._engine: Engine | None = None
         self._lines = LineFile(lines, limit, sampled) if lines is not None else None
@@ -189,13 +184,13 @@ class Record:
             if replaced:
                 self._drop_blocks(connection)
             if rows:
-                new = insert(self._blocks).returning(
-                    self._blocks.c.id, sort_by_parameter_order=True
-                )
-                numbers = connection.scalars(new, [{"data": data} for data in encoded])
-                for number, group in zip(numbers, groups, strict=True):
+                one_at_a_time(connection, BLOCKS)
+                last = connection.scalar(select(func.max(self._blocks.c.id))) or 0
+                blocks = [{"id": n, "data": data} for n, data in enumerate(encoded, last + 1)]
+                for block, group in zip(blocks, groups, strict=True):
                     for e in group:
-                        rows[e.eid.uid]["block"] = number
+                        rows[e.eid.uid]["block"] = block["id"]
+                connection.execute(insert(self._blocks), blocks)
                 connection.execute(insert(self._table), list(rows.values()))
             self._trim(connection, sum(map(len, encoded)) + sum(map(_bytes_of, rows.values())))
 

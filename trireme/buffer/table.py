@@ -97,6 +97,16 @@ def picture_table(name: str, metadata: MetaData) -> Table:
     )
 
 
+def block_table(name: str, metadata: MetaData) -> Table:
+    """Make the table of the blocks of a copy, whose rows have the number of one as `block`."""
+    return Table(
+        name,
+        metadata,
+        Column("id", Integer, primary_key=True, autoincrement=False),
+        Column("data", LargeBinary, nullable=False),
+    )
+
+
 def rows_of(experiences: Sequence[Experience], *, pictures: bool = True) -> list[dict[str, Any]]:
     """Return the columns of experiences; without `pictures`: see `encode`."""
     encoded = encode_each([[e] for e in experiences], pictures=pictures)

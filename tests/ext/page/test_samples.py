@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,44 @@ def test_stored_experiences_and_lines(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "ask[[reply]]" in capsys.readouterr().out
     assert view(None, url, table="other", color=False) == 1
     assert "has no table 'other': it has experiences" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_those_of_one_task_are_shown_one_by_one(
+    kind: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Their bytes are together in the database; some of them are written again, others go."""
+    url = f"sqlite:///{tmp_path}/x.db"
+    if kind == "postgres":
+        url = request.getfixturevalue("postgres").database()
+    record = Record(database=url, limit=4000)
+
+    def group(task: int, rewards: Sequence[float]) -> list[Experience]:
+        return [
+            Experience([20, 21, 22], mask=[False, True, True], eid=EID(1, task, run), reward=reward,
+                       prompt_text=f"ask {task}", response_text=f"reply {run} for {reward}")
+            for run, reward in enumerate(rewards)
+        ]  # fmt: skip
+
+    def shown() -> list[str]:
+        assert view(None, url, color=False, wanted=Wanted(count=9)) == 0
+        return re.findall(r"ask (\d\[\[reply \d for .*?)\]\]", capsys.readouterr().out)[::-1]
+
+    record._write(group(0, [0.0, 0.1, 0.2]) + group(1, [0.5]))
+    assert shown() == [
+        *(f"0[[reply {run} for 0.{run}" for run in range(3)),
+        "1[[reply 0 for 0.5",
+    ]
+    record._write(group(0, [0.0, 0.9])[1:])
+    assert shown() == ["0[[reply 0 for 0.0", "0[[reply 2 for 0.2", "1[[reply 0 for 0.5",
+                       "0[[reply 1 for 0.9"]  # fmt: skip
+    record._write(group(2, [0.3] * 6))  # past the limit: the oldest go
+    record.close()
+    left = shown()
+    assert left[-6:] == [f"2[[reply {run} for 0.3" for run in range(6)] and 6 <= len(left) < 9
 
 
 def test_a_runs_folder_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
