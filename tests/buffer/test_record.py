@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import MetaData, insert
 
 from tests.buffer.samples import run, sample, step_of, uids
-from trireme.buffer import record as record_module
+from trireme.buffer import rows as rows_module
 from trireme.buffer.blocks import BLOCKS, stored_experiences
 from trireme.buffer.limit import fitting
 from trireme.buffer.queue import QueueBuffer
@@ -108,7 +108,7 @@ def test_one_of_a_task_is_replaced_and_the_others_stay_in_their_block(tmp_path: 
 def test_the_tasks_of_one_write_have_a_block_each_and_long_ones_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_module, "BLOCK_TOKENS", 12)
+    monkeypatch.setattr(rows_module, "BLOCK_TOKENS", 12)
     record = Record(database=f"sqlite:///{tmp_path / 'copy.db'}")
     mixed = step_of(1, tasks=2, runs=5)[::2] + step_of(1, tasks=2, runs=5)[1::2]
     record._write(mixed)

@@ -1,0 +1,218 @@
+"""Rows: the copy of experiences in a database, one row per id.
+
+The bytes of a task's experiences are together, in a block (blocks.py), which goes with the last of
+its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    Integer,
+    MetaData,
+    delete,
+    func,
+    insert,
+    make_url,
+    select,
+)
+from sqlalchemy.exc import DatabaseError
+
+from trireme.buffer.blocks import BLOCKS, TABLE
+from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
+from trireme.buffer.table import (
+    block_table,
+    experience_table,
+    first_line,
+    is_damaged,
+    one_at_a_time,
+    open_database,
+    row_of,
+)
+from trireme.experience import Experience
+from trireme.files import Unreadable, out_of_the_way, usable
+from trireme.log import get_logger, hide_passwords
+from trireme.serialize import encode_each
+
+logger = get_logger("queue_experience_buffer")
+
+IDS_AT_ONCE = 500
+BLOCK_TOKENS = 2**16
+"""Tokens from which on a block takes no further experience: who reads one reads all."""
+ROW_BYTES = 250
+"""Bytes of a row's ids, numbers and indexes."""
+
+
+class RowTable:
+    """A table of experiences, which is made when first written."""
+
+    def __init__(self, url: str, limit: float = math.inf, sampled: bool = False) -> None:
+        """`limit`: bytes of all rows; `sampled`: at the limit a sample remains, not the newest."""
+        self._url = url
+        self._limit = limit
+        self._sampled = sampled
+        self._bytes: int | None = None
+        """Bytes of the rows; None: not yet counted."""
+        self._metadata = MetaData()
+        self._table = experience_table(TABLE, self._metadata)
+        self._table.append_column(Column("block", Integer))
+        self._blocks = block_table(BLOCKS, self._metadata)
+        self._engine: Engine | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The database's file; None if it is on a server, or in memory."""
+        url = make_url(self._url)
+        file = url.database if url.get_backend_name() == "sqlite" else None
+        return Path(file) if file else None
+
+    def write(self, experiences: Iterable[Experience], *, pictures: bool) -> None:
+        """Add rows, `pictures` too if they are nowhere else; an id's old row goes. Raises OSError
+        if the database cannot be written.
+        """
+        each = {e.eid.uid: e for e in experiences}
+        groups = _in_blocks(each.values())
+        encoded = encode_each(groups, pictures=pictures)
+        rows = {uid: row_of(e, b"") for uid, e in each.items()}
+
+        def write(connection: Connection) -> None:
+            replaced, ids = 0, list(rows)
+            for first in range(0, len(ids), IDS_AT_ONCE):
+                same = self._table.c.msg_id.in_(ids[first : first + IDS_AT_ONCE])
+                replaced += connection.execute(delete(self._table).where(same)).rowcount
+            if replaced:
+                self._drop_blocks(connection)
+            if rows:
+                one_at_a_time(connection, BLOCKS)
+                last = connection.scalar(select(func.max(self._blocks.c.id))) or 0
+                blocks = [{"id": n, "data": data} for n, data in enumerate(encoded, last + 1)]
+                for block, group in zip(blocks, groups, strict=True):
+                    for e in group:
+                        rows[e.eid.uid]["block"] = block["id"]
+                connection.execute(insert(self._blocks), blocks)
+                connection.execute(insert(self._table), list(rows.values()))
+            self._trim(connection, sum(map(len, encoded)) + sum(map(_bytes_of, rows.values())))
+
+        try:
+            self._change(write)
+        except DatabaseError as error:
+            raise OSError(
+                f"the copy of experiences in {hide_passwords(self._url)} cannot be written: "
+                f"{error.orig}"
+            ) from error
+
+    def rewind(self, step: int) -> None:
+        """Remove the rows of explore steps after `step`."""
+
+        def forget(connection: Connection) -> None:
+            connection.execute(delete(self._table).where(self._table.c.batch > step))
+            self._drop_blocks(connection)
+
+        self._bytes = None
+        self._change(forget)
+        if step == 0 and self.path is not None:
+            cut_file(self.path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the database."""
+        if self._engine is not None:
+            self._engine.dispose()
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            self._engine = open_database(self._url, self._metadata)
+        return self._engine
+
+    def _change(self, change: Callable[[Connection], None]) -> None:
+        """Make a change in one transaction. A damaged file is renamed: the copy is for people, and
+        no run ends because of it.
+        """
+        path = self.path
+        if path is not None and self._engine is None:
+            usable(path)
+        try:
+            with self._open().begin() as connection:
+                change(connection)
+            return
+        except (ValueError, DatabaseError) as error:
+            broken = error if isinstance(error, DatabaseError) else error.__cause__
+            if path is None or not isinstance(broken, DatabaseError) or not is_damaged(broken):
+                raise
+            if self._engine is not None:
+                self._engine.dispose()
+            self._engine = self._bytes = None
+            for suffix in ("-wal", "-shm"):  # of the file that goes
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            what = Unreadable(f"{path} is damaged ({first_line(broken)})")
+            out_of_the_way(path, what, "a copy of experiences begins anew")
+        with self._open().begin() as connection:
+            change(connection)
+
+    def _drop_blocks(self, connection: Connection) -> None:
+        """Delete the blocks of which no row is left."""
+        used = select(self._table.c.block).where(self._table.c.block.is_not(None))
+        connection.execute(delete(self._blocks).where(self._blocks.c.id.not_in(used)))
+
+    def _trim(self, connection: Connection, new: int) -> None:
+        """Delete rows until the rest fits, `new` bytes of which have just come; the file does not
+        grow past its freed pages.
+        """
+        if self._limit == math.inf:
+            return
+        columns, data = self._table.c, func.length(self._blocks.c.data)
+        size = func.coalesce(func.length(columns.prompt_text), 0) + ROW_BYTES
+        size += func.coalesce(func.length(columns.response_text), 0)
+        size += func.length(columns.experience_bytes)
+        if self._bytes is None:
+            both = select(func.sum(size)), select(func.sum(data))
+            self._bytes = sum(int(connection.scalar(query) or 0) for query in both)
+        else:
+            self._bytes += new
+        if self._bytes <= self._limit:
+            return
+        users = select(columns.block, func.count().label("rows")).group_by(columns.block).subquery()
+        share = func.coalesce(data / users.c.rows, 0)
+        query = (
+            select(columns.id, columns.task_id, size + share)
+            .outerjoin(self._blocks, columns.block == self._blocks.c.id)
+            .outerjoin(users, columns.block == users.c.block)
+            .order_by(columns.id)
+        )
+        rows = [(key, group, int(bytes_)) for key, group, bytes_ in connection.execute(query)]
+        kept = set(fitting(rows, SHARE * self._limit, sampled=self._sampled))
+        gone = [key for key, _, _ in rows if key not in kept]
+        for first in range(0, len(gone), IDS_AT_ONCE):
+            some = columns.id.in_(gone[first : first + IDS_AT_ONCE])
+            connection.execute(delete(self._table).where(some))
+        self._drop_blocks(connection)
+        self._bytes = sum(bytes_ for key, _, bytes_ in rows if key in kept)
+        if self.path is not None:
+            note_cut(self.path, len(gone), sampled=self._sampled)
+        logger.info("the copy of experiences is at its limit: %d rows went", len(gone))
+
+
+def _bytes_of(row: dict[str, Any]) -> int:
+    return len(row["prompt_text"] or "") + len(row["response_text"] or "") + ROW_BYTES
+
+
+def _in_blocks(experiences: Iterable[Experience]) -> list[list[Experience]]:
+    """Put the experiences of each task together, in several blocks if they are long."""
+    blocks: list[list[Experience]] = []
+    open_: dict[str, list[Experience]] = {}
+    tokens: Counter[str] = Counter()
+    for e in experiences:
+        task = e.eid.tid
+        if task not in open_ or tokens[task] >= BLOCK_TOKENS:
+            open_[task], tokens[task] = [], 0
+            blocks.append(open_[task])
+        open_[task].append(e)
+        tokens[task] += len(e.tokens)
+    return blocks
