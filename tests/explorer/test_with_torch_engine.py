@@ -398,29 +398,6 @@ def test_what_is_computed_together_does_not_depend_on_when_a_reward_asks_for_log
         assert done(late) == at_once
 
 
-def test_the_engine_stores_no_replies_that_no_prompt_continues(tiny_dir: Path) -> None:
-    """Of rollouts that ask once it stores each group's prompt, for prompts that begin like it."""
-
-    def stored(barred: bool) -> tuple[list[tuple[int, ...]], list[int], int]:
-        async def main(engine: TorchEngine, barrier: RolloutBarrier) -> tuple[Any, ...]:
-            runner = make_runner(engine, Longer(engine), barrier=barrier if barred else None)
-            one = single_turn(lambda task, answer: 1.0, 0, repeats=4)
-            outcome = await runner.run(one, resolve("simple_workflow"), [0, 1, 2, 3])
-            e = outcome.experiences[0]
-            prompt = e.tokens[: e.prompt_length].tolist()
-            entries = [entry.ids for entry in engine._decoder.prefixes._entries.values()]
-            before = engine.health().cached_tokens
-            await engine.generate([*prompt, 3], Sampling(max_tokens=1))
-            return entries, prompt, engine.health().cached_tokens - before
-
-        return with_engine(tiny_dir, main)
-
-    entries, prompt, found = stored(barred=True)
-    assert entries == [tuple(prompt[:-1])] and found == len(prompt) - 1
-    entries, prompt, found = stored(barred=False)
-    assert len(entries) == 4 and all(len(ids) > len(prompt) for ids in entries)
-
-
 def test_a_rollout_that_goes_on_with_one_of_two_calls_is_warned_of(
     tiny_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

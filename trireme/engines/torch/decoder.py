@@ -515,7 +515,7 @@ class Decoder:
 
     def _park(self, finished: Sequence[Request]) -> None:
         """Store finished rows' keys and values for prompts that continue them; of a row that none
-        continues its prompt, once for all that share it.
+        continues, and whose prompt others share, that prompt alone, once for all of them.
         """
         at = {id(request): row for row, request in enumerate(self.active)}
         todo = [r for r in finished if self.prefixes.wants(r.cached) and not r.of_several]
