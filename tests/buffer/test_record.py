@@ -17,9 +17,9 @@ from trireme.buffer.blocks import BLOCKS, stored_experiences
 from trireme.buffer.limit import fitting
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
-from trireme.buffer.table import experience_table, open_database, resolve_url, rows_of
+from trireme.buffer.table import experience_table, open_database, resolve_url, row_of
 from trireme.experience import EID, Experience
-from trireme.serialize import decode
+from trireme.serialize import decode, encode
 
 
 def rows(database: Path, columns: str = "msg_id") -> list[Any]:
@@ -126,7 +126,7 @@ def test_a_copy_that_an_earlier_version_began_goes_on(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'copy.db'}"
     engine = open_database(database, metadata)
     with engine.begin() as connection:
-        connection.execute(insert(table), rows_of(step_of(1)))
+        connection.execute(insert(table), [row_of(e, encode([e])) for e in step_of(1)])
     engine.dispose()
     assert [e.eid for e in stored(tmp_path / "copy.db")] == [e.eid for e in step_of(1)]
     record = Record(database=database, limit=10_000)

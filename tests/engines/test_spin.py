@@ -45,12 +45,15 @@ class Looks:
         shares: Sequence[float],
         others: float = 1.0,
         began: float = 10.0,
+        before: float = 0.0,
     ) -> None:
-        """`others`: cores that other programs use; `began`: when the process did."""
+        """`others`: cores that other programs use, and `before` the first look, since the process
+        `began`.
+        """
         self.asleep: list[bool] = []
         self._held = 0
         self._time = 10.0
-        monkeypatch.setattr(spin, "_BEGAN", (began, began * others))
+        monkeypatch.setattr(spin, "_BEGAN", (began, 0.0, 10.0 * others - (10.0 - began) * before))
         self._waits = self._waiting(shares)
         monkeypatch.setattr(spin, "_waited", lambda schedule: next(self._waits))
         monkeypatch.setattr(spin, "_others", lambda: self._time * others)
@@ -105,25 +108,22 @@ def test_threads_that_wait_for_their_own_process_alone_spin(
 
 
 @pytest.mark.parametrize(
-    ("others", "began", "asleep"),
+    ("before", "began", "asleep"),
     [(0.1, 7.0, 0), (0.1, 9.5, 7), (0.5, 7.0, 7)],
     ids=["alone", "alone for half a second", "not alone"],
 )
 def test_threads_spin_at_once_where_the_process_was_alone_since_it_began(
-    others: float, began: float, asleep: int, monkeypatch: pytest.MonkeyPatch
+    before: float, began: float, asleep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = Looks(monkeypatch, [0.04] * 12, others=others, began=began)
+    looks = Looks(monkeypatch, [0.04] * 12, began=began, before=before)
     assert looks.asleep == [True] * asleep + [False] * (12 - asleep)
 
 
 def test_threads_that_began_to_spin_sleep_when_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = Looks(monkeypatch, [*[0.04] * 4, *[0.3] * 8], others=0.25, began=7.0)
-    assert later.asleep == [False] * 12, "others use too little"
-    monkeypatch.setattr(spin, "_OTHERS", 0.2)
-    monkeypatch.setattr(spin, "_was_alone", lambda: True)
-    assert Looks(monkeypatch, [*[0.04] * 4, *[0.3] * 8], others=0.25).asleep == (
-        [False] * 5 + [True] * 7
-    )
+    shares = [*[0.04] * 4, *[0.3] * 8]
+    few = Looks(monkeypatch, shares, others=0.25, began=7.0)
+    assert few.asleep == [False] * 12, "others use too little"
+    assert Looks(monkeypatch, shares, began=7.0).asleep == [False] * 5 + [True] * 7
 
 
 def test_what_other_programs_compute_is_seen() -> None:

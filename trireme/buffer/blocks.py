@@ -35,9 +35,9 @@ def stored_experiences(
     from trireme.serialize import decode  # imports torch
 
     named = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-    data = bytes_of({name for (name,) in named})
+    column = bytes_of({name for (name,) in named})
     last, block = b"", dict[str, "Experience"]()
-    rows = database.execute(f"SELECT msg_id, {data} FROM {TABLE} {where} ORDER BY id", values)
+    rows = database.execute(f"SELECT msg_id, {column} FROM {TABLE} {where} ORDER BY id", values)
     for eid, data in rows:
         if data != last:  # those of a block usually follow one another
             last, block = data, {e.eid.uid: e for e in decode(data, stored)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 import time
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from sqlalchemy.schema import CreateColumn
 
 from trireme.experience import EID, Experience
 from trireme.log import get_logger, hide_passwords
-from trireme.serialize import encode_each
 from trireme.text import storable
 
 logger = get_logger("queue_experience_buffer")
@@ -105,12 +103,6 @@ def block_table(name: str, metadata: MetaData) -> Table:
         Column("id", Integer, primary_key=True, autoincrement=False),
         Column("data", LargeBinary, nullable=False),
     )
-
-
-def rows_of(experiences: Sequence[Experience], *, pictures: bool = True) -> list[dict[str, Any]]:
-    """Return the columns of experiences; without `pictures`: see `encode`."""
-    encoded = encode_each([[e] for e in experiences], pictures=pictures)
-    return [row_of(e, data) for e, data in zip(experiences, encoded, strict=True)]
 
 
 def row_of(experience: Experience, data: bytes) -> dict[str, Any]:

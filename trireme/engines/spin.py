@@ -41,6 +41,9 @@ waits for its own process alone."""
 _BUSY_LOOKS, _QUIET_LOOKS = 4, 8
 _TELLING = _LOOK_SECONDS * _BUSY_LOOKS
 """Seconds after which a process knows whether others compute."""
+Look = tuple[float, float, float]
+"""The time, and seconds so far: for which the watched thread waited for a core, and for which other
+programs used the cores."""
 _allowed: list[ctypes.CDLL] = []
 """The OpenMP that `allow_spinning` has loaded, if any."""
 _held: list[_Sleep] = []
@@ -96,9 +99,11 @@ def _may_be_watched() -> bool:
 
 def _watch(thread: int, count: int) -> None:
     schedule = Path(f"/proc/self/task/{thread}/schedstat")
-    looks = deque([(time.monotonic(), _waited(schedule), _others())], maxlen=_QUIET_LOOKS + 1)
+    first = time.monotonic(), _waited(schedule), _others()
+    looks = deque([first], maxlen=_QUIET_LOOKS + 1)
     # asleep until the cores are seen to be quiet, which they may have been for long
-    sleep: _Sleep | None = None if _was_alone() else _Sleep(count)
+    was_alone = first[0] - _BEGAN[0] >= _TELLING and not _others_compute(_BEGAN, first)
+    sleep: _Sleep | None = None if was_alone else _Sleep(count)
     try:
         while True:
             time.sleep(_LOOK_SECONDS)
@@ -115,20 +120,17 @@ def _watch(thread: int, count: int) -> None:
             sleep.end()
 
 
-def _was_alone() -> bool:
-    """Return whether other programs have hardly computed since this module was imported."""
-    begin, others = _BEGAN
-    seconds = time.monotonic() - begin
-    return seconds >= _TELLING and (_others() - others) / seconds <= _OTHERS
-
-
-def _load(looks: Sequence[tuple[float, float, float]], last: int) -> float:
+def _load(looks: Sequence[Look], last: int) -> float:
     """Return the share of the time of the `last` looks for which the thread waited for a core; 0 if
     other programs hardly computed in it.
     """
-    (begin, waited, others), end = looks[max(-last - 1, -len(looks))], looks[-1]
-    seconds = end[0] - begin
-    return (end[1] - waited) / seconds if (end[2] - others) / seconds > _OTHERS else 0.0
+    begin, end = looks[max(-last - 1, -len(looks))], looks[-1]
+    return (end[1] - begin[1]) / (end[0] - begin[0]) if _others_compute(begin, end) else 0.0
+
+
+def _others_compute(begin: Look, end: Look) -> bool:
+    """Return whether other programs have computed more than a little between two looks."""
+    return (end[2] - begin[2]) / (end[0] - begin[0]) > _OTHERS
 
 
 def _others() -> float:
@@ -175,5 +177,5 @@ class _Sleep:
         self._over.wait()
 
 
-_BEGAN = time.monotonic(), _others() if _may_be_watched() else 0.0
-"""When this was imported, and what others had computed by then."""
+_BEGAN: Look = time.monotonic(), 0.0, _others() if _may_be_watched() else 0.0
+"""The look when this was imported."""

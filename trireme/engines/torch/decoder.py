@@ -520,10 +520,10 @@ class Decoder:
         at = {id(request): row for row, request in enumerate(self.active)}
         todo = [r for r in finished if self.prefixes.wants(r.cached) and not r.of_several]
         last = {r.slot: r for r in todo if r.is_last and r.shared}
-        new = [r for slot, r in last.items() if not self.prompts.is_saved(slot)]
+        new = [slot for slot in last if not self.prompts.is_saved(slot)]
         prompts = self.prompts.saved((r.slot for r in todo if r.shared), self.prefixes)
-        for request in new:
-            self.prefixes.add(request.prompt[: request.shared], prompts[request.slot])
+        for slot in new:
+            self.prefixes.add(last[slot].prompt[: last[slot].shared], prompts[slot])
         todo = [r for r in todo if not (r.is_last and r.shared)]
         own = [request.cached - request.shared for request in todo]
         rows = self.prefixes.copies(self.store, [at[id(r)] for r in todo], own)

@@ -43,7 +43,7 @@ from trireme.buffer.buffer import (
     WallClock,
     of_versions,
 )
-from trireme.buffer.table import first_line, is_away, open_database, rows_of
+from trireme.buffer.table import first_line, is_away, open_database, row_of
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
 from trireme.ext.sql.claims import Claims, Reuse
@@ -51,7 +51,7 @@ from trireme.ext.sql.parties import Parties, PartyHeartbeat
 from trireme.ext.sql.pictures import PictureTable
 from trireme.log import get_logger
 from trireme.pictures import Picture
-from trireme.serialize import Damaged, Stored, decode
+from trireme.serialize import Damaged, Stored, decode, encode_each
 
 logger = get_logger("queue_experience_buffer")
 
@@ -152,7 +152,7 @@ class SqlBuffer:
             )
 
         self._remove_earlier()
-        rows = await asyncio.to_thread(rows_of, experiences, pictures=False)
+        rows = await asyncio.to_thread(_rows_of, experiences)
         known = self._pictures.known
         pictures = known.lacking(picture for e in experiences for picture in e.pictures)
 
@@ -560,6 +560,12 @@ class SqlBuffer:
                 f"'{self._parties.name}': explorers and trainers need names of their own "
                 "(explorer.name, trainer.name)"
             )
+
+
+def _rows_of(experiences: Sequence[Experience]) -> list[dict[str, Any]]:
+    """Return the columns of experiences; their pictures are in a table of their own."""
+    encoded = encode_each([[e] for e in experiences], pictures=False)
+    return [row_of(e, data) for e, data in zip(experiences, encoded, strict=True)]
 
 
 def _beat(database: Engine, parties: Parties) -> Callable[[], None]:
