@@ -78,6 +78,7 @@ KINDS = (
     "engine",
     "servers",
     "forward_pass",
+    "training_pass",
     "vision",
     "picture_reader",
     "push",

@@ -427,6 +427,9 @@ SERVERS = Registry("servers of engines", kind="servers")
 FORWARD_PASSES = Registry("forward pass", kind="forward_pass")
 """Functions that make a faster pass for the embedded engine: see engines/torch/forward.py."""
 
+TRAINING_PASSES = Registry("training pass", kind="training_pass")
+"""Functions that make a faster pass for the trainer: see trainer/passes.py."""
+
 VISIONS = Registry("vision", kind="vision")
 """Functions that make a model see pictures: see engines/torch/vision.py."""
 PICTURE_READERS = Registry("picture reader", kind="picture_reader")

@@ -173,8 +173,8 @@ def test_training_goes_on_from_an_adapter_which_is_the_reference_too(tiny_dir, t
     train_step(first, RECIPE, experiences(7), version=0)  # whose reference is the base
     assert torch.equal(backend.logprobs(batch, reference=True), before)
     assert not torch.allclose(backend.logprobs(batch), before, atol=1e-3)
-    plain = backend_of(tiny_dir, max_token_len=60)
-    assert torch.equal(first.logprobs(batch, reference=True), plain.logprobs(batch))
+    plain = backend_of(tiny_dir, max_token_len=60)  # computed by other passes, if there are some
+    assert torch.allclose(first.logprobs(batch, reference=True), plain.logprobs(batch), atol=1e-5)
     kept = [n for n, p in backend.module.named_parameters() if ".start" in n and p.requires_grad]
     assert not kept
     assert set(backend.weights()) == set(first.weights())

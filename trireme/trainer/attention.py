@@ -249,6 +249,8 @@ class Rows:
     buckets: tuple[AttentionRows, ...]
     place: Tensor
     """[T] index of a flat token's attention output in the buckets' concatenated padded queries."""
+    trie: Trie
+    """The rows as they are, on the host."""
 
     @classmethod
     def of(cls, trie: Trie, align: bool) -> Rows:
@@ -285,7 +287,7 @@ class Rows:
                 named, around = None, torch.from_numpy(around)
             indices = torch.from_numpy(queries), torch.from_numpy(keys)
             out.append(AttentionRows(*indices, starts, not members[0][0], named, around))
-        return cls(tuple(out), torch.from_numpy(place))
+        return cls(tuple(out), torch.from_numpy(place), trie)
 
     def to(self, device: torch.device) -> Rows:
         """Move the indices of all buckets to `device`."""
@@ -300,7 +302,7 @@ class Rows:
             )
             for r in self.buckets
         )
-        return Rows(buckets, self.place.to(device))
+        return Rows(buckets, self.place.to(device), self.trie)
 
     def attend(
         self,

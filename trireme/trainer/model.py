@@ -25,6 +25,7 @@ from trireme.engines.torch.specimen import make_specimen
 from trireme.trainer import attention, ulysses
 from trireme.trainer.head import score_entries
 from trireme.trainer.pack import PackedBatch, pack_for
+from trireme.trainer.passes import hasten
 from trireme.trainer.ranks import SequenceGroup
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def load_model(
     without_dropout(model)
     if replays:
         carry_routing(model)
+    hasten(model)
     return model
 
 
