@@ -35,7 +35,7 @@ from trireme.ext.fast_engine import lean as lean_module
 from trireme.ext.fast_engine import native as native_module
 from trireme.ext.fast_engine import step as step_module
 from trireme.ext.fast_engine.lean import Lean, PlainOps, make_lean
-from trireme.ext.fast_engine.native import NativeOps, Panels, _folder, _load
+from trireme.ext.fast_engine.native import SOURCE, NativeOps, Panels, _folder, _load
 from trireme.ext.fast_engine.where import Where
 
 CPU = torch.device("cpu")
@@ -535,7 +535,7 @@ def test_compiled_log_probabilities_are_those_of_float64_and_no_number_stays_non
 def test_it_is_compiled_for_the_processor_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def compiled(compiler: str, flags: list[str]) -> Path:
+    def compiled(source: Path, compiler: str, flags: list[str]) -> Path:
         asked.append(flags)
         raise OSError
 
@@ -543,7 +543,7 @@ def test_it_is_compiled_for_the_processor_that_is_named(monkeypatch: pytest.Monk
     for name, flag in (("", "-march=native"), ("x86-64-v3", "-march=x86-64-v3")):
         monkeypatch.setenv("TRIREME_NATIVE", name)
         with pytest.raises(OSError):
-            _load.__wrapped__("-DFLOAT32")
+            _load.__wrapped__(SOURCE, ())
         assert flag in asked.pop() and flag in asked.pop() and not asked
 
 

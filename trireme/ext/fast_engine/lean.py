@@ -361,7 +361,7 @@ def make_lean(model: PreTrainedModel) -> Lean | None:
     """Make the lean pass of a model, verified on a specimen; None if there is none, and log
     why.
     """
-    reason = _unlike(model)
+    reason = unlike(model)
     if reason is None:
         dtype = next(model.parameters()).dtype
         lean = Lean(model, _ops(dtype))
@@ -387,7 +387,7 @@ def _ops(dtype: torch.dtype) -> PlainOps | NativeOps:
         return PlainOps()
 
 
-def _unlike(model: PreTrainedModel) -> str | None:
+def unlike(model: PreTrainedModel) -> str | None:
     """Return why a model is not of the plain families; None if it is."""
     kind = model.config.model_type
     if kind not in FAMILIES or not type(model).__module__.startswith("transformers.models."):

@@ -18,9 +18,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ from trireme.engines.torch.rows import RowStore
 from trireme.ext.fast_engine.where import Where
 
 SOURCE = Path(__file__).with_name("native.c")
+SHARED = SOURCE.with_name("products.h")
+"""What compiled parts of other extensions may include."""
 FLAGS = ["-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
 """Sums may be reordered when compiled; the order is then the same in every run."""
@@ -107,7 +110,10 @@ class NativeOps:
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Raises OSError if it cannot be compiled or loaded."""
-        self._library = _load("-DBF16" if dtype == torch.bfloat16 else "-DFLOAT32")
+        if dtype == torch.bfloat16:
+            self._library = load(SOURCE, _SIGNATURES, "-DBF16")
+        else:
+            self._library = load(SOURCE, _SIGNATURES | _OF_FLOAT32)
         self.panel_width: int = self._library.panel_width() if dtype == torch.float32 else 0
 
     @property
@@ -206,15 +212,23 @@ def _no_memory(name: str) -> MemoryError:
     return MemoryError(f"no memory is left for the engine's {name}")
 
 
-@cache
-def _load(define: str) -> ctypes.CDLL:
-    """Load the library, compiled first if the cache folder does not have it, for this processor or
-    the kind that TRIREME_NATIVE names, such as x86-64-v3. Raises OSError.
+def load(source: Path, signatures: Mapping[str, Sequence[Any]], *flags: str) -> ctypes.CDLL:
+    """Load the library of a C source, compiled first if the cache folder does not have it, for this
+    processor or the kind that TRIREME_NATIVE names, such as x86-64-v3. `signatures`: the types of
+    its functions' arguments. Raises OSError.
     """
+    library = _load(source, flags)
+    for name, types in signatures.items():
+        getattr(library, name).argtypes = types
+    return library
+
+
+@cache
+def _load(source: Path, more: tuple[str, ...]) -> ctypes.CDLL:
     processor = os.environ.get("TRIREME_NATIVE") or "native"
     if processor == "0":
         raise OSError("TRIREME_NATIVE is 0")
-    flags = [*FLAGS, f"-march={processor}", define]
+    flags = [*FLAGS, f"-march={processor}", *more]
     compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
     if compiler is None:
         raise OSError("there is no C compiler (gcc, clang or cc)")
@@ -223,28 +237,24 @@ def _load(define: str) -> ctypes.CDLL:
     # thread
     for threads in (["-fopenmp"], []):
         try:
-            library = ctypes.CDLL(str(_compiled(compiler, [*flags, *threads])))
+            return ctypes.CDLL(str(_compiled(source, compiler, [*flags, *threads])))
         except OSError as error:
             errors.append(str(error))
-            continue
-        more = {} if define == "-DBF16" else _OF_FLOAT32
-        for name, types in (_SIGNATURES | more).items():
-            getattr(library, name).argtypes = types
-        return library
     raise OSError(errors[-1])
 
 
-def _compiled(compiler: str, flags: list[str]) -> Path:
+def _compiled(source: Path, compiler: str, flags: list[str]) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    text = "\n".join([SOURCE.read_text(), version, " ".join(flags), _processor()])
+    texts = source.read_text(), SHARED.read_text()
+    text = "\n".join([*texts, version, " ".join(flags), _processor()])
     folder = _folder()
-    target = folder / f"native-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    target = folder / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        object_file, library = Path(name, "native.o"), Path(name, "native.so")
+        object_file, library = Path(name, "part.o"), Path(name, "part.so")
         for command in (
-            [compiler, *flags, "-c", str(SOURCE), "-o", str(object_file)],
+            [compiler, *flags, f"-I{SHARED.parent}", "-c", str(source), "-o", str(object_file)],
             [compiler, "-shared", str(object_file), "-lm", "-o", str(library)],
         ):
             done = subprocess.run(command, capture_output=True, text=True)
