@@ -199,7 +199,7 @@ AVX2_ALONE := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRU
 # left out: ranks in other processes, files, devices and the loop, which depend on no instruction set
 NO_ARITHMETIC := critic_ranks cuda device every_algorithm follow fsdp2 fsdp2_saved gpu loading measure prepare \
     reference steering trainer write
-AVX2 := tests/algorithms tests/engines tests/model $(wildcard tests/ext/fast_engine) \
+AVX2 := tests/algorithms tests/engines tests/model $(wildcard tests/ext/fast_engine tests/ext/fast_trainer) \
     $(filter-out $(NO_ARITHMETIC:%=tests/trainer/test_%.py),$(sort $(wildcard tests/trainer/test_*.py))) \
     tests/e2e/test_exact.py
 test-avx2: setup ## the tests that compute, with AVX2 in place of AVX-512

@@ -1,0 +1,1 @@
+"""Extension: the trainer's passes of small Llama-like models, compiled."""
