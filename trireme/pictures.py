@@ -10,6 +10,7 @@ and by a vision (device side), which an extension makes.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,10 +30,18 @@ PICTURE = -1
 """Stands for a picture's token in files and pages for people."""
 IMAGES = ("images", "image")
 """Columns with a row's pictures, one or a list, if `format.image_key` names none."""
+_SHA = "sha256:"
 IMAGE_TAG = "<image>"
 """Stands in a prompt's text where a picture of the row goes."""
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of a content's part that shows a picture: of chat templates, and of OpenAI's two APIs."""
+_MEDIA_TYPES = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+}
+"""The beginnings of files that browsers and OpenAI's API show."""
 
 Message = Mapping[str, Any]
 Read = Callable[[Any], Any]
@@ -241,13 +250,33 @@ def pictures_in(messages: Sequence[Message]) -> list[Picture]:
     ]
 
 
+def media_type(data: bytes) -> str | None:
+    """Return the media type of an image file that browsers and OpenAI's API show, else None."""
+    return next((kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), None)
+
+
+def as_openai_part(picture: Picture) -> dict[str, Any]:
+    """Return a content's part that shows a picture, as OpenAI's chat completions have it."""
+    kind = media_type(picture.data) or "application/octet-stream"
+    data = base64.b64encode(picture.data).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+
+
+def digest_in(part: Mapping[str, Any]) -> str:
+    """Return the digest of the picture that a part of a plain message shows, or of one as JSON."""
+    source = source_in(part)
+    if isinstance(source, Picture):
+        return source.digest
+    return source.removeprefix(_SHA) if isinstance(source, str) else ""
+
+
 def as_json_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return plain messages as JSON: a picture is named by its digest."""
     return [
         {
             **message,
             "content": [
-                {"type": "image", "image": f"sha256:{part['image'].digest}"}
+                {"type": "image", "image": _SHA + part["image"].digest}
                 if part["type"] == "image"
                 else part
                 for part in message["content"]
@@ -259,14 +288,14 @@ def as_json_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     ]
 
 
-def content_text(message: Message) -> str:
-    """Return a message's content as text, for models that read nothing else: a picture is
-    `[image]`.
-    """
+def content_text(
+    message: Message, mark: Callable[[Mapping[str, Any]], str] = lambda part: "[image]"
+) -> str:
+    """Return a message's content as text; a picture is the `mark` of its part."""
     content = message.get("content") or ""
     if not isinstance(content, list):
         return str(content)
-    return "".join("[image]" if is_picture(p) else str(p.get("text") or "") for p in content)
+    return "".join(mark(p) if is_picture(p) else str(p.get("text") or "") for p in content)
 
 
 def tagged(messages: Sequence[Message], images: Sequence[Any]) -> list[dict[str, Any]]:

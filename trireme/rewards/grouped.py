@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from trireme.aio import call_user, first_failure
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.experience import Experience, python_number
+from trireme.pictures import Picture
 from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
 from trireme.rewards.orm import ORM, Unscored, Value
 from trireme.rewards.reward import examine_columns, lacks_truth, no_truth, number, score
@@ -51,6 +52,8 @@ class Row:
     request_id: str = ""
     parts: list[Row] = field(default_factory=list)
     """The samples of a trajectory that was split."""
+    pictures: Mapping[str, Picture] = field(default_factory=dict)
+    """Those that `messages` name, by digest."""
 
 
 @dataclass(frozen=True)
@@ -372,6 +375,7 @@ def _cells(task: Task, row: Row) -> dict[str, Any]:
         **data,
         "solution": data.get("solution", task.truth),
         "messages": row.messages,
+        "message_pictures": row.pictures,
         "is_truncated": row.is_truncated,
         "finish_reason": "length" if row.is_truncated else "stop",
         "rollout_infos": row.infos,
@@ -479,5 +483,6 @@ def _as_part(experience: Experience) -> Row:
         is_truncated=experience.truncate_status is not None,
         infos=dict(experience.info.get("rollout_infos") or {}),
         tokens=[] if versions is None else experience.tokens[versions >= 0].tolist(),
+        pictures={picture.digest: picture for picture in experience.pictures},
         request_id=str(experience.info.get("request_id") or f"{eid.batch}/{eid.task}/{eid.run}"),
     )

@@ -2,9 +2,10 @@
 
 A class is called with `completions` (the last reply of each rollout, in run order) and a keyword
 for each column of the data set's row (a list with the row's value once per rollout), and with
-`messages`, `is_truncated`, `rollout_infos`, `response_token_ids`, `trajectory_inputs`,
-`auxiliary_models`. It returns a number per rollout; None: it does not apply. An `async def
-__call__` is awaited concurrently with others. Rewards of one answer (reward.py) may be among them.
+`messages`, `message_pictures` (by the digests that messages name), `is_truncated`, `rollout_infos`,
+`response_token_ids`, `trajectory_inputs`, `auxiliary_models`. It returns a number per rollout;
+None: it does not apply. An `async def __call__` is awaited concurrently with others. Rewards of one
+answer (reward.py) may be among them.
 
 A function is called in the same way, and also receives TRL's `prompts` and `completion_ids`. If the
 prompt is a list of messages, each of its `completions` is one as well.

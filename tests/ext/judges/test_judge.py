@@ -18,6 +18,7 @@ from trireme.ext.external_model.asker import Asker
 from trireme.ext.judges import judge as judge_module
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+from trireme.pictures import Picture
 from trireme.rewards.grouped import Judge, Row
 from trireme.task import Task
 from trireme.workflows.single_turn import OnPolicyDistillWorkflow, SimpleWorkflow
@@ -165,7 +166,89 @@ def test_a_picture_is_named_to_a_judge_that_reads_text(name: str) -> None:
     assert all("user: [image]What?" in asked for asked in said.asked)
 
 
-def test_that_a_judge_sees_no_pictures_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+PICTURE = Picture(b"\x89PNG", "ab" * 32, tokens=1, grid=(1, 2, 2))
+SEEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
+WRITTEN = {"role": "assistant", "content": f"It is [image {'cd' * 32}] and [image]."}
+
+
+class Shown:
+    """A model on another server, which keeps the contents that it was asked."""
+
+    model_path = "judge"
+
+    def __init__(self, answer: str) -> None:
+        self.answer, self.asked = answer, list[Any]()
+        completions = SimpleNamespace(create=self._create)
+        self._client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+        self._client.model_path, self._client.with_options = "judge", lambda **_: self._client
+
+    def get_openai_async_client(self) -> Any:
+        return self._client
+
+    async def _create(self, messages: Any, **_: Any) -> Any:
+        self.asked += [message["content"] for message in messages]
+        said = SimpleNamespace(message=SimpleNamespace(content=self.answer))
+        return SimpleNamespace(choices=[said])
+
+
+def shown_to(model: Any, name: str, dialogue: Any = None, **options: Any) -> None:
+    """Have a conversation with a picture of the prompt and one of a tool judged."""
+    content = [{"type": "image", "image": f"sha256:{PICTURE.digest}"}]
+    seen = [SHOWN | {"content": [*content, {"type": "text", "text": "What?"}]}]
+    seen += [WRITTEN, {"role": "tool", "content": content}, WRITTEN]
+    row = Row("It is.", dialogue or seen, pictures={PICTURE.digest: PICTURE})
+    judge = Judge.of([{"name": name, **options}])
+    task = Task(raw_task={"rubric": ["is short"]})
+    asyncio.run(judge.rewards(task, [row], [model]))
+
+
+@pytest.mark.parametrize("name", ["judge", "ruler", "rubric"])
+def test_a_judge_of_another_server_is_shown_pictures_where_they_stand(name: str) -> None:
+    """Also those of tools; what a reply writes in the form of a mark is text."""
+    model = Shown({"judge": "0.5", "ruler": "[0.5]", "rubric": '{"rating": 5}'}[name])
+    shown_to(model, name)
+    [content] = model.asked
+    assert content.count(SEEN) == 2
+    first = content.index(SEEN)
+    assert content[first - 1]["text"].endswith("user: ")
+    assert content[first + 1]["text"].startswith("What?")
+    text = "".join(part.get("text", "") for part in content)
+    assert f"[image {'cd' * 32}] and [image]." in text and "tool: " in text
+
+
+def test_a_judge_that_is_to_take_text_alone_is_shown_no_pictures(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    judge_module._warn_of_pictures.cache_clear()
+    model, said = Shown("0.5"), Said("0.5")
+    shown_to(model, "judge", pictures=False)
+    shown_to(said.model, "judge")  # of this run, without a reader of pictures
+    [content] = model.asked
+    assert "user: [image]What?" in content and "user: [image]What?" in said.asked[0]
+    [warned] = caplog.messages
+    assert "[image] stands in their place: the judge's model takes text alone" in warned
+    with pytest.raises(RuntimeError, match="a message shows a picture, and this model takes text"):
+        shown_to(Said("0.5").model, "judge", pictures=True)
+
+
+def test_an_api_that_refuses_pictures_is_said_to_take_text_alone() -> None:
+    class Refuses(Shown):
+        async def _create(self, messages: Any, **_: Any) -> Any:
+            error: Any = ValueError("not a multimodal model")
+            error.status_code = 400
+            raise error
+
+    with pytest.raises(RuntimeError, match=r"multimodal model; it was shown .* pictures: false"):
+        shown_to(Refuses("0.5"), "judge")
+    with pytest.raises(
+        RuntimeError, match=r"the judge judge gave no answer: not a multimodal model$"
+    ):
+        shown_to(Refuses("0.5"), "judge", [QUESTION, WRITTEN | {"content": "2"}])
+
+
+def test_that_a_reward_model_sees_no_pictures_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     judge_module._warn_of_pictures.cache_clear()
     assert (
         judge_module.seen_text({"role": "user", "content": [{"type": "text", "text": "a"}]}) == "a"
@@ -174,7 +257,7 @@ def test_that_a_judge_sees_no_pictures_is_said_once(caplog: pytest.LogCaptureFix
     for _ in range(2):
         assert judge_module.seen_text(SHOWN) == "[image]What?"
     [record] = caplog.records
-    assert "read text alone, and get [image] in their place" in record.getMessage()
+    assert "[image] stands in their place: a reward model takes" in record.getMessage()
 
 
 def test_the_relative_judge_compares_all_replies_in_one_question() -> None:

@@ -23,10 +23,12 @@ from trireme.text import all_joined
 
 logger = get_logger("rewards")
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 _REMEMBERED = 20_000
 """Most answers in a cache in memory."""
 _HELLO_S = 10.0
+_REFUSED = (400, 404, 413, 415, 422)
+"""Statuses of APIs for a question with pictures that a model cannot be shown."""
 TRUTH = """Is the answer right? It is if it says all that the question asks for as the reference \
 does; other words and further facts do not matter. Reply with true or false alone.
 
@@ -85,6 +87,14 @@ class Asker:
         if self._url is not None:
             refuse_silent(f"the judge {self._model}", self._url)
 
+    def sees(self, models: Sequence[Any]) -> bool:
+        """Return False if the model is known to read text alone: one of this run without vision."""
+        if self._url is not None or self._auxiliary >= len(models):
+            return True
+        asked = models[self._auxiliary]
+        chat = getattr(asked, "chat_tokens", None)  # an Endpoint has none
+        return chat is None or (chat.reader is not None and asked.engine.traits.sees)
+
     async def ask(self, messages: Messages, models: Sequence[Any] = ()) -> str:
         """Return the answer, without the model's thinking.
 
@@ -128,7 +138,10 @@ class Asker:
             except TimeoutError:
                 raise RuntimeError(f"{where} gave no answer in {most:g} s") from None
             except Exception as error:  # a client has many kinds; the caller needs the model's name
-                raise RuntimeError(f"{where} gave no answer: {error}") from error
+                hint = ""
+                if getattr(error, "status_code", 0) in _REFUSED and not _text_alone(messages):
+                    hint = "; it was shown pictures: if it takes text alone, set pictures: false"
+                raise RuntimeError(f"{where} gave no answer: {error}{hint}") from error
         text = choices_of(reply, where)[0].message.content or ""
         if text.lstrip().startswith("<think>") and "</think>" not in text:
             return ""  # it was cut off while it thought
@@ -175,6 +188,10 @@ class Asker:
     def _place(self, key: str) -> Path:
         assert self._folder is not None
         return self._folder / key[:2] / f"{key}.json"
+
+
+def _text_alone(messages: Messages) -> bool:
+    return all(isinstance(message["content"], str) for message in messages)
 
 
 async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:

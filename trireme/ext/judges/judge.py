@@ -1,6 +1,7 @@
 """Judge: a language model scores replies: one by one, by a rubric, or in comparison.
 
-All three also take the options of Asker. An answer that cannot be read gives no reward
+All three also take the options of Asker. A judge whose model sees is shown the pictures of the
+conversation where they stand in it. An answer that cannot be read gives no reward
 (`judge`), or 0 (`rubric`, `ruler`), and `judge_success` 0 in the metrics.
 """
 
@@ -11,14 +12,14 @@ import json
 import math
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 from trireme.config.options import fitting_options
 from trireme.ext.external_model.asker import Asker
 from trireme.log import get_logger
-from trireme.pictures import IMAGE_PARTS, content_text
+from trireme.pictures import Picture, as_openai_part, content_text, digest_in, is_picture
 from trireme.registry import did_you_mean
 from trireme.rewards.orm import ORM, Unscored, Value
 
@@ -69,6 +70,10 @@ _said: set[str] = set()
 _UNREAD = {"judge_success": 0.0}
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _OBJECT = re.compile(r"\{[^{}]*\}")
+_MARK = re.compile(r"\[image ([0-9a-f]{64})\]")
+"""Stands in a question's text where a picture goes; no model knows the digest of what it sees."""
+Pictures = Mapping[str, Picture]
+"""Pictures by digest."""
 
 
 class Asking(ORM):
@@ -78,10 +83,14 @@ class Asking(ORM):
     subjects: ClassVar[tuple[str, ...]]
     """What a question may show; it has to show the first, which is judged."""
 
-    def __init__(self, prompt: str | None = None, **model: Any) -> None:
-        """`prompt` is the question, with its subjects in braces. Raises ValueError for another
-        one in it, and if what is judged is not.
+    def __init__(
+        self, prompt: str | None = None, pictures: bool | None = None, **model: Any
+    ) -> None:
+        """`prompt` is the question, with its subjects in braces. `pictures`: whether the model is
+        shown those of the conversation; None: unless it is known to read text alone. Raises
+        ValueError for another subject in it, and if what is judged is not.
         """
+        self._shows = pictures
         self._prompt = self.prompt if prompt is None else prompt
         _refuse_question(self._prompt, self.subjects)
         self._asker = Asker(**fitting_options("a judge", Asker, model))
@@ -95,6 +104,15 @@ class Asking(ORM):
         """Raise ValueError if the model's endpoint does not answer."""
         self._asker.examine()
 
+    def _seen(self, pictures: Pictures, models: Sequence[Any]) -> Pictures:
+        """Return the pictures that the model is shown: all, or none."""
+        shows = self._asker.sees(models) if self._shows is None else self._shows
+        return pictures if shows else {}
+
+    async def _answer(self, question: str, seen: Pictures, models: Sequence[Any]) -> str:
+        content = with_pictures(question, seen)
+        return await self._asker.ask([{"role": "user", "content": content}], models)
+
 
 class ModelJudge(Asking):
     """A number from 0 to 1 for each dialogue. `prompt` may use {dialogue} and {reference}."""
@@ -106,12 +124,15 @@ class ModelJudge(Asking):
         """Score each completion by the judge's model."""
         truths = kwargs.get("solution") or [None] * len(completions)
         models = kwargs.get("auxiliary_models", ())
-        asked = zip(kwargs["messages"], truths, strict=True)
-        return list(await asyncio.gather(*(self._ask(m, truth, models) for m, truth in asked)))
+        asked = zip(kwargs["messages"], _pictures_of(kwargs), truths, strict=True)
+        return list(await asyncio.gather(*(self._ask(*question, models) for question in asked)))
 
-    async def _ask(self, messages: Any, truth: Any, models: Sequence[Any]) -> Value | Unscored:
-        text = self._prompt.format(dialogue=_dialogue(messages), reference=_reference(truth))
-        answer = await self._asker.ask([{"role": "user", "content": text}], models)
+    async def _ask(
+        self, messages: Any, pictures: Pictures, truth: Any, models: Sequence[Any]
+    ) -> Value | Unscored:
+        seen = self._seen(pictures, models)
+        text = self._prompt.format(dialogue=_dialogue(messages, seen), reference=_reference(truth))
+        answer = await self._answer(text, seen, models)
         if (score := read_score(answer)) is None:
             expected = "expected one number from 0 to 1, or with its scale, such as 8/10 or 80%"
             return Unscored(f"it answered {answer[:80]!r}: {expected}", _UNREAD)
@@ -133,12 +154,14 @@ class RelativeJudge(Asking):
         """Score the completions of one prompt by comparing them."""
         dialogues = kwargs["messages"]
         shared = _shared(dialogues)
-        replies = [_dialogue(messages[shared:]) for messages in dialogues]
+        models = kwargs.get("auxiliary_models", ())
+        pictures = {d: p for shown in _pictures_of(kwargs) for d, p in shown.items()}
+        seen = self._seen(pictures, models)
+        replies = [_dialogue(messages[shared:], seen) for messages in dialogues]
         shown = list(dict.fromkeys(replies))
         truth = (kwargs.get("solution") or [None])[0]
-        text = comparison(dialogues[0][:shared], shown, truth, prompt=self._prompt)
-        models = kwargs.get("auxiliary_models", ())
-        answer = await self._asker.ask([{"role": "user", "content": text}], models)
+        text = comparison(dialogues[0][:shared], shown, truth, prompt=self._prompt, seen=seen)
+        answer = await self._answer(text, seen, models)
         scores = read_scores(answer, len(shown))
         if scores is None:
             _say_unread("ruler", answer, f"a list of {len(shown)} numbers from 0 to 1")
@@ -157,10 +180,14 @@ class RubricJudge(Asking):
     subjects = ("reply", "prompt", "criteria")
 
     def __init__(
-        self, criteria: Sequence[Any] = (), prompt: str | None = None, **model: Any
+        self,
+        criteria: Sequence[Any] = (),
+        prompt: str | None = None,
+        pictures: bool | None = None,
+        **model: Any,
     ) -> None:
         """`criteria` are for rows without any; `prompt` may use {prompt}, {reply}, {criteria}."""
-        super().__init__(prompt, **model)
+        super().__init__(prompt, pictures, **model)
         self._criteria = list(criteria)
 
     def examine(self, rubric: Sequence[Any] = ()) -> None:
@@ -172,15 +199,18 @@ class RubricJudge(Asking):
         """Score each completion by its row's criteria. Raises ValueError for a row without any."""
         rubrics = kwargs.get("rubric") or [None] * len(completions)
         models = kwargs.get("auxiliary_models", ())
-        asked = zip(kwargs["messages"], completions, rubrics, strict=True)
+        asked = zip(kwargs["messages"], _pictures_of(kwargs), completions, rubrics, strict=True)
         return list(await asyncio.gather(*(self._ask(*question, models) for question in asked)))
 
-    async def _ask(self, messages: Any, reply: str, rubric: Any, models: Sequence[Any]) -> Value:
+    async def _ask(
+        self, messages: Any, pictures: Pictures, reply: str, rubric: Any, models: Sequence[Any]
+    ) -> Value:
+        seen = self._seen(pictures, models)
         criteria = _criteria(rubric or self._criteria)
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prompt = _dialogue(messages[: replies[-1]] if replies else messages)
+        prompt = _dialogue(messages[: replies[-1]] if replies else messages, seen)
         text = self._prompt.format(prompt=prompt, reply=reply, criteria=criteria)
-        answer = await self._asker.ask([{"role": "user", "content": text}], models)
+        answer = await self._answer(text, seen, models)
         rating = _rating(answer)
         if rating is None:
             _say_unread("rubric", answer, '{"rating": <1 to 10>}')
@@ -221,25 +251,54 @@ def _refuse_question(question: str, subjects: Sequence[str]) -> None:
 
 
 def seen_text(message: Mapping[str, Any]) -> str:
-    """Return a message as a judge or a reward model sees it, as text; the log names the first
-    picture that it does not see.
+    """Return a message as a reward model sees it, as text; the log says once that pictures are
+    left out.
     """
     content = message.get("content")
-    if isinstance(content, list) and any(part.get("type") in IMAGE_PARTS for part in content):
-        _warn_of_pictures()
+    if isinstance(content, list) and any(map(is_picture, content)):
+        _warn_of_pictures("a reward model takes text alone")
     return content_text(message)
 
 
 @cache
-def _warn_of_pictures() -> None:
+def _warn_of_pictures(why: str) -> None:
     logger.warning(
-        "a conversation that is judged shows pictures: judges and reward models read text alone, "
-        "and get [image] in their place"
+        "a conversation that is judged shows pictures, and [image] stands in their place: %s", why
     )
 
 
-def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n\n".join(f"{m['role']}: {seen_text(m)}" for m in messages)
+def _pictures_of(columns: Mapping[str, Any]) -> Sequence[Pictures]:
+    """Return the pictures of each rollout's messages."""
+    return columns.get("message_pictures") or [{}] * len(columns["messages"])
+
+
+def _dialogue(messages: Sequence[Mapping[str, Any]], seen: Pictures) -> str:
+    """Return a conversation as text, with a mark for each picture that is seen."""
+    return "\n\n".join(f"{m['role']}: {content_text(m, _mark(seen))}" for m in messages)
+
+
+def _mark(seen: Pictures) -> Callable[[Mapping[str, Any]], str]:
+    def mark(part: Mapping[str, Any]) -> str:
+        if (digest := digest_in(part)) in seen:
+            return f"[image {digest}]"
+        _warn_of_pictures("the judge's model takes text alone, or has the option pictures: false")
+        return "[image]"
+
+    return mark
+
+
+def with_pictures(question: str, seen: Pictures) -> str | list[dict[str, Any]]:
+    """Return a message's content: the question, in parts if it has marks of pictures."""
+    pieces = _MARK.split(question)  # digests are every second one
+    if not seen or not any(digest in seen for digest in pieces[1::2]):
+        return question
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(pieces):
+        if number % 2 and piece in seen:
+            parts.append(as_openai_part(seen[piece]))
+        elif text := f"[image {piece}]" if number % 2 else piece:
+            parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _reference(truth: Any) -> str:
@@ -256,14 +315,21 @@ def _shared(dialogues: Sequence[Sequence[Any]]) -> int:
 
 
 def comparison(
-    conversation: Sequence[Any], replies: Sequence[str], truth: Any = None, *, prompt: str = RULER
+    conversation: Sequence[Any],
+    replies: Sequence[str],
+    truth: Any = None,
+    *,
+    prompt: str = RULER,
+    seen: Pictures | None = None,
 ) -> str:
-    """Return the question which of several replies to a conversation are better."""
+    """Return the question which of several replies to a conversation are better; with a mark for
+    each picture that is `seen`.
+    """
     candidates = "\n\n".join(
         f'<reply number="{i}">\n{text}\n</reply>' for i, text in enumerate(replies, 1)
     )
     return prompt.format(
-        prompt=_dialogue(conversation),
+        prompt=_dialogue(conversation, seen or {}),
         candidates=candidates,
         count=len(replies),
         reference=_reference(truth),

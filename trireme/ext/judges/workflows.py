@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from trireme.aio import also_blocking
 from trireme.experience import Experience
-from trireme.ext.judges.judge import comparison, read_scores
+from trireme.ext.judges.judge import comparison, read_scores, with_pictures
 from trireme.model.chat_tokens import conversation_of
+from trireme.pictures import pictures_in
 from trireme.rewards.grouped import is_grouped
 from trireme.rewards.reward import resolve, score
 from trireme.task import Task
@@ -74,9 +75,13 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         gold = [e.reward or 0.0 for e in replies]
         known = self.truth_is_known()
         asked = conversation_of(self.task, self.task_desc, None)
-        question = comparison(asked, [e.response_text or "" for e in replies])
+        if pictures_in(asked):  # read already, and cached
+            asked = self.model.model.chat_tokens.plain(asked)
+        seen = {picture.digest: picture for picture in pictures_in(asked)}
+        question = comparison(asked, [e.response_text or "" for e in replies], seen=seen)
         judgements = await self.model.chat_async(
-            [{"role": "user", "content": question}], n=self.repeat_times if known else 1
+            [{"role": "user", "content": with_pictures(question, seen)}],
+            n=self.repeat_times if known else 1,
         )
         opinions = [read_scores(e.response_text or "", len(replies)) for e in judgements]
         success = statistics.fmean(scores is not None for scores in opinions)

@@ -44,6 +44,7 @@ from trireme.ext.page.runs import (
 )
 from trireme.ext.page.table import Entries
 from trireme.ext.page.tokens import Tokens
+from trireme.pictures import media_type
 from trireme.text import as_json
 
 COOKIE = "trireme_view_{port}"
@@ -51,13 +52,6 @@ COOKIE = "trireme_view_{port}"
 STATIC = Path(__file__).parent / "static"
 UPLOT = Path(__file__).parent / "uplot"
 """The chart library, as its npm package has it (`make page-library`)."""
-IMAGES = {
-    b"\x89PNG": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"GIF8": "image/gif",
-    b"RIFF": "image/webp",
-}
-"""The beginnings of pictures that are shown."""
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 MOST_ROWS = 500
 """Rollouts of one answer."""
@@ -184,7 +178,7 @@ class Page:
         if path is None:
             raise ValueError(f"no picture '{digest:.20}' is stored")
         data = path.read_bytes()
-        kind = next((kind for start, kind in IMAGES.items() if data.startswith(start)), None)
+        kind = media_type(data)
         if kind is None:
             raise ValueError(f"picture '{digest:.20}' is in a format that browsers do not show")
         return Response(data, headers={"Cache-Control": "max-age=86400"}, media_type=kind)
