@@ -14,6 +14,7 @@ from tests.e2e.test_damaged_files import DAMAGES
 from tests.ext.harbor.test_harbor import MODES, NO_WALL, VERDICT, call, earned, folder_of, play
 from trireme.data.rows import NoRows, load_rows
 from trireme.ext.agents import program
+from trireme.ext.agents.program import ProgramFailed
 from trireme.ext.harbor.task_box import NoReward, TaskBox
 from trireme.ext.harbor.task_folders import read_task
 
@@ -257,6 +258,56 @@ def test_what_a_program_writes_outside_of_its_folders_is_limited(tmp_path: Path)
     )
     folder = folder_of(tmp_path, tests__test_sh=script)
     assert earned(folder, solve=False, open_=False, tmp_mb=8) == {"reward": 8.0}
+
+
+WRITE = "for i in 1 2 3; do head -c 4000000 /dev/zero > $i; done; "
+
+
+@MODES
+@pytest.mark.parametrize("then", [f'echo 1 > {VERDICT}reward.txt"', "sleep 1000"])
+def test_what_a_program_writes_in_its_folders_is_limited_in_all(
+    then: str, open_: bool, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, tests__test_sh=WRITE + then)
+    with pytest.raises(ProgramFailed, match=r"files of task task-0 take more than 8 MB: .*disk_mb"):
+        earned(folder, solve=False, open_=open_, disk_mb=8)
+    if then != "sleep 1000":
+        assert earned(folder, solve=False, open_=open_, disk_mb=20) == {"reward": 1.0}
+
+
+@MODES
+def test_a_model_that_writes_too_much_has_failed(open_: bool, tmp_path: Path) -> None:
+    """The rest of the rollout cannot undo it."""
+    said = [call(f"{WRITE}rm 1"), call(f"cat 2 3 > 4; {WRITE}sleep 1000"), call("rm *"), "Done."]
+    [failed] = play(folder_of(tmp_path), said, open_=open_, disk_mb=14).failures
+    assert "task-0 take more than 14 MB: expected" in failed.message
+
+
+@pytest.mark.parametrize("kind", ["files", "links"])
+def test_a_task_with_too_much_in_all_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    big = folder / "environment" / "0"
+    big.touch()
+    os.truncate(big, 1 << 30)
+    for name in range(1, 12):
+        path = folder / "environment" / str(name)
+        if kind == "files":
+            path.touch()
+            os.truncate(path, 1 << 30)
+        else:
+            path.symlink_to(big)
+    said = r"task-0: its files have more than 10240 MB in all: expected .*workflow_args.disk_mb"
+    with pytest.raises(ValueError, match=said):
+        read_task(folder)
+    assert read_task(folder, disk_mb=13_000)
+
+
+def test_a_task_that_is_copied_too_often_is_refused(tmp_path: Path) -> None:
+    lines = "".join(f"COPY words.txt /app/{i}\n" for i in range(9))
+    folder = folder_of(tmp_path, environment__Dockerfile=f"FROM x\nWORKDIR /app\n{lines}")
+    (folder / "environment" / "words.txt").write_bytes(bytes(400_000))
+    with pytest.raises(ValueError, match=r"with COPY words.txt its files take more than 2 MB: exp"):
+        TaskBox(read_task(folder), tmp_path / "box", sandbox=False, disk_mb=2)
 
 
 @MODES

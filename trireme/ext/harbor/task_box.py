@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trireme.ext.harbor.task_folders import OWN, TaskFolder
+from trireme.ext.harbor.task_folders import DISK_MB, OWN, TaskFolder
 from trireme.ext.sandbox.programs import TMP_MB, wall_around
 from trireme.files import Unreadable, read_json, read_text, remove
 from trireme.rewards.reward import number
@@ -47,9 +48,11 @@ class TaskBox:
         sandbox: bool,
         visible: Sequence[str] = (),
         tmp_mb: int = TMP_MB,
+        disk_mb: int = DISK_MB,
     ) -> None:
         """`visible`: further paths of this machine, read-only behind bubblewrap; `tmp_mb`: the
-        limit, in memory, of files that a program writes outside of the task's folders.
+        limit, in memory, of files that a program writes outside of the task's folders; `disk_mb`:
+        the limit of all files in `root`. Raises ValueError for more.
         """
         self._tmp_mb = tmp_mb
         self.task, self.root, self.sandbox = task, root, sandbox
@@ -63,6 +66,11 @@ class TaskBox:
             context = task.folder / "environment"
             left_out = {context / path for path in task.ignored}
             _copy(context / source, self.at(target), root, context, mode, left_out)
+            if taken_mb(root) > disk_mb:
+                raise ValueError(
+                    f"task {task.folder.name}: with COPY {source} its files take more than "
+                    f"{disk_mb} MB: expected at most that (workflow_args.disk_mb)"
+                )
         for path in root.rglob("*"):  # later writes must not go through a link either
             if path.is_symlink():
                 _inside(path, root)
@@ -161,6 +169,14 @@ class TaskBox:
                 "name"
             )
         return {str(key): _number(value, f"{name} gave for '{key}'") for key, value in said.items()}
+
+
+def taken_mb(folder: Path) -> int:
+    """Return what the files of a folder take on the disk; programs may change it meanwhile, and
+    its depth is theirs.
+    """
+    done = subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=False)
+    return int(done.stdout.split()[0]) // 1024 if done.stdout else 0
 
 
 def total(parts: Mapping[str, float]) -> float:

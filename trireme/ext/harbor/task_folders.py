@@ -37,6 +37,8 @@ MOST_FILES, DEEPEST = 100_000, 100
 """Most files and folders of a task's folder, and their greatest depth."""
 FILE_MB = 1024
 """The largest file of a task, unless `workflow_args.file_mb` overrides it."""
+DISK_MB = 10_240
+"""The most that all files of a rollout take, unless `workflow_args.disk_mb` overrides it."""
 MOST_S = 1e9
 """The longest time-out of a task: waiting functions take no larger number."""
 _LARGEST = 1 << 20
@@ -133,15 +135,18 @@ def task_rows(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield str(toml), {"name": folder.name, "prompt": text, "folder": str(folder)}
 
 
-def read_task(folder: Path, *, skip_run: bool = False, file_mb: int = FILE_MB) -> TaskFolder:
+def read_task(
+    folder: Path, *, skip_run: bool = False, file_mb: int = FILE_MB, disk_mb: int = DISK_MB
+) -> TaskFolder:
     """Read the task in a folder. `skip_run`: the results of its Dockerfile's RUN are on this
     machine already.
 
     Raises ValueError, naming file and line, for anything that needs a container, and for files that
-    may not be copied: a link that leaves the task, anything but a file, one beyond `file_mb`.
+    may not be copied: a link that leaves the task, anything but a file, one beyond `file_mb`, more
+    than `disk_mb` in all.
     """
     name = f"task {folder.name}"
-    _refuse_what_is_no_file(name, folder, file_mb)
+    _refuse_what_is_no_file(name, folder, file_mb, disk_mb)
     try:
         said = tomllib.loads(_text(folder, TOML))
     except (OSError, ValueError, RecursionError) as error:
@@ -252,14 +257,14 @@ def _text(folder: Path, name: str) -> str:
     return read_text(path, LARGEST, below=whole)
 
 
-def _refuse_what_is_no_file(name: str, folder: Path, file_mb: int) -> None:
+def _refuse_what_is_no_file(name: str, folder: Path, file_mb: int, disk_mb: int) -> None:
     """Raise ValueError for entries that a task's folder may not contain, anywhere: its scripts run
     on this machine, and its files are copied.
 
     A link may lead to another file of the task; in `environment/`, and to a folder, it must stay
     within the copied folder.
     """
-    whole = Path(os.path.realpath(folder))
+    whole, taken = Path(os.path.realpath(folder)), 0
     for path in _entries(name, folder):
         place = path.relative_to(folder)
         there = path.lstat()
@@ -270,14 +275,22 @@ def _refuse_what_is_no_file(name: str, folder: Path, file_mb: int) -> None:
                 raise ValueError(
                     f"{name}: {_leaves(folder, path, place.parts[0] if bound else '')}"
                 )
+            if os.path.isabs(os.readlink(path)) and target.is_file():  # copied as the file
+                taken += target.stat().st_size
         elif stat.S_ISREG(there.st_mode):
             if there.st_size > file_mb * 2**20:
                 raise ValueError(
                     f"{name}: {place} has {there.st_size >> 20} MB: expected at most {file_mb} "
                     "(workflow_args.file_mb)"
                 )
+            taken += there.st_size
         elif not stat.S_ISDIR(there.st_mode):
             raise ValueError(f"{name}: {place} is a pipe, a socket or a device: expected a file")
+        if taken > disk_mb * 2**20:
+            raise ValueError(
+                f"{name}: its files have more than {disk_mb} MB in all: expected at most that "
+                "(workflow_args.disk_mb)"
+            )
 
 
 def _entries(name: str, folder: Path) -> Iterator[Path]:

@@ -15,10 +15,10 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -47,8 +47,8 @@ from trireme.ext.agents.program import (
     shown,
     watching,
 )
-from trireme.ext.harbor.task_box import TaskBox, total
-from trireme.ext.harbor.task_folders import TOML, TaskFolder, absolute_path, read_task
+from trireme.ext.harbor.task_box import TaskBox, taken_mb, total
+from trireme.ext.harbor.task_folders import DISK_MB, TOML, TaskFolder, absolute_path, read_task
 from trireme.ext.multi_turn.scheduled import samples
 from trireme.ext.multi_turn.scheduler import request_of
 from trireme.ext.multi_turn.tool_calls import ToolCallScheduler
@@ -63,6 +63,8 @@ task's folder and shows what it prints. Look around, do what is asked, and check
 done, answer without calling a tool."""
 _KILLS = (signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ)
 """Signals by which a system or a limit ends a program."""
+_MEASURE_S = 1.0
+"""Between two looks at how much a program has written."""
 
 
 class HarborSettings(Limits):
@@ -92,6 +94,8 @@ class HarborSettings(Limits):
     """Most files that each process has open."""
     tmp_mb: Annotated[int, Field(gt=0)] = 512
     """Most that a program may write outside of the task's folders, which is in memory."""
+    disk_mb: Annotated[int, Field(gt=0)] = DISK_MB
+    """Most that the files of a rollout take in all; it fails with more."""
     no_sandbox: bool = False
     """Without bubblewrap: scripts and commands have all that the run's user has."""
 
@@ -115,10 +119,11 @@ class Trial:
         logs.mkdir(parents=True, exist_ok=True)
         most, box = self.settings.processes, self.box
         words = limited_processes(words, most) if box.sandbox else words
+        await self._refuse_full()  # a model's earlier command may have left too much
         await asyncio.to_thread(box.mend)
         words = box.words(words, network=self.network)
         async with at_most(most, sandbox=box.sandbox) as before:
-            return await run_program(
+            program = run_program(
                 [*before, *self.settings.before(words, "-n", str(self.settings.open_files))],
                 name=f"{name} of {self.folder.name}",
                 logs=logs,
@@ -126,6 +131,29 @@ class Trial:
                 environment=box.environment(**variables),
                 timeout=seconds,
                 watch=self.watch,
+            )
+            return await self._measured(program)
+
+    async def _measured(self, program: Coroutine[Any, Any, Ended]) -> Ended:
+        """Return the end of a program. Raises ProgramFailed, and ends it, once the rollout's files
+        take too much.
+        """
+        running = asyncio.ensure_future(program)
+        try:
+            while not running.done():
+                await asyncio.wait([running], timeout=_MEASURE_S)
+                await self._refuse_full()
+            return running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def _refuse_full(self) -> None:
+        most = self.settings.disk_mb
+        if await asyncio.to_thread(taken_mb, self.folder) > most:
+            raise ProgramFailed(
+                f"the files of task {self.task.folder.name} take more than {most} MB: expected at "
+                "most that (workflow_args.disk_mb)"
             )
 
     async def solve(self) -> None:
@@ -275,7 +303,12 @@ def _refuse_without_wall(settings: HarborSettings) -> None:
 
 
 def _task(folder: Path, settings: HarborSettings) -> TaskFolder:
-    return read_task(folder, skip_run=settings.skip_run, file_mb=settings.file_mb)
+    return read_task(
+        folder,
+        skip_run=settings.skip_run,
+        file_mb=settings.file_mb,
+        disk_mb=settings.disk_mb,
+    )
 
 
 def open_trial(task: TaskFolder, folder: Path, watch: IO[bytes], settings: HarborSettings) -> Trial:
@@ -286,6 +319,7 @@ def open_trial(task: TaskFolder, folder: Path, watch: IO[bytes], settings: Harbo
         sandbox=not settings.no_sandbox,
         visible=settings.visible,
         tmp_mb=settings.tmp_mb,
+        disk_mb=settings.disk_mb,
     )
     return Trial(task, box, folder, watch, settings, settings.network)
 
