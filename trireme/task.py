@@ -13,7 +13,7 @@ from yaml.representer import SafeRepresenter
 
 from trireme.pictures import IMAGES
 from trireme.registry import did_you_mean
-from trireme.text import as_json
+from trireme.text import as_json, from_json
 from trireme.usercode import Refused
 
 SHOWN_TEXT, SHOWN_ROW = 2_000, 8_000
@@ -229,6 +229,18 @@ class Task:
         outer, _, inner = key.partition(".")
         nested = inner and key not in row and isinstance(row.get(outer), dict)
         return (outer, inner) if nested else (key, None)
+
+    def json_column(self, column: str) -> Any:
+        """Return the value of a column, parsed if it is text; None if the row lacks it. Raises
+        ValueError for text that is not JSON.
+        """
+        value = self.raw_task.get(column)
+        try:
+            return from_json(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(
+                f"the row's column '{column}' holds text that is not JSON: {error}"
+            ) from error
 
     @property
     def task_desc(self) -> Any:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -36,6 +38,33 @@ def as_json(value: Any, **options: Any) -> str:
     returns the same texts. `options` are those of `json.dumps`.
     """
     return _escaped(json.dumps(value, ensure_ascii=False, **options))
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return what JSON of a user's says. Raises ValueError with the reason if it is none, and for
+    an object with a name twice: which of its values is meant is not known.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_named_once)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except ValueError as error:
+        if "set_int_max_str_digits" not in str(error):
+            raise
+        most = sys.get_int_max_str_digits()  # Python's message is about its own limits
+        raise ValueError(f"it has a whole number of more than {most} digits") from error
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its names and values. Raises ValueError for a name that is there twice:
+    which of its values is meant is not known.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        values = " and ".join(f"{value!r:.30}" for name, value in pairs if name == twice)
+        raise ValueError(f"an object has the name '{twice:.60}' more than once: with {values}")
+    return made
 
 
 def has_half(value: Any) -> bool:

@@ -19,6 +19,7 @@ CHAT = [
     {"role": "user", "content": "and 2+2?"},
     {"role": "assistant", "content": "4"},
 ]
+TWICE = '{"content": "x", "content": "y"}'
 # drops what earlier replies thought, as templates of thinking models do
 FORGETFUL = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
@@ -270,6 +271,31 @@ def test_a_row_that_is_too_long_is_cut_or_left_out_and_counted() -> None:
         ({"messages": []}, "row 0: column 'messages' must hold a list of messages"),
         ({"messages": CHAT[:1]}, "row 0: the conversation .* has no assistant turn"),
         ({"messages": "[{"}, "row 0: column 'messages' holds text that is not JSON"),
+        (
+            {"messages": f'[{{"role": "user", "role": "system", {TWICE[1:]}]'},
+            "column 'messages' holds text that is not JSON: an object has the name 'role' more",
+        ),
+        (
+            {"prompt": f'[{{"role": "user", {TWICE[1:]}]', "response": "2"},
+            "column 'prompt' holds text that is not JSON: an object .* with 'x' and 'y'",
+        ),
+        (
+            {"prompt": "1", "response": f'[{{"role": "assistant", {TWICE[1:]}]'},
+            "column 'response' holds text that is not JSON: an object has the name 'content' more",
+        ),
+        (
+            {"messages": CHAT, "tools": f"[{TWICE}]"},
+            "row 0: column 'tools' holds text that is not JSON: an object has the name 'content'",
+        ),
+        (
+            {
+                "messages": [
+                    CHAT[0],
+                    CHAT[1] | {"tool_calls": [{"function": {"name": "f", "arguments": TWICE}}]},
+                ]
+            },
+            "column 'messages' holds text that is not JSON: an object has the name 'content' more",
+        ),
         ({"messages": [{"content": "x"}]}, "row 0: a message must have a role"),
         ({"messages": "[" * 200_000}, "'messages' holds text that is not JSON: it is nested too"),
         ({"tokens": ["a"]}, r"row 0: column 'tokens' holds \['a'\]: expected a list of ids"),

@@ -319,10 +319,20 @@ def test_data_without_the_right_answer_are_refused_before_the_run(name: str | No
         ("countdown_reward", {"prompt": "?"}, "needs a target and its numbers.* has: prompt"),
         ("countdown_reward", {"target": 3}, "needs a target and its numbers"),
         ("countdown_reward", {"response": '{"target": 3'}, "column 'response' is .* not JSON"),
+        (
+            "countdown_reward",
+            {"response": '{"target": 3, "target": 4}'},
+            "'response' is .* not JSON: an object has the name 'target' more than once: with 3 and",
+        ),
         ("countdown_reward", {"target": "x", "nums": [1]}, "the target is 'x' and its numbers"),
         ("countdown_reward", {"target": 3, "nums": 12}, r"its numbers are 12: expected a number"),
         ("tool_call_reward", {"prompt": "?"}, "the row's column 'answer' is None"),
         ("tool_call_reward", {"answer": '[{"name": "f"}]'}, "expected a JSON list of calls"),
+        (
+            "tool_call_reward",
+            {"answer": '[{"name": "f", "name": "g", "arguments": {}}]'},
+            "expected a JSON list of calls .*an object has the name 'name' more than once: with",
+        ),
     ],
 )
 @pytest.mark.parametrize("several", [False, True])

@@ -79,6 +79,11 @@ def test_the_model_sees_tools_and_what_was_said(name: str) -> None:
         ({"conversations": []}, "column 'conversations' is \\[\\]"),
         ({"conversations": [{"from": "robot", "value": ""}]}, "'from' to be one of human"),
         ({"tools": "{}"}, "column 'tools' is '{}': expected a JSON list"),
+        ({"tools": "[{"}, "column 'tools' holds text that is not JSON: Expecting property name"),
+        (
+            {"tools": '[{"name": "f", "name": "g"}]'},
+            "column 'tools' holds text that is not JSON: an object has the name 'name' more than",
+        ),
         ({"answer": "none"}, "column 'answer' is 'none': expected a JSON list of calls"),
         ({"answer": None}, "column 'answer' is None"),
     ],

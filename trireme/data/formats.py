@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from trireme.data.reply_mask import (
     render_conversation,
     render_plain,
 )
-from trireme.data.rows import OnError, Rows, why_no_json
+from trireme.data.rows import OnError, Rows
 from trireme.experience import EID, Experience, cut_to
 from trireme.pictures import (
     PictureReader,
@@ -35,7 +35,7 @@ from trireme.pictures import (
     with_row,
 )
 from trireme.task import with_objects
-from trireme.text import has_half
+from trireme.text import from_json, has_half
 
 _MESSAGES = ("messages", "message")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
@@ -284,8 +284,8 @@ class SftFormat:
         else:
             for column, replies in ((str(columns.prompt), False), (str(columns.response), True)):
                 value = row.get(column)
-                if (messages := messages_in(value)) is not None:
-                    check_messages(column, messages, replies=replies)
+                if messages_in(value) is not None:
+                    check_messages(column, value, replies=replies)
                     self._check_template(f"'{column}' as text")
                 elif not isinstance(value, str):
                     raise ValueError(f"column '{column}' holds {value!r:.60}: expected text")
@@ -323,6 +323,8 @@ def check_messages(column: str, value: Any, *, replies: bool = True) -> None:
                     f"supported (column '{column}')"
                 )
         message_weight(message)
+        for text in _objects_in(message):
+            _parsed_of(column, text)  # which refuses a name that is there twice
     roles = [message["role"] for message in messages]
     if replies and "assistant" not in roles:
         raise ValueError(
@@ -354,9 +356,20 @@ def check_tools(column: str, value: Any) -> None:
 def _parsed_of(column: str, value: Any) -> Any:
     try:
         return parsed(value)
-    except (ValueError, RecursionError) as error:
-        why = why_no_json(error)
-        raise ValueError(f"column '{column}' holds text that is not JSON: {why}") from error
+    except ValueError as error:
+        raise ValueError(f"column '{column}' holds text that is not JSON: {error}") from error
+
+
+def _objects_in(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments of a message's calls that are JSON text; other text stays as it is."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = (call.get("function") or call) if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                json.loads(arguments)
+                yield arguments
 
 
 def messages_in(value: Any) -> list[Any] | None:
@@ -405,6 +418,6 @@ def parsed(value: Any) -> Any:
     """Parse messages and tools if they are JSON text."""
     if not isinstance(value, str) or not value.strip():
         return value
-    if has_half(made := json.loads(value)):
+    if has_half(made := from_json(value)):
         raise ValueError("it holds half of a surrogate pair")
     return made

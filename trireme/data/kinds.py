@@ -108,7 +108,7 @@ class DpoFormat(SftFormat):
                 f"column '{column}' holds {row.get(column)!r:.60}: expected a conversation, since "
                 "there is no column prompt or messages"
             )
-        check_messages(column, messages)
+        check_messages(column, row[column])
         if len(messages) < 2:
             raise ValueError(
                 f"column '{column}' holds one message, a reply, and there is no column prompt or "
@@ -133,7 +133,7 @@ class DpoFormat(SftFormat):
         value = reply = row.get(column)
         messages = messages_in(value)
         if messages is not None:
-            check_messages(column, messages)
+            check_messages(column, value)
             reply = messages[-1]
             prompt = [_said(message) for message in _asked(self._prompt_of(row))]
             if messages[:-1] and [_said(message) for message in messages[:-1]] != prompt:
@@ -155,9 +155,8 @@ class DpoFormat(SftFormat):
 
     def _check(self, row: Mapping[str, Any]) -> None:
         prompt, name = self._prompt_of(row), self._prompt or self._columns.replies[0]
-        messages = messages_in(prompt)
-        if messages is not None:
-            check_messages(name, messages, replies=False)
+        if messages_in(prompt) is not None:
+            check_messages(name, prompt, replies=False)
             self._check_template("the prompt as text")
         elif not isinstance(prompt, str):
             raise ValueError(f"column '{name}' holds {prompt!r:.60}: expected text")

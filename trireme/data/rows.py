@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,7 +31,7 @@ from trireme.data.files import (
 from trireme.log import get_logger
 from trireme.registry import SOURCES, did_you_mean
 from trireme.task import NO_JSON, is_missing
-from trireme.text import as_json, has_half, storable
+from trireme.text import as_json, from_json, has_half, storable
 
 logger = get_logger("data")
 SAVED = "state.json"
@@ -418,10 +416,9 @@ def _read_json(
     listed = None
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
-            listed = json.loads(text, object_pairs_hook=_named_once)
-        except NO_JSON as error:
-            reason = why_no_json(error)
-            raise ValueError(f"has a file that is not JSON: {path}: {reason}") from error
+            listed = from_json(text)
+        except ValueError as error:
+            raise ValueError(f"has a file that is not JSON: {path}: {error}") from error
         entries = [(f"{path}, entry {n}", json.dumps(row)) for n, row in enumerate(listed, 1)]
     else:
         lines = enumerate(text.split("\n"), 1)
@@ -449,34 +446,11 @@ def _over_lines(text: str) -> str:
         return ""
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its names and values. Raises ValueError for a name that is there twice:
-    which of its values is meant is not known.
-    """
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        values = " and ".join(f"{value!r:.30}" for name, value in pairs if name == twice)
-        raise ValueError(f"an object has the name '{twice:.60}' more than once: with {values}")
-    return made
-
-
-def why_no_json(error: Exception) -> str:
-    """Return the parser's reason; for too deep a text or too long a number, Python's message would
-    be about its own limits.
-    """
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if "set_int_max_str_digits" in str(error):
-        return f"it has a whole number of more than {sys.get_int_max_str_digits()} digits"
-    return str(error)
-
-
 def _object(entry: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(entry, object_pairs_hook=_named_once)
-    except NO_JSON as error:
-        raise ValueError(f"has a line that is not JSON: {where}: {why_no_json(error)}") from error
+        row = from_json(entry)
+    except ValueError as error:
+        raise ValueError(f"has a line that is not JSON: {where}: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(
             f"has a line that is not a row: {where}: expected an object, got {row!r:.60}"

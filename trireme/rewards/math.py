@@ -14,6 +14,7 @@ from trireme.rewards.answers import boxed, final_answer, final_truth, plain, sam
 from trireme.rewards.reward import RewardFn, examined_by, needs_truth
 from trireme.syntax import expression_tree
 from trireme.task import Task
+from trireme.text import from_json
 
 _THINK_ANSWER = re.compile(
     r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>", re.DOTALL | re.IGNORECASE
@@ -118,7 +119,7 @@ def _puzzle(task: Task) -> tuple[Fraction, list[int]]:
     truth: Any = task.truth
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
         try:
-            truth = json.loads(truth)
+            truth = from_json(truth)
         except ValueError as error:
             raise ValueError(
                 f"countdown_reward: the row's column '{task.truth_key}' is {truth!r:.60}, which is "
@@ -156,20 +157,20 @@ def expected_calls(task: Task) -> list[Any]:
     """Return the right calls. Raises ValueError if a row has none."""
     right = task.raw_task.get("answer", task.truth)
     try:
-        calls = _call_list(right) if isinstance(right, str) else right
+        calls = _call_list(right, from_json) if isinstance(right, str) else right
         _counted(calls)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"the row's column 'answer' is {right!r:.60}: expected a JSON list of calls with "
-            "'name' and 'arguments'"
+            f"'name' and 'arguments' ({error})"
         ) from error
     return calls
 
 
-def _call_list(text: str) -> Any:
+def _call_list(text: str, read: Callable[[str], Any] = json.loads) -> Any:
     """Parse JSON, or JSON in a text of JSON; a single call becomes a list."""
-    calls = json.loads(text)
-    calls = json.loads(calls) if isinstance(calls, str) else calls
+    calls = read(text)
+    calls = read(calls) if isinstance(calls, str) else calls
     return [calls] if isinstance(calls, dict) else calls
 
 

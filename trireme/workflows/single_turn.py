@@ -341,7 +341,7 @@ def _dialogue_of(task: Task) -> list[dict[str, Any]]:
             f"the row's column 'conversations' is {turns!r:.60}: expected a list of entries with "
             "'from' and 'value'"
         )
-    schemas = json.loads(tools) if isinstance(tools, str) else tools
+    schemas = task.json_column("tools")
     if not isinstance(schemas, list):
         raise ValueError(f"the row's column 'tools' is {tools!r:.60}: expected a JSON list")
     lines = (json.dumps({"type": "function", "function": schema}) for schema in schemas)

@@ -335,6 +335,11 @@ def test_criteria_come_from_the_row_else_from_the_yaml_else_it_is_said() -> None
     assert "1. is kind" in said.asked[0]
     with pytest.raises(ValueError, match="the row's column 'rubric'"):
         rewards("rubric", Said(), ["a"])
+    twice = '[{"description": "a", "weight": 1, "weight": 2}]'
+    with pytest.raises(
+        ValueError, match=r"it got .*an object has the name 'weight' more than once"
+    ):
+        rewards("rubric", Said(), ["a"], Task(raw_task={"rubric": twice}))
     for text in ("is polite", '["is polite"', "{}"):  # as JSON, a text has the list
         with pytest.raises(ValueError, match=f"a list of texts .* it got '{re.escape(text)}'"):
             rewards("rubric", Said(), ["a"], Task(raw_task={"rubric": text}))

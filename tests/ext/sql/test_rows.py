@@ -32,6 +32,25 @@ def test_a_table_is_a_data_set_in_the_order_of_its_key(url: str) -> None:
     assert list(load_rows(url, "theirs")) == [{"question": "q"}]
 
 
+@pytest.mark.parametrize("kind", ["json", "text"])
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ('{"a": 1, "a": 2}', "an object has the name 'a' more than once: with 1 and 2"),
+        ('{"a": 1', "Expecting ',' delimiter"),
+    ],
+)
+def test_a_cell_that_is_not_json_is_named_with_its_row(
+    tmp_path: Path, kind: str, cell: str, said: str
+) -> None:
+    with sqlite3.connect(tmp_path / "tasks.db") as store:
+        store.execute(f"create table theirs (id integer primary key, raw_task {kind})")
+        rows = [(1, '{"question": "q"}'), (2, cell)]
+        store.executemany("insert into theirs values (?, ?)", rows)
+    with pytest.raises(NoRows, match=f"not JSON: row 1: {said}"):
+        load_rows(f"sqlite:///{tmp_path / 'tasks.db'}", "theirs")
+
+
 def test_a_taskset_may_have_its_tables_name(url: str) -> None:
     config = TasksetConfig(name="sums", storage_type="sql", path=url)
     assert len(rows_of(config)) == 2

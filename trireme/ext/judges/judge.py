@@ -22,6 +22,7 @@ from trireme.log import get_logger
 from trireme.pictures import Picture, as_openai_part, content_text, digest_in, is_picture
 from trireme.registry import did_you_mean
 from trireme.rewards.orm import ORM, Unscored, Value
+from trireme.text import from_json
 
 logger = get_logger("explorer")
 
@@ -403,14 +404,15 @@ def _rated(answer: str) -> str:
 
 
 def _criteria(rubric: Any) -> str:
+    why = ""
     try:
-        criteria = json.loads(rubric) if isinstance(rubric, str) else rubric
-    except ValueError:
-        criteria = None
+        criteria = from_json(rubric) if isinstance(rubric, str) else rubric
+    except ValueError as error:
+        criteria, why = None, f" ({error})"
     if not isinstance(criteria, list) or not criteria:
         raise ValueError(
             "the rubric judge needs criteria: the row's column 'rubric', a list of texts or of "
-            f"{{description, weight}}, or its option `criteria`; it got {rubric!r:.60}"
+            f"{{description, weight}}, or its option `criteria`; it got {rubric!r:.60}{why}"
         )
     lines, weights = [], []
     for number, item in enumerate(criteria, 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from urllib.parse import quote
 
 from trireme.data.rows import DataSet, NoRows, Rows, refuse_halves
 from trireme.log import hide_passwords
+from trireme.text import from_json
 
 ROW = "raw_task"
 """The column with a whole row as JSON, in tables that Trinity-RFT writes."""
@@ -69,7 +69,7 @@ def table_rows(
             )
         elif address.drivername == "postgresql":
             address = address.set(drivername="postgresql+psycopg")
-        engine = create_engine(address)
+        engine = create_engine(address, json_deserializer=from_json)
     except (ArgumentError, SQLAlchemyError, ModuleNotFoundError) as error:
         raise ValueError(
             f"is not a database that can be read here ({known_as}): expected sqlite:///<file> or "
@@ -91,7 +91,13 @@ def table_rows(
             elif not order:  # as text, since JSON has no order
                 order = [cast(column, Text) for column in described.columns]
             found = connection.execute(select(described).order_by(*order))
-            rows = [{k: _number(v) for k, v in row._mapping.items()} for row in found]
+            rows: list[dict[str, Any]] = []
+            try:
+                for row in found:
+                    rows.append({k: _number(v) for k, v in row._mapping.items()})
+            except ValueError as error:
+                where = f"row {len(rows)}: {error}"
+                raise ValueError(f"has a column whose text is not JSON: {where}") from error
     except SQLAlchemyError as error:
         reason = hide_passwords(str(getattr(error, "orig", None) or error))
         raise ValueError(f"cannot be read: {reason}") from error
@@ -113,7 +119,10 @@ def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
     if whole is None:
         refuse_halves(row, f"row {number}")
         return row
-    made = json.loads(whole) if isinstance(whole, str | bytes) else whole
+    try:
+        made = from_json(whole) if isinstance(whole, str | bytes) else whole
+    except ValueError as error:
+        raise ValueError(f"has a {ROW} that is not JSON: row {number}: {error}") from error
     if not isinstance(made, dict):
         raise ValueError(f"has a {ROW} that is not a row: {made!r:.60}")
     refuse_halves(made, f"row {number}")
