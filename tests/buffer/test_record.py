@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, insert
+from sqlalchemy import MetaData, insert, text
 
 from tests.buffer.samples import run, sample, step_of, uids
+from tests.limits import HANG_S
 from trireme.buffer import rows as rows_module
 from trireme.buffer.blocks import BLOCKS, stored_experiences
 from trireme.buffer.limit import fitting
@@ -103,6 +107,95 @@ def test_one_of_a_task_is_replaced_and_the_others_stay_in_their_block(tmp_path: 
     record.rewind(0)
     record.close()
     assert blocks(tmp_path / "copy.db") == [] == rows(tmp_path / "copy.db")
+
+
+def of_explorer(name: str, step: int) -> list[Experience]:
+    found = step_of(step)
+    for experience in found:
+        experience.eid.batch = f"{step}/{name}"
+    return found
+
+
+def refuse_unreadable(url: str) -> int:
+    """Check that each row's block has it, and that no block is without rows; the bytes of all."""
+    engine = open_database(url, MetaData())
+    with engine.connect() as connection:
+        query = "SELECT msg_id, reward, block FROM experiences"
+        found = connection.execute(text(query)).all()
+        blocks = {n: data for n, data in connection.execute(text(f"SELECT id, data FROM {BLOCKS}"))}
+        size = "coalesce(length(prompt_text), 0) + coalesce(length(response_text), 0)"
+        texts = connection.scalar(text(f"SELECT sum({size}) FROM experiences")) or 0
+    engine.dispose()
+    held = {n: {e.eid.uid: e.reward for e in decode(bytes(data))} for n, data in blocks.items()}
+    assert all(held[block][uid] == reward for uid, reward, block in found)
+    assert set(held) == {block for *_, block in found}
+    return texts + len(found) * rows_module.ROW_BYTES + sum(map(len, blocks.values()))
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a copy that several explorers write."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'copy.db'}"
+    return request.getfixturevalue("postgres").database()
+
+
+@pytest.mark.parametrize("limit", [math.inf, 20_000])
+def test_several_explorers_write_one_copy(shared: str, limit: float) -> None:
+    """Each writes some of its rows again, as after a restart."""
+
+    def write(name: str) -> None:
+        record = Record(database=shared, limit=limit)
+        for step in range(1, 9):
+            record._write(of_explorer(name, step))
+            again = of_explorer(name, step - step % 2)[:3]
+            for experience in again:
+                experience.reward = 9.0
+            record._write(again)
+        record.close()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, ("first", "second", "third", "fourth")))
+    bytes_ = refuse_unreadable(shared)
+    assert bytes_ < limit
+    assert limit < math.inf or bytes_ > 20_000
+
+
+def test_copies_that_remove_each_others_rows_do_not_wait_for_each_other(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One removes what it writes again, and meanwhile another removes the same at its limit."""
+    first, second = (Record(database=shared, limit=limit) for limit in (1e9, 1_000.0))
+    first._write(of_explorer("first", 1))
+    real, begun, ended = rows_module.one_at_a_time, threading.Event(), threading.Event()
+
+    def late(connection: Any, what: str) -> None:
+        if threading.current_thread().name.startswith("first"):
+            begun.set()
+            ended.wait(1)
+        real(connection, what)
+
+    monkeypatch.setattr(rows_module, "one_at_a_time", late)
+    with ThreadPoolExecutor(thread_name_prefix="first") as pool:
+        again = pool.submit(first._write, of_explorer("first", 1))
+        assert begun.wait(HANG_S)
+        second._write(of_explorer("second", 1))
+        ended.set()
+        again.result()
+    for record in (first, second):
+        record.close()
+    refuse_unreadable(shared)
+
+
+def test_what_others_write_counts_towards_a_copys_limit(shared: str) -> None:
+    limit = 20_000.0
+    records = [Record(database=shared, limit=limit) for _ in range(4)]
+    for step in range(1, 13):
+        for number, record in enumerate(records):
+            record._write(of_explorer(f"e{number}", step))
+            assert refuse_unreadable(shared) <= limit
+    for record in records:
+        record.close()
 
 
 def test_the_tasks_of_one_write_have_a_block_each_and_long_ones_several(

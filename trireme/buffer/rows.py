@@ -1,7 +1,7 @@
 """Rows: the copy of experiences in a database, one row per id.
 
 The bytes of a task's experiences are together, in a block (blocks.py), which goes with the last of
-its rows.
+its rows. Several explorers may write one copy: one at a time, since each may remove rows of all.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class RowTable:
         self._sampled = sampled
         self._bytes: int | None = None
         """Bytes of the rows; None: not yet counted."""
+        self._newest = (0, 0)
+        """The newest row and block that are counted; later ones are another process's."""
         self._metadata = MetaData()
         self._table = experience_table(TABLE, self._metadata)
         self._table.append_column(Column("block", Integer))
@@ -84,6 +86,7 @@ class RowTable:
         rows = {uid: row_of(e, b"") for uid, e in each.items()}
 
         def write(connection: Connection) -> None:
+            self._count_others(connection)
             replaced, ids = 0, list(rows)
             for first in range(0, len(ids), IDS_AT_ONCE):
                 same = self._table.c.msg_id.in_(ids[first : first + IDS_AT_ONCE])
@@ -91,15 +94,17 @@ class RowTable:
             if replaced:
                 self._drop_blocks(connection)
             if rows:
-                one_at_a_time(connection, BLOCKS)
-                last = connection.scalar(select(func.max(self._blocks.c.id))) or 0
+                _, last = self._last(connection)
                 blocks = [{"id": n, "data": data} for n, data in enumerate(encoded, last + 1)]
                 for block, group in zip(blocks, groups, strict=True):
                     for e in group:
                         rows[e.eid.uid]["block"] = block["id"]
                 connection.execute(insert(self._blocks), blocks)
                 connection.execute(insert(self._table), list(rows.values()))
-            self._trim(connection, sum(map(len, encoded)) + sum(map(_bytes_of, rows.values())))
+            new = sum(map(len, encoded)) + sum(map(_bytes_of, rows.values()))
+            self._trim(connection, new)
+            if self._bytes is not None:
+                self._newest = self._last(connection)
 
         try:
             self._change(write)
@@ -139,8 +144,7 @@ class RowTable:
         if path is not None and self._engine is None:
             usable(path)
         try:
-            with self._open().begin() as connection:
-                change(connection)
+            self._in_turn(change)
             return
         except (ValueError, DatabaseError) as error:
             broken = error if isinstance(error, DatabaseError) else error.__cause__
@@ -153,8 +157,41 @@ class RowTable:
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             what = Unreadable(f"{path} is damaged ({first_line(broken)})")
             out_of_the_way(path, what, "a copy of experiences begins anew")
+        self._in_turn(change)
+
+    def _in_turn(self, change: Callable[[Connection], None]) -> None:
+        """Make a change once no other process makes one: the blocks' numbers follow one another,
+        and two that removed each other's rows would wait for each other without end.
+        """
         with self._open().begin() as connection:
+            one_at_a_time(connection, BLOCKS)
             change(connection)
+
+    def _last(self, connection: Connection) -> tuple[int, int]:
+        """Return the numbers of the newest row and the newest block; 0 if there is none."""
+        ids = self._table.c.id, self._blocks.c.id
+        row, block = (connection.scalar(select(func.max(column))) or 0 for column in ids)
+        return row, block
+
+    def _count_others(self, connection: Connection) -> None:
+        """Count what other processes have written since our own last rows."""
+        if self._bytes is not None and self._last(connection) != self._newest:
+            self._bytes += self._bytes_after(connection, *self._newest)
+
+    def _bytes_after(self, connection: Connection, row: int, block: int) -> int:
+        """Return the bytes of the rows and blocks after these."""
+        rows = select(func.sum(self._size)).where(self._table.c.id > row)
+        blocks = select(func.sum(func.length(self._blocks.c.data)))
+        both = rows, blocks.where(self._blocks.c.id > block)
+        return sum(int(connection.scalar(query) or 0) for query in both)
+
+    @property
+    def _size(self) -> Any:
+        """The bytes of a row, without those of its block, in SQL."""
+        columns = self._table.c
+        size = func.coalesce(func.length(columns.prompt_text), 0) + ROW_BYTES
+        size += func.coalesce(func.length(columns.response_text), 0)
+        return size + func.length(columns.experience_bytes)
 
     def _drop_blocks(self, connection: Connection) -> None:
         """Delete the blocks of which no row is left."""
@@ -168,12 +205,8 @@ class RowTable:
         if self._limit == math.inf:
             return
         columns, data = self._table.c, func.length(self._blocks.c.data)
-        size = func.coalesce(func.length(columns.prompt_text), 0) + ROW_BYTES
-        size += func.coalesce(func.length(columns.response_text), 0)
-        size += func.length(columns.experience_bytes)
         if self._bytes is None:
-            both = select(func.sum(size)), select(func.sum(data))
-            self._bytes = sum(int(connection.scalar(query) or 0) for query in both)
+            self._bytes = self._bytes_after(connection, 0, 0)
         else:
             self._bytes += new
         if self._bytes <= self._limit:
@@ -181,7 +214,7 @@ class RowTable:
         users = select(columns.block, func.count().label("rows")).group_by(columns.block).subquery()
         share = func.coalesce(data / users.c.rows, 0)
         query = (
-            select(columns.id, columns.task_id, size + share)
+            select(columns.id, columns.task_id, self._size + share)
             .outerjoin(self._blocks, columns.block == self._blocks.c.id)
             .outerjoin(users, columns.block == users.c.block)
             .order_by(columns.id)
