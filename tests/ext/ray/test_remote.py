@@ -529,3 +529,34 @@ def test_who_dies_ends_the_work_but_for_an_engine_that_is_started_again(
             asyncio.run(main())
     else:
         assert asyncio.run(main()) == "done"
+
+
+def test_a_head_that_does_not_answer_for_a_while_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is back in time is not."""
+    monkeypatch.setattr(ray_cluster, "HEAD_S", 0.9)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    came = []
+
+    async def go() -> None:
+        async with await asyncio.start_server(
+            lambda _, writer: writer.close(), "127.0.0.1", 0
+        ) as s:
+            port = s.sockets[0].getsockname()[1]
+        where = SimpleNamespace(gcs_address=f"127.0.0.1:{port}")
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: where)
+        assert isinstance(await ray_cluster.headless(), ray_cluster.HeadGone)
+        watched = asyncio.ensure_future(ray_cluster.watch_head())
+        await asyncio.sleep(0.5)
+
+        async def hear(_: Any, writer: asyncio.StreamWriter) -> None:
+            came.append(1)
+            writer.close()
+
+        async with await asyncio.start_server(hear, "127.0.0.1", port):
+            await asyncio.sleep(0.7)
+            assert came and not watched.done() and await ray_cluster.headless() is None
+        said = f"cluster at 127.0.0.1:{port} does not answer any more: .* give the same command"
+        with pytest.raises(ray_cluster.HeadGone, match=said):
+            await asyncio.wait_for(watched, HANG_S)
+
+    asyncio.run(go())

@@ -286,6 +286,31 @@ def test_two_explorers_feed_one_trainer_though_one_of_them_dies_and_comes_back(
     assert nobody_left(tmp_path)
 
 
+@LARGE
+@pytest.mark.parametrize("killed", ["its server", "all of it"])
+def test_a_head_that_is_killed_ends_the_run_with_one_sentence(tmp_path: Path, killed: str) -> None:
+    made: Any = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    try:
+        process = start(tmp_path, made, "cluster.gpu_per_node=2", "buffer.total_steps=4000")
+        wait_for((tmp_path / JOB / "global_step_2").exists, process)
+        if killed == "its server":
+            made.head_node.kill_gcs_server()
+        else:
+            made.remove_node(made.head_node, allow_graceful=False)
+        _, stderr = ended(process, code=1)
+    finally:
+        made.shutdown()
+    [error] = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert re.fullmatch(
+        r"error: the head of the Ray cluster at [\d.]+:\d+ does not answer any more: .* and give "
+        "the same command: it resumes from the last checkpoint",
+        error,
+    )
+    assert "rpc_client" not in stderr and "Traceback" not in stderr
+
+
 def test_a_cluster_that_does_not_answer_is_said_in_one_sentence(tmp_path: Path) -> None:
     done = run(tmp_path, small_config(tmp_path), "cluster.ray_address=127.0.0.1:1")
     assert done.returncode == 1

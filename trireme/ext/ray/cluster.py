@@ -42,8 +42,20 @@ OWN_S = 5.0
 STORE_BYTES = 2**31
 """Memory for what Ray passes on between our own cluster's processes: by default it takes a third of
 the machine's, of which containers have little; a step's experiences are some 100 MB."""
+HEAD_S = 45.0
+"""Seconds in which a cluster's head that is gone may come back."""
+HEAD_LOOKS = 9
+"""Looks at the head in that time, each of which counts once: a suspended machine, where this
+process did not run either, uses up one of them."""
+RAY_ENDS_S = 120
+"""Seconds without a head after which Ray ends this process, with words of its own: it would do so
+after 60, which leaves the run no time to stop its processes."""
 RUNNING = Path("ray/ray_current_cluster")
 """The file in which `ray start` stores the address of the cluster on this machine."""
+
+
+class HeadGone(RuntimeError):
+    """The cluster has no head any more: nothing is asked of it, since Ray would wait for one."""
 
 
 @contextmanager
@@ -97,6 +109,35 @@ def _own_instead(address: str | None) -> str:
     if address is None or not path.exists() or path.read_text().strip() != address:
         return ""
     return f"{path} names this cluster, and cluster.ray_address local starts one of the run's own"
+
+
+async def watch_head() -> None:
+    """Watch the cluster's head without end. Raises HeadGone once it has not answered for HEAD_S."""
+    failed, gone = 0, None
+    while failed < HEAD_LOOKS:
+        await asyncio.sleep(HEAD_S / HEAD_LOOKS)
+        gone = await headless()
+        failed = failed + 1 if gone else 0
+    assert gone is not None
+    raise gone
+
+
+async def headless() -> HeadGone | None:
+    """Return the error if the cluster's head does not answer now; else None."""
+    if not ray.is_initialized():
+        return None
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    try:
+        asked = asyncio.open_connection(host, int(port))
+        (await asyncio.wait_for(asked, HEAD_S / HEAD_LOOKS))[1].close()
+        return None
+    except (OSError, TimeoutError):
+        return HeadGone(
+            f"the head of the Ray cluster at {address} does not answer any more: it was stopped or "
+            "killed; start a cluster (`ray start --head`), or set cluster.ray_address to local, "
+            "and give the same command: it resumes from the last checkpoint"
+        )
 
 
 def gpus_of(config: ClusterConfig) -> Gpus | None:
@@ -162,6 +203,7 @@ def namespace_of(plan: Plan) -> str:
 
 
 def _init(plan: Plan, address: str | None) -> None:
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_ENDS_S))
     options = {"namespace": namespace_of(plan), "log_to_driver": False}
     options["logging_level"] = logging.ERROR
     if address is not None:

@@ -31,6 +31,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from trireme.aio import first_failure
+from trireme.ext.ray.cluster import headless
 from trireme.log import get_logger
 from trireme.monitor.events import (
     Ended,
@@ -285,6 +286,8 @@ class Watched:
         except TimeoutError:
             reason = f"it has not answered for {timeout:g} s (cluster.heartbeat_timeout)"
         except RayActorError as error:
+            if (gone := await headless()) is not None:  # Ray would wait for it to say the reason
+                raise gone from error
             reason = self._reason(error)
         except RuntimeError as error:
             reason = str(error).partition("; the end of ")[0]

@@ -30,7 +30,14 @@ from trireme.ext.ray.actors import (
     SideWorker,
     TrainerWorker,
 )
-from trireme.ext.ray.cluster import Reservation, cluster, python_path
+from trireme.ext.ray.cluster import (
+    HeadGone,
+    Reservation,
+    cluster,
+    headless,
+    python_path,
+    watch_head,
+)
 from trireme.ext.ray.engines import EngineActor, EngineWorker, ServersOfSides
 from trireme.ext.ray.remote import (
     PLACES,
@@ -111,6 +118,7 @@ class Actors:
         """How many events of a worker the run's stream has."""
         self._work: asyncio.Future[StageResult] | None = None
         self._asked: asyncio.Future[None] | None = None
+        self._headless = False
 
     async def start(self, *, may_grow: bool) -> None:
         """Reserve places, start all processes concurrently, then open engines and the two sides."""
@@ -175,12 +183,15 @@ class Actors:
         """End every process, by force if necessary, and release the places."""
         asked = [asyncio.ensure_future(remote(Worker, w.handle).stop()) for w in self._watched]
         if asked:
-            saves = self._plan.config.cluster.stop_timeout if self._work is not None else 0.0
+            saving = self._work is not None and not self._headless
+            saves = self._plan.config.cluster.stop_timeout if saving else 0.0
             await asyncio.wait(asked, timeout=STOP_S + saves)
         for call in (*asked, *self._following):
             call.cancel()
         # rank 0 raises a rank's errors too
         await asyncio.gather(*asked, *self._following, return_exceptions=True)
+        if self._headless:  # whose machines' own Ray ends what is left
+            return
         for watched in self._watched:
             ray.kill(watched.handle, no_restart=True)
         if self._places is not None:
@@ -274,10 +285,16 @@ class Actors:
         timeout = self._plan.config.cluster.heartbeat_timeout
         engines = {engine.name for engine in self._engines} if kept else set()
         workers = [worker for worker in self._watched if worker.name not in engines]
-        async with running(work, self._guard(workers, timeout)) as (task, guard):
-            await asyncio.wait({task, guard}, return_when=asyncio.FIRST_COMPLETED)
-            failures = [t.exception() for t in (guard, task) if t.done()]
+        async with running(work, self._guard(workers, timeout), watch_head()) as tasks:
+            task, guard, head = tasks
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            failures = [t.exception() for t in (head, guard, task) if t.done()]
             for failure in filter(None, failures):
+                if not isinstance(failure, HeadGone) and (gone := await headless()) is not None:
+                    gone.__cause__, failure = failure, gone
+                if isinstance(failure, HeadGone):
+                    self._headless = True
+                    raise failure
                 dead = await who_died(workers, timeout)
                 if dead is None and isinstance(failure, RayError):
                     raise RuntimeError(f"Ray: {str(failure).partition(chr(10))[0]}") from failure
