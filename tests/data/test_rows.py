@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trireme.data.rows import load_rows
+from trireme.data.rows import NoRows, load_rows
 from trireme.registry import SOURCES
 
 TRAIN = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(6)]
@@ -129,6 +129,70 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     test.save_to_disk(tmp_path / "one")
     assert list(load_rows(tmp_path / "all", None, "train")) == TRAIN
     assert list(load_rows(tmp_path / "one")) == TEST
+
+
+def cut(share: float, name: str = "data-00000-of-00001.arrow") -> Any:
+    def damage(folder: Path) -> None:
+        os.truncate(folder / name, round((folder / name).stat().st_size * share))
+
+    return damage
+
+
+def cut_between_batches(folder: Path) -> None:
+    import pyarrow
+
+    path = folder / "data-00000-of-00001.arrow"
+    with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+        stream.read_next_batch()
+        end = source.tell()
+    os.truncate(path, end)
+
+
+def overwrite(folder: Path) -> None:
+    path = folder / "data-00000-of-00001.arrow"
+    path.write_bytes(path.read_bytes()[:200] + b"\xff" * 100 + path.read_bytes()[300:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut(0.5), r"has a broken file: \S+/data-00000-of-00001.arrow: its end is missing"),
+        (cut(0), r"has a broken file: \S+/data-00000-of-00001.arrow: its end is missing"),
+        (cut_between_batches, r"has a broken file: \S+of-00001.arrow: its end is missing"),
+        (overwrite, r"has a broken file: \S+/data-00000-of-00001.arrow: \w"),
+        (cut(0.5, "state.json"), r"has a broken file: \S+/state.json is not JSON: "),
+        (cut(0, "dataset_info.json"), r"has a broken file: \S+/dataset_info.json is not JSON: "),
+        (lambda f: (f / "state.json").write_text("{}"), ".*state.json: it names no data files"),
+        (
+            lambda f: (f / "state.json").unlink(),
+            "lacks the file .*state.json, .* not copied, whole",
+        ),
+        (lambda f: (f / "dataset_info.json").unlink(), "lacks the file .*dataset_info.json, which"),
+        (
+            lambda f: (f / "data-00000-of-00001.arrow").unlink(),
+            "lacks the file .*/data-00000-of-00001.arrow, which save_to_disk writes",
+        ),
+    ],
+)
+def test_a_saved_data_set_that_is_not_whole_is_named_with_the_file(
+    tmp_path: Path, damage: Any, said: str
+) -> None:
+    """Cut between two batches, it would have a part of its rows."""
+    from datasets import Dataset
+
+    Dataset.from_list([{"question": f"{i}?"} for i in range(2500)]).save_to_disk(tmp_path / "one")
+    damage(tmp_path / "one")
+    with pytest.raises(NoRows, match=f"dataset '{tmp_path}/one' {said}"):
+        load_rows(tmp_path / "one")
+
+
+def test_a_saved_data_set_without_the_split_names_those_it_has(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    both: Any = {"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}
+    DatasetDict(both).save_to_disk(tmp_path)
+    with pytest.raises(NoRows, match="has no split 'held_out'; it has: test, train"):
+        load_rows(tmp_path, None, "held_out")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from trireme.files import Unreadable, read_json
 from trireme.log import get_logger
 from trireme.registry import did_you_mean
 
@@ -37,7 +38,11 @@ _SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
 }
-_NOT_DATA = ("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "state.json")
+SAVED, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+"""Files of a data set that `save_to_disk` wrote."""
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""The end of an Arrow stream, as `save_to_disk` writes it."""
+_NOT_DATA = ("dataset_infos.json", _SPLITS, _INFO, SAVED)
 
 
 def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
@@ -174,6 +179,69 @@ class FilePlaces(Sequence[str]):
         if not self._ends:
             self._ends = list(accumulate(_count(file) for file in self._files))
         return self._ends
+
+
+def saved_state(location: Path, split: str) -> Path | None:
+    """Return the `state.json` of a split of a folder that `save_to_disk` wrote; None for another
+    folder. Raises ValueError, continuing the sentence `dataset 'x' …`, if it lacks the split, or
+    was not written whole.
+    """
+    for folder in (location / split, location):
+        if (folder / SAVED).is_file():
+            return folder / SAVED
+        if (folder / _INFO).is_file() and any(folder.glob("data-*-of-*.arrow")):
+            raise ValueError(
+                f"lacks the file {folder / SAVED}, which save_to_disk writes last: it was not "
+                "saved, or not copied, whole"
+            )
+    splits = [path.parent.name for path in location.glob(f"*/{SAVED}")]
+    if splits and (location / _SPLITS).is_file():
+        raise ValueError(f"has no split '{split}'{_choice(split, splits)}")
+    return None
+
+
+def load_saved(files: Sequence[Path], *, progress: bool = False) -> tuple[Any, list[str]] | None:
+    """Return the rows that `save_to_disk` wrote, and their files; None if `files` are not the
+    `state.json` of such a folder. Raises ValueError, continuing the sentence `dataset 'x' …`,
+    naming the file that it lacks or that is broken.
+    """
+    state = files[0]
+    if state.name != SAVED:
+        return None
+    try:
+        read_json(state.with_name(_INFO))
+        named = read_json(state)["_data_files"]
+        shards = [str(state.with_name(entry["filename"])) for entry in named]
+        for shard in shards:
+            with open(shard, "rb") as file:
+                file.seek(max(0, Path(shard).stat().st_size - len(_END)))
+                if file.read() != _END:  # cut between two batches, it would have fewer rows
+                    raise ValueError(f"has a broken file: {shard}: its end is missing")
+    except FileNotFoundError as error:
+        raise ValueError(f"lacks the file {error.filename}, which save_to_disk writes") from None
+    except Unreadable as error:
+        raise ValueError(f"has a broken file: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"has a broken file: {state}: it names no data files") from error
+    try:
+        return quiet_datasets(progress).load_from_disk(str(state.parent)), shards
+    except Exception as error:  # of pyarrow, of the library, of what the files say
+        faults = ((shard, _arrow_fault(shard)) for shard in shards)
+        what = next((f"has a broken file: {s}: {fault}" for s, fault in faults if fault), "")
+        raise ValueError(what or f"cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _arrow_fault(file: str) -> str:
+    """Return what keeps an Arrow stream from being read; else ''."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(file) as source, pyarrow.ipc.open_stream(source) as stream:
+            for _ in stream:
+                pass
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:

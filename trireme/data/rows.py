@@ -24,9 +24,11 @@ from trireme.data.files import (
     FilePlaces,
     chosen_rows,
     data_files,
+    load_saved,
     load_tables,
     not_utf8,
     quiet_datasets,
+    saved_state,
 )
 from trireme.log import get_logger
 from trireme.registry import SOURCES, did_you_mean
@@ -34,7 +36,6 @@ from trireme.task import NO_JSON, is_missing
 from trireme.text import as_json, from_json, has_half, storable
 
 logger = get_logger("data")
-SAVED = "state.json"
 """A file in a folder written by `save_to_disk`."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half a surrogate pair in JSON; whether the other half follows is seen in parsing."""
@@ -340,9 +341,9 @@ def split_files(data: DataSet) -> list[Path] | None:
                 "folder, so write the rows to a file first"
             )
         return [location]
-    for saved in (location / matched["name"], location):
-        if (saved / SAVED).is_file():
-            return [saved / SAVED]
+    state = saved_state(location, matched["name"])
+    if state is not None:
+        return [state]
     return data_files(location, data.subset, matched["name"])
 
 
@@ -363,11 +364,10 @@ def _read(data: DataSet, files: Sequence[Path] | None, progress: bool) -> Rows:
 
 def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError) -> Rows:
     """Read rows from files on this machine. Errors continue the sentence `dataset 'x' …`."""
-    if files[0].name == SAVED:
-        folder = files[0].parent
-        data = quiet_datasets(progress).load_from_disk(str(folder))
-        places = FilePlaces([str(folder / name) for name in _saved_files(folder)])
-        return Rows(source, data, data.column_names, places=places)
+    saved = load_saved(files, progress=progress)
+    if saved is not None:
+        data, shards = saved
+        return Rows(source, data, data.column_names, places=FilePlaces(shards))
     parts: list[Rows] = []
     tables = [file for file in files if file.suffix in BUILDERS]
     for suffix in sorted({file.suffix for file in tables}):
@@ -391,11 +391,6 @@ def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError
     places = [number for part in parts for number in part._places]
     whole = [row for part in parts for row in part]
     return Rows(source, whole, columns, places=places, skipped=skipped)
-
-
-def _saved_files(folder: Path) -> list[str]:
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    return [entry["filename"] for entry in state["_data_files"]]
 
 
 def _read_json(

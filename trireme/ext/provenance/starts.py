@@ -34,7 +34,8 @@ from trireme.checkpoint.manifest import Loaded
 from trireme.config import Plan
 from trireme.config.hidden import HIDDEN, hidden_words, resolved
 from trireme.config.lookup import located, plugin_files
-from trireme.data.rows import SAVED, DataSet, load_rows, source_of, split_files
+from trireme.data.files import SAVED
+from trireme.data.rows import DataSet, load_rows, source_of, split_files
 from trireme.files import (
     Unreadable,
     fingerprint,
