@@ -223,7 +223,7 @@ class ChatTokens:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(
                 f"the chat template refuses a conversation of {roles:.200}: "
-                f"{error or type(error).__name__}"
+                f"{str(error) or type(error).__name__}"
             ) from error
         return text + prefix
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import yaml
@@ -180,6 +181,24 @@ def test_a_server_that_is_gone_ends_the_engine(tiny_dir: Path) -> None:
                     await asyncio.wait_for(call, HANG_S)
             assert await engine.abort() == 0
             await asyncio.wait_for(engine.close(), HANG_S)
+
+    asyncio.run(main())
+
+
+def test_the_loss_of_a_server_has_a_reason_where_the_error_has_no_words(tiny_dir: Path) -> None:
+    """httpx's error of a connection that is cut in the middle of an answer has none."""
+
+    async def main() -> None:
+        async with torch_rollouts(tiny_dir) as rollouts, on_port(rollouts) as url:
+            engine = RemoteEngine([url])
+            await engine.servers.connect()
+
+            async def cut() -> None:
+                raise httpx.ReadError("")
+
+            with pytest.raises(RuntimeError, match=rf"{url} is gone \(/engine/x\): ReadError"):
+                await engine._heard(url, "/engine/x", cut())
+            await engine.close()
 
     asyncio.run(main())
 

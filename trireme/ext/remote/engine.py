@@ -404,7 +404,7 @@ class RemoteEngine:
         try:
             return await self.servers.answer(url, call, silence=silence)
         except httpx.TransportError as error:
-            why = f"is gone ({path}): {error or type(error).__name__}"
+            why = f"is gone ({path}): {str(error) or type(error).__name__}"
             if isinstance(error, Silent):
                 why = (
                     f"answered neither {path} nor /health for {silence:g} s (explorer.max_timeout)"

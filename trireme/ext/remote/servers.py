@@ -449,7 +449,7 @@ class Servers:
         try:
             response = await self._client.get(f"{url}/health", timeout=LOOK_S)
         except httpx.TransportError as error:
-            self.lost(url, instance, f"is gone: {error or type(error).__name__}")
+            self.lost(url, instance, f"is gone: {str(error) or type(error).__name__}")
             return
         if response.status_code != 200:
             self.lost(url, instance, f"has failed: {_message(response)}")
@@ -469,13 +469,13 @@ class Servers:
                     logger.warning(
                         "the rollout server %s (explorer.rollout_model.base_urls) does not answer "
                         "(%s); the run waits for it, at most %g s: start it with `trireme rollout`",
-                        *(url, error or type(error).__name__, WAIT_S),
+                        *(url, str(error) or type(error).__name__, WAIT_S),
                     )
                 if odd or waited > WAIT_S:
                     raise TimeoutError(
                         f"the rollout server {url} (explorer.rollout_model.base_urls) did not "
                         f"answer{'' if odd else f' in {WAIT_S:g} s'}: "
-                        f"{error or type(error).__name__}"
+                        f"{str(error) or type(error).__name__}"
                     ) from error
                 await asyncio.sleep(0.5)
         if response.status_code != 200 or INSTANCE not in response.headers:
