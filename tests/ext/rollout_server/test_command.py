@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
+import sqlite3
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,6 +17,7 @@ import httpx
 import pytest
 
 from tests.e2e.job import run, small_config, started, wait_for
+from tests.e2e.test_modes import metrics
 from tests.ext.http.made import command, fails
 from tests.limits import HANG_S
 from tests.tiny import make_model
@@ -211,3 +215,47 @@ def test_a_run_whose_server_dies_ends_with_one_sentence(
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1, said
         assert url in errors[0] or "took longer than explorer.max_timeout" in errors[0], said
+
+
+@pytest.mark.extension("sql")
+@pytest.mark.slow
+def test_with_a_limit_of_staleness_a_server_may_die_and_the_same_command_goes_on(
+    tmp_path: Path,
+) -> None:
+    """Each of 24 x 16 rollouts is there once, and is trained or dropped as stale; metrics lack what
+    is dropped after the last train step.
+    """
+    config = small_config(tmp_path)
+    config["buffer"] |= {"total_steps": 24, "train_batch_size": 16}
+    store = {"name": "shared", "storage_type": "sql", "path": "shared.db"}
+    config["buffer"]["trainer_input"] = {"experience_buffer": store}
+    config["algorithm"] |= {
+        "sample_strategy": "staleness_control", "sample_strategy_args": {"max_staleness": 1}
+    }  # fmt: skip
+    config["synchronizer"] = {"sync_style": "fully_async"}
+    server = partial(command, tmp_path, tmp_path / "model", "--max-model-len", "128")
+    with server() as (first, url):
+        config["explorer"]["rollout_model"] = {"engine_type": "remote", "base_urls": [url]}
+        process = started(tmp_path, config)
+        try:
+            while httpx.get(f"{url}/engine/health", timeout=HANG_S).json()["version"] < 5:
+                assert process.poll() is None, process.said()
+            first.send_signal(signal.SIGKILL)
+            _, said = process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+        assert process.returncode == 1
+        assert re.search(rf"^error: .*{url} is gone \(.*\): \S", said, re.M), said
+    with server(port=int(url.rpartition(":")[2])) as (_, again):
+        assert again == url
+        ended = run(tmp_path, config)
+    assert ended.returncode == 0, ended.stderr
+    job = tmp_path / "checkpoints/tests/job"
+    with sqlite3.connect(job / "buffer" / "shared.db") as database:
+        query = "SELECT batch, count(DISTINCT msg_id), sum(consumed) FROM shared GROUP BY batch"
+        assert database.execute(query).fetchall() == [(step, 16, 16) for step in range(1, 25)]
+    steps = metrics(job, "trainer")
+    trained = sum(step["perf/experiences"] for step in steps)
+    dropped = sum(step["sample/dropped_stale"] for step in steps)
+    assert max(step["rollout/staleness_max"] for step in steps) <= 1
+    assert trained > 0 and trained + dropped <= 24 * 16
