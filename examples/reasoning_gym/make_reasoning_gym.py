@@ -2,8 +2,8 @@
 
     python examples/reasoning_gym/make_reasoning_gym.py [--seed 0] [--out FOLDER]
 
-The problems are those of another seed than the run's. The solutions are those of someone who errs
-by one in an addition of seven.
+The problems are those of another seed than the run's. The solutions are those of someone who is
+one short in three of five results above 9.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from trireme.ext.environments.generated import problems
 from trireme.files import write_jsonl
 
 SUMS = (
-    "reasoning_gym:basic_arithmetic?operators=['+']&min_terms=5&max_terms=5&min_digits=1"
-    "&max_digits=1&allow_parentheses=false&allow_negation=false&size=1000&seed=2"
+    "reasoning_gym:basic_arithmetic?operators=['+']&min_terms=3&max_terms=3&min_digits=1"
+    "&max_digits=1&allow_parentheses=false&allow_negation=false&size=2000&seed=2"
 )
-ERRORS = 1 / 7
+ERRORS = 3 / 5
+"""How often a result above 9 is one short."""
 
 
 def solution(question: str, source: random.Random) -> str:
@@ -30,9 +31,10 @@ def solution(question: str, source: random.Random) -> str:
     total, *terms = map(int, re.findall(r"\d+", question))
     steps = []
     for term in terms:
-        found = total + term + (source.choice((-1, 1)) if source.random() < ERRORS else 0)
-        steps.append(f" {total} + {term} = {found}.")
-        total = found
+        result = total + term
+        result -= result > 9 and source.random() < ERRORS
+        steps.append(f" {total} + {term} = {result}.")
+        total = result
     return f"{''.join(steps)}<answer> {total}</answer>"
 
 
