@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,13 @@ def test_a_wrong_key_is_refused_before_anything_is_made(
     with pytest.raises(ConfigError, match="max_step is not a known key"):
         demo.demo_config(["max_step=5"])
     assert not list(tmp_path.iterdir())
+
+
+def test_the_script_takes_its_seed_as_those_of_the_examples_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIREME_CHECKPOINT_ROOT_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--seed", "3"])
+    monkeypatch.delitem(sys.modules, "trireme.demo.prepare")
+    runpy.run_module("trireme.demo.prepare", run_name="__main__")
+    assert (tmp_path / "arithmetic_assets/seed_3/train.jsonl").exists()

@@ -80,6 +80,6 @@ def demo_config(overrides: Sequence[str]) -> Path:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the demo's model and data; print where.")
-    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args().seed
     say(prepare(assets_folder(chosen), chosen))
