@@ -149,6 +149,16 @@ def test_what_an_example_makes_is_looked_for_by_its_seed_in_the_checkpoints_fold
     assert [path for path in made if "_assets/" in path and "/seed_7" not in path] == []
 
 
+def test_the_served_example_has_a_folder_for_each_seed() -> None:
+    from trireme.config import load_config
+
+    folder = ROOT / "examples/serve_online"
+    warm_up = load_config(folder / "warm_up.yaml", ["seed=7"])
+    online = load_config(folder / "online.yaml", ["seed=7"])
+    assert f"/{warm_up.name}/" in online.model.model_path
+    assert "7" in warm_up.name and "7" in online.name
+
+
 def test_what_an_example_makes_is_put_into_the_checkpoints_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
