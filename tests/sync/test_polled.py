@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.limits import HANG_S
 from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import write_manifest
 from trireme.checkpoint.save import Saving
 from trireme.engines.device import Device
 from trireme.engines.engine import EngineTraits
@@ -89,6 +90,19 @@ def test_a_trainer_that_went_back_to_an_older_checkpoint_is_followed(tmp_path: P
     assert engine.took == [
         f"global_step_{step} as {n + 1}" for n, step in enumerate((20, 30, 21, 22))
     ]
+
+
+@pytest.mark.parametrize(("version", "pushed_step"), [(80, 80), (79, 79)], ids=["pushed", "next"])
+def test_a_checkpoint_without_a_probe_has_the_version_of_its_trainer(
+    tmp_path: Path, version: int, pushed_step: int
+) -> None:
+    sync, engine = polled(tmp_path)
+    folder = JobFolder(tmp_path)
+    publish(folder, 80)
+    state = {"version": version, "pushed_step": pushed_step, "buffer": {}}
+    write_manifest(folder.step_dir(80), 80, state)
+    asyncio.run(sync.load_latest())
+    assert (engine.took, sync.version) == (["global_step_80 as 80"], 80)
 
 
 def test_a_checkpoint_that_takes_the_weights_place_is_read_instead(tmp_path: Path) -> None:

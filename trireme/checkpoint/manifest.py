@@ -263,13 +263,20 @@ def load_checkpoint(folder: JobFolder, *own: Path) -> Loaded | None:
 
 
 def newest_state(folder: JobFolder) -> tuple[int, dict[str, Any]] | None:
-    """Return step and state of the newest checkpoint whose manifest can be read; of its other files
-    none is read, so that bytes in the state are names of files. None without a checkpoint.
+    """Return step and `plain_state` of the newest checkpoint whose manifest can be read; None if
+    there is none.
     """
     for step in filter(folder.is_full, reversed(folder.steps())):
         with suppress(Damaged):
-            return step, _parsed(folder.step_dir(step))["state"]
+            return step, plain_state(folder.step_dir(step))
     return None
+
+
+def plain_state(step_dir: Path) -> dict[str, Any]:
+    """Return the state in a checkpoint's manifest; of its other files none is read, so that bytes
+    in the state are names of files. Raises Damaged if the manifest cannot be read.
+    """
+    return _parsed(step_dir)["state"]
 
 
 def _put_back(folder: JobFolder) -> None:

@@ -11,10 +11,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from trireme.checkpoint.layout import JobFolder, step_in
+from trireme.checkpoint.manifest import Damaged, plain_state
 from trireme.checkpoint.save import save_weights
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
@@ -244,12 +246,24 @@ class PolledSync:
         probe = read_json(path) if os.path.lexists(path) else None
         if probe is not None and not probe.keys() >= _PROBE:
             raise Unreadable(f"{path} is not a probe of weights")
-        version = probe["version"] if probe else self.version + 1
+        version = probe["version"] if probe else self._unproved(step)
         await self._engine.update_weights(weights, version)
         if probe:
             await _prove(self._engine, self._probe, probe)
         self.version, self._loaded_step = version, step
         logger.info("version %d: the weights of train step %d", version, step)
+
+    def _unproved(self, step: int) -> int:
+        """Return the version of weights without a probe: by their checkpoint, if it is one that was
+        saved again at the run's end, after the push that had written the probe.
+        """
+        if self._folder.is_full(step):
+            with suppress(Damaged):
+                state = plain_state(self._folder.step_dir(step))
+                pushed = state.get("pushed_step", step) >= step
+                if version := state.get("version"):
+                    return version if pushed else version + 1
+        return self.version + 1
 
     def metrics(self) -> dict[str, float]:
         """Return the version and the seconds waited."""
