@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,16 @@ def test_a_run_at_its_end_says_what_makes_it_go_on(tmp_path: Path) -> None:
     assert "trainer.total_steps" not in nothing_left(limited, last - 1)
     said = nothing_left(plan, last + 3)
     assert f"{plan.job_dir} holds a run at step {last + 3}, past the {last} requested. To" in said
+
+
+def test_a_trainer_whose_data_another_command_makes_says_that_this_one_has_ended(
+    tmp_path: Path,
+) -> None:
+    plan = plan_of(tmp_path, "mode=train", "buffer.total_steps=null")
+    plan = replace(plan, steps=replace(plan.steps, train=None))  # as beside mode: serve
+    said = nothing_left(plan, 80)
+    assert "step 80 was this run's last, and the command that fills its buffer has ended" in said
+    assert "To train on, start that command again, and then this one; to start" in said
 
 
 Opened = AbstractContextManager[tuple[Stage, Sequence[RunListener]]]

@@ -256,8 +256,11 @@ def nothing_left(plan: Plan, steps: int) -> str:
     at = f"step {steps} was this run's last"
     if plan.steps.train and steps > plan.steps.train:  # perhaps another configuration's run
         at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.steps.train} requested"
-    remedies = f"To train on, raise {more}; to start a new run, {ANEW}"
-    return f"nothing was left to do: {at}. {remedies}"
+    remedy = f"raise {more}"
+    if plan.mode == "train" and plan.steps.train is None and not ends:  # others fill its store
+        at += ", and the command that fills its buffer has ended"
+        remedy = "start that command again, and then this one"
+    return f"nothing was left to do: {at}. To train on, {remedy}; to start a new run, {ANEW}"
 
 
 async def _run_here(
