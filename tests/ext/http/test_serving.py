@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.buffer.made import experience
 from trireme.checkpoint.layout import JobFolder
+from trireme.experience import Experience
 from trireme.ext.http import serving
 from trireme.ext.http.app import AppServer
 
@@ -92,6 +96,64 @@ def test_a_stop_and_the_trainers_end_let_requests_finish(tmp_path: Path, stop: b
         return await served(tmp_path, asyncio.Event(), stop=stop)
 
     assert asyncio.run(main()) == "done"
+
+
+def test_requests_that_a_stop_cuts_off_leave_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> int:
+        with serving._listening(stage(tmp_path)) as own:
+            server = AppServer(never, own, grace=1)
+            logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+            running = asyncio.ensure_future(server.serve())
+            async with httpx.AsyncClient() as client:
+                asking = asyncio.ensure_future(
+                    client.get((tmp_path / serving.URL_FILE).read_text())
+                )
+                while not server.busy:
+                    await asyncio.sleep(0.005)
+                server.stop()
+                await running
+                return (await asking).status_code
+
+    try:
+        assert asyncio.run(main()) == 500
+    finally:
+        logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    said = "Cancel 1 running task(s), timeout graceful shutdown exceeded"
+    assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [(said, None)]
+
+
+def test_a_commit_that_nobody_waits_for_any_more_fails_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async def put(experiences: list[Experience]) -> None:
+            await asyncio.sleep(0.01)
+            raise RuntimeError("the other side has failed")
+
+        async def run(experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+            return experiences, {}
+
+        parts: Any = {
+            "pipeline": SimpleNamespace(run=run),
+            "buffer": SimpleNamespace(put=put),
+            "sync": None,
+            "emit": None,
+            "dropped": None,
+        }
+        intake = serving.Intake(folder=JobFolder(tmp_path), **parts)
+        waiting = asyncio.ensure_future(intake.ship([experience(1, 0, 0, 1.0)]))
+        await asyncio.sleep(0.001)
+        waiting.cancel()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_server_ends_when_the_trainer_stops_or_with_its_failure(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import os
 import resource
 from collections import OrderedDict
@@ -235,9 +236,15 @@ def _ended(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
+def _no_fault(record: logging.LogRecord) -> bool:
+    """Return False for the traceback of a request that the server's end has cut off."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 def server_config(app: Any, **options: Any) -> uvicorn.Config:
     """Configure uvicorn for an app: the only place that does."""
     protocol = cast(Any, partial(Connection, Connections()))
+    logging.getLogger("uvicorn.error").addFilter(_no_fault)  # once, however often it is called
     return uvicorn.Config(
         app,
         http=protocol,

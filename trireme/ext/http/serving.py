@@ -198,7 +198,10 @@ class Intake:
                 experience.eid.batch = step
             self._commits.append(_Commit(step, list(experiences)))
         # if a caller disconnects we must still know whether the buffer has them
-        await asyncio.shield(self._store())
+        storing = asyncio.ensure_future(self._store())
+        # nobody else may ask for its error, which `unstored` reports
+        storing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(storing)
 
     @property
     def unstored(self) -> int:
