@@ -108,7 +108,7 @@ def test_all_problems_are_told_at_once(tmp_path):
     assert problems_of(tmp_path, text) == [
         "trainer.grad_clp is not a known key; did you mean 'trainer.grad_clip'?",
         "trainer.total_steps is 'abc': expected a whole number",
-        "trainer.save_interval is -1: expected a number at least 0",
+        "trainer.save_interval is -1: expected a number at least 0; 0 saves at the end only",
         "trainer.save_hf_checkpoint is 'lst': expected one of always, never, last; "
         "did you mean 'last'?",
         "algorithm.repeat_times is 2.5: expected a whole number",
@@ -288,6 +288,20 @@ def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):
 )
 def test_a_wrong_type_or_range_says_what_is_allowed(tmp_path, text, expected):
     assert expected in problems_of(tmp_path, text)[0]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_an_interval_that_means_never_elsewhere_names_the_way_to_evaluate_nothing(tmp_path, value):
+    (said,) = problems_of(tmp_path, f"explorer: {{eval_interval: {value}}}")
+    assert said.startswith(f"explorer.eval_interval is {value}: expected a number at least 1; to")
+    assert "evaluate nothing, leave out buffer.explorer_input.eval_tasksets" in said
+
+
+def test_a_number_past_the_other_end_of_a_range_gets_no_such_advice(tmp_path):
+    (said,) = problems_of(tmp_path, "trainer: {total_steps: 0}")
+    assert said.endswith("; without it the data ends the run, see buffer.total_epochs")
+    (said,) = problems_of(tmp_path, "model: {top_p: 1.5}")
+    assert said.endswith("at most 1")
 
 
 def test_an_empty_section_holds_its_defaults(tmp_path):

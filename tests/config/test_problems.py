@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tests.config.made import config_of, values, values_with, write_model, write_rows
 from trireme.config import ConfigError, load_config
 from trireme.config.check import free_name
+from trireme.config.lookup import ModelFacts
 from trireme.config.stages import used_tasksets
 from trireme.launch.check import draft, make_plans
 from trireme.registry import ALGORITHMS
@@ -442,7 +443,10 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=3))
-    assert "on a disk with 0.0 GB left" in only_problem(tmp_path)
+    assert "on a disk with 0.0 MB left: expected room for the model's 0." in only_problem(tmp_path)
+    facts = ModelFacts(tmp_path, size=7 * 10**9)
+    monkeypatch.setattr("trireme.config.check.model_facts", lambda path: facts)
+    assert only_problem(tmp_path).endswith("expected room for the model's 7.0 GB")
 
 
 @pytest.mark.extension("sql")

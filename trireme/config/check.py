@@ -531,10 +531,14 @@ def check_folder(stage: StageFacts, root: Path) -> Findings:
     if free < size:
         findings.problem(
             "checkpoint_root_dir",
-            f"gives the folder {root}, on a disk with {free / 1e9:.1f} GB left: expected room "
-            f"for the model's {size / 1e9:.1f} GB",
+            f"gives the folder {root}, on a disk with {_bytes(free)} left: expected room for the "
+            f"model's {_bytes(size)}",
         )
     return findings
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
 def _leaves(name: str) -> bool:

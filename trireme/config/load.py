@@ -24,7 +24,7 @@ from trireme.config.dialect import dialects, replaced, replacements, unread
 from trireme.config.lookup import near_path
 from trireme.config.options import converted, misfit_text, range_text, split, without_none
 from trireme.config.schema import Config
-from trireme.config.section import Section, section_in
+from trireme.config.section import Instead, Section, section_in
 from trireme.config.stages import moved_keys
 from trireme.config.variables import either_name
 
@@ -383,7 +383,9 @@ def _sentence(misfit: _Misfit, value: Any) -> str:
     if value is None and (section_in(kind) or get_origin(without_none(kind)) in (list, dict)):
         return ""
     if misfit.reason in ("greater_than", "greater_than_equal", "less_than_equal"):
-        return f"is {value!r}: expected a number {range_text(misfit.marks)}"
+        low = isinstance(value, int | float) and value <= 0
+        ways = [f"; {mark.text}" for mark in misfit.marks if low and isinstance(mark, Instead)]
+        return f"is {value!r}: expected a number {range_text(misfit.marks)}{''.join(ways)}"
     return misfit_text(kind, value)
 
 

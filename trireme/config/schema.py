@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, Positive
 
 from trireme.config.options import Share
 from trireme.config.schema_rollout import BufferConfig, DataProcessorConfig, ExplorerConfig, small
-from trireme.config.section import Count, Mapped, Moved, NoEffect, Refused, Section
+from trireme.config.section import Count, Instead, Mapped, Moved, NoEffect, Refused, Section
 
 Mode = Literal["both", "explore", "train", "bench", "serve", "colocate"]
 
@@ -97,7 +97,9 @@ class AlgorithmConfig(Section, place="algorithm"):
     """Options of the entropy bonus, `entropy_coef` among them."""
     sync_ref_model: bool = False
     """Whether the reference model follows the policy (TR-DPO, arXiv:2404.09656); not with LoRA."""
-    ref_model_sync_steps: Count = 512
+    ref_model_sync_steps: Annotated[
+        Count, Instead("sync_ref_model: false leaves the reference as it is")
+    ] = 512
     """Optimizer steps after which it does, with `sync_ref_model`."""
     ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = 0.6
     """Share of the policy's weights in the new reference; the rest is the old one's."""
@@ -284,7 +286,7 @@ class TrainerConfig(Section, place="trainer"):
 
     name: str = "trainer"
     """Name of the part, its log and its state file."""
-    save_interval: NonNegativeInt = 0
+    save_interval: Annotated[NonNegativeInt, Instead("0 saves at the end only")] = 0
     """Train steps between checkpoints; 0 saves at the end only."""
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
     """Which checkpoints also hold the model in the Hugging Face layout, in the dtype of its
@@ -292,14 +294,16 @@ class TrainerConfig(Section, place="trainer"):
     save_behind: bool = False
     """Write checkpoints while training continues, from a copy in the CPU's memory: 12 bytes a
     weight with Adam, 4 with LoRA, over the ranks. The last one is always written at once."""
-    max_checkpoints_to_keep: Annotated[int | None, Ge(0)] = None
+    max_checkpoints_to_keep: Annotated[int | None, Ge(0), Instead("0 keeps all")] = None
     """Checkpoints that keep their weights, the newest ones; not given, or 0: all."""
     save_strategy: Annotated[
         Literal["single_thread", "single_process", "single_node", "unrestricted"],
         Mapped("one process writes, one checkpoint at a time"),
     ] = "unrestricted"
     """Who may write at once."""
-    total_steps: Annotated[int | None, Ge(1)] = None
+    total_steps: Annotated[
+        int | None, Ge(1), Instead("without it the data ends the run, see buffer.total_epochs")
+    ] = None
     """Train steps after which the run ends; not given: when the data ends."""
     callbacks: list[str] = []
     """Classes that are called at the training's events, by name or path (docs/trackers.md)."""
@@ -307,7 +311,7 @@ class TrainerConfig(Section, place="trainer"):
     """Seconds that all callbacks of one event may take; the run stops then."""
     enable_preview: Annotated[bool, NoEffect()] = True
     """Show sample replies in the monitor."""
-    grad_clip: PositiveFloat = 1.0
+    grad_clip: Annotated[PositiveFloat, Instead("1e9 clips nothing")] = 1.0
     """Largest norm of the gradient; longer ones are clipped."""
     use_dynamic_bsz: Annotated[
         bool, Mapped("batches are always cut by tokens, with the same result")

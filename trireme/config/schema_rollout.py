@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from trireme.config.options import Share
-from trireme.config.section import Count, Mapped, Moved, NoEffect, Refused, Section
+from trireme.config.section import Count, Instead, Mapped, Moved, NoEffect, Refused, Section
 from trireme.registry import is_path
 
 
@@ -323,7 +323,13 @@ class ExplorerConfig(Section, place="explorer"):
     """How a runner executes the repeats of a task."""
     max_repeat_times_per_runner: Annotated[int | None, Ge(1)] = None
     """Split a task's repeats into parts of at most this many; not given: one runner does all."""
-    eval_interval: Count = 100
+    eval_interval: Annotated[
+        Count,
+        Instead(
+            "to evaluate nothing, leave out buffer.explorer_input.eval_tasksets; to evaluate at "
+            "the start and the end only, take more than the run's steps"
+        ),
+    ] = 100
     """Explore steps between evaluations; moved down to a multiple of the sync interval."""
     eval_on_startup: bool = True
     """Evaluate before the first step."""
@@ -449,7 +455,9 @@ class BufferConfig(Section, place="buffer"):
     """Experiences of a train step; 0: batch_size times `algorithm.repeat_times`."""
     total_epochs: Count = 1
     """Epochs: passes over the tasks."""
-    total_steps: Annotated[int | None, Ge(1)] = None
+    total_steps: Annotated[int | None, Ge(1), Instead("without it total_epochs ends the run")] = (
+        None
+    )
     """Explore steps (train steps where a file is read) in place of `total_epochs`."""
     explorer_input: ExplorerInputConfig = ExplorerInputConfig()
     """Tasks."""

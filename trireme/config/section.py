@@ -155,6 +155,15 @@ class NoEffect(Fate):
     """A key that changes nothing; one line lists all such keys."""
 
 
+@dataclass(frozen=True, eq=False)
+class Instead:
+    """The way to have what 0 or -1 means elsewhere (never, no limit), where a key's range begins
+    above: the error for such a number ends in it.
+    """
+
+    text: str
+
+
 def fate_of(item: FieldInfo) -> Fate | None:
     """Return the effect of a key; None: it works."""
     return next((mark for mark in item.metadata if isinstance(mark, Fate)), None)
