@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from trireme.algorithms.recipes import get_recipe
@@ -142,6 +143,28 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         return load_config(path, given), done.output
 
     return call
+
+
+@pytest.mark.parametrize("at", ["taskset", "eval_tasksets[1]"])
+def test_a_scheduler_is_refused_where_a_taskset_names_a_workflow_that_none_leads(
+    keys: Any, tmp_path: Path, at: str
+) -> None:
+    tree = yaml.safe_load(YAML)
+    inputs = tree["buffer"]["explorer_input"]
+    own = inputs["taskset"] if at == "taskset" else inputs["eval_tasksets"][1]
+    flags = ("--multi_turn_scheduler", "math_tip_trick")
+    for name in ("multi_turn_scheduler", "my_file:my_scheduled"):
+        own["default_workflow_type"] = name
+        (tmp_path / "own.yaml").write_text(yaml.safe_dump(tree))
+        config, _ = keys("own.yaml", *flags)
+        assert config.buffer.explorer_input.default_workflow_type == "multi_turn_scheduler"
+    own["default_workflow_type"] = "math_workflow"
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(tree))
+    assert (
+        f"--multi_turn_scheduler math_tip_trick: {INPUT}.{at}.default_workflow_type is "
+        "math_workflow, whose turns no scheduler decides: expected multi_turn_scheduler there, or "
+        "nothing"
+    ) in keys("own.yaml", *flags)
 
 
 def test_flags_reach_every_taskset(keys: Any, tmp_path: Path) -> None:

@@ -36,12 +36,15 @@ from trireme.ext.swift.flag_names import (
     elsewhere,
 )
 from trireme.ext.swift.flag_values import needs, number_of, scalar, system_of, text_of
+from trireme.registry import WORKFLOWS
 
 _DEFAULTS = (None, "ppo", "grpo")
 """Values that are defaults, which another flag may override."""
 _NOTHING_CLIPPED = "1.0e+9"
 """`trainer.grad_clip` for `--max_grad_norm 0`."""
 _RESAMPLES = f"{ADVANTAGE}.max_resample_times"
+_LED = "multi_turn_scheduler"
+"""The workflow whose turns a scheduler decides."""
 SDAR = "sdar_loss_coef"
 
 
@@ -97,7 +100,8 @@ def overrides(flags: Given, config: Source) -> list[str]:
         for key, column in _columns(flags)
     ]
     if "multi_turn_scheduler" in flags:
-        out.append(f"{INPUT}.default_workflow_type=multi_turn_scheduler")
+        _refuse_unled(flags["multi_turn_scheduler"][0], config)
+        out.append(f"{INPUT}.default_workflow_type={_LED}")
     per_batch, keys = _in_train_steps(flags), _chosen(flags)
     out += [
         f"{KEYS[name]}={_value(name, per_batch.get(name, values))}"
@@ -110,6 +114,19 @@ def overrides(flags: Given, config: Source) -> list[str]:
     if urls := list(_urls(flags)):
         out += [f"{ENGINE}.engine_type=remote", f"{ENGINE}.base_urls={text_of(urls)}"]
     return out
+
+
+def _refuse_unled(scheduler: str, config: Source) -> None:
+    """Raise BadParameter for a taskset of the file with a workflow of its own that no scheduler
+    leads. A user's own may be led by one.
+    """
+    for section in _tasksets(config):
+        name = _node(config, *re.findall(r"[^.\[\]]+", section), "default_workflow_type")
+        if name != _LED and name in WORKFLOWS.built_in():
+            raise typer.BadParameter(
+                f"--multi_turn_scheduler {scheduler}: {section}.default_workflow_type is {name}, "
+                f"whose turns no scheduler decides: expected {_LED} there, or nothing"
+            )
 
 
 _COLUMNS = {"solution": "response_key", "messages": "prompt_key", "query": "prompt_key"}
@@ -436,13 +453,19 @@ def _operators(config: Source) -> list[Any]:
 
 
 def _read(config: Source, *path: str) -> list[Any]:
-    """Return a list of the file; empty if there is none, or if loading it will report why."""
+    """Return a list of the file; empty if there is none."""
+    node = _node(config, *path)
+    return node if isinstance(node, list) else []
+
+
+def _node(config: Source, *path: str) -> Any:
+    """Return a value of the file; None if there is none, or if loading it will report why."""
     try:
         node: Any = config
         if not isinstance(config, Mapping):
             node = yaml.safe_load((config or DEMO).read_text(encoding="utf-8"))
         for name in path:
-            node = node[name]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError):
-        return []
-    return node if isinstance(node, list) else []
+            node = node[int(name) if isinstance(node, list) else name]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return None
+    return node
