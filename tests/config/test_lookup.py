@@ -78,6 +78,28 @@ def test_what_is_no_models_folder_is_answered_with_the_nearest_one(tmp_path) -> 
         model_facts(str(tmp_path / "empty"))
 
 
+@pytest.mark.parametrize(
+    ("missing", "near"),
+    [
+        ("arithmatic_assets/model", "arithmetic_assets"),
+        ("retry_assets/model", None),
+        ("arithmetic_assets/seed_1/model", None),
+        ("arithmetic_assets/seed_0/rowz.jsonl", "arithmetic_assets/seed_0/rows.jsonl"),
+        ("arithmetic_assets/seed_0/train_rows.jsonl", "arithmetic_assets/seed_0/rows.jsonl"),
+    ],
+)
+def test_a_missing_path_is_answered_with_a_similar_one_not_with_another_example_s(
+    tmp_path, missing, near
+) -> None:
+    (tmp_path / "arithmetic_assets/seed_0").mkdir(parents=True)
+    (tmp_path / "arithmetic_assets/seed_0/rows.jsonl").touch()
+    with pytest.raises(ValueError, match="is not a file or folder here") as raised:
+        located(str(tmp_path / missing), "datasets")
+    said = str(raised.value)
+    assert said.endswith(f"; did you mean '{tmp_path / near}'?" if near else "')")
+    assert ("did you mean" in said) == bool(near)
+
+
 def test_a_link_that_leads_nowhere_is_named_with_its_target(tmp_path) -> None:
     (tmp_path / "rows.jsonl").symlink_to("moved.jsonl")
     said = "is not a file or folder here .'.*rows.jsonl' is a link to 'moved.jsonl', which leads no"

@@ -11,6 +11,7 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -54,9 +55,24 @@ def near_path(path: Path) -> str:
     if missing.is_symlink():
         return f" ('{missing}' is a link to '{os.readlink(missing)}', which leads nowhere)"
     siblings = [p.name for p in missing.parent.iterdir()] if missing.parent.is_dir() else []
-    if near := did_you_mean(missing.name, siblings, "{}"):
+    if near := _near_name(missing.name, siblings):
         return f"; did you mean '{missing.parent / near}'?"
     return f" (the first part that is missing is '{missing}')" if missing != path else ""
+
+
+def _near_name(name: str, names: Sequence[str]) -> str:
+    """Return the nearest of the names of files or folders, '' if none is near. Names that are alike
+    only in whole words, `retry_assets` and `arithmetic_assets`, are those of two things.
+    """
+    for near in get_close_matches(name, names):
+        own, other = (re.split(r"[\W_]+", Path(one).stem.lower()) for one in (name, near))
+        rest, other_rest = (
+            "".join(word for word in words if word not in shared)
+            for words, shared in ((own, other), (other, own))
+        )
+        if not (rest and other_rest) or get_close_matches(rest, [other_rest]):
+            return near
+    return ""
 
 
 def near_model(path: str) -> str:
