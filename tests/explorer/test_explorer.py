@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.data.made import taskset_of
 from tests.explorer.made import (
     BrokenEngine,
     Sync,
@@ -22,6 +23,7 @@ from tests.explorer.made import (
 from trireme.buffer.buffer import Closed
 from trireme.buffer.queue import QueueBuffer
 from trireme.checkpoint.layout import JobFolder
+from trireme.data.rows import Rows
 from trireme.engines.barrier import RolloutBarrier
 from trireme.explorer.explorer import LONG_WAIT_S, RolloutsFailed
 from trireme.monitor.events import Evaluated, Event, StepDone
@@ -249,6 +251,25 @@ def test_the_seconds_of_an_evaluation_begin_when_it_was_submitted(
     run(two_under_way())
     seconds = [metrics["eval/held_out/seconds"] for part, _, metrics in made.reports]
     assert seconds == [15.0, 6.0]
+
+
+def test_the_example_of_several_turns_is_text_without_the_marks_of_the_chat_template() -> None:
+    async def twice(task: Any, model: Any) -> Any:
+        chat = [{"role": "system", "content": "play"}, {"role": "user", "content": "start"}]
+        reply = await model.chat(chat)
+        await model.chat([*chat, reply.message, {"role": "user", "content": "No."}])
+        return model.experiences(reward=0.0)
+
+    # a prompt that is no text, as those of environments
+    rows = Rows("games", [{"prompt": [{"seed": 1}], "response": ""}], ["prompt", "response"])
+    options = {"is_eval": True, "repeat_times": 1, "batch_size": 2}
+    games = taskset_of(rows, name="games", workflow=twice, **options)
+    made = make_explorer(evaluations=[games])
+    run(made.explorer.evaluate(0))
+    (example,) = made.explorer.last_examples
+    assert example["prompt"] == "start"
+    first, last = example["reply"].split("\n[user] No.\n[replied] ")
+    assert first and last and "<|" not in example["reply"]
 
 
 def test_an_evaluation_that_fails_altogether_says_so() -> None:

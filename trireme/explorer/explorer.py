@@ -39,7 +39,7 @@ from trireme.explorer.scheduler import Scheduler
 from trireme.files import Unreadable, read_json, write_json
 from trireme.log import get_logger
 from trireme.monitor.events import Emit, Evaluated, Failures, RolloutDone, StepDone
-from trireme.monitor.figures import in_words
+from trireme.monitor.figures import in_words, reply_text, turns_of
 from trireme.pipeline.operators import pass_rates
 from trireme.pipeline.pipeline import Pipeline, left_out_by
 from trireme.sync.synchronizer import ExplorerSync
@@ -453,13 +453,13 @@ def _examples(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         if not outcome.experiences:
             continue
         task, shown = outcome.task, outcome.experiences[-1]
-        prompt = task.prompt if isinstance(task.prompt, str) else shown.prompt_text
+        prompt = task.prompt if isinstance(task.prompt, str) else turns_of(shown)[0][1]
         out.append(
             {
                 "task": number,
-                "prompt": (prompt or "")[:MOST_TEXT],
+                "prompt": prompt[:MOST_TEXT],
                 "truth": None if task.truth is None else str(task.truth)[:MOST_TEXT],
-                "reply": (shown.response_text or "")[:MOST_TEXT],
+                "reply": reply_text(shown)[:MOST_TEXT],
                 "reward": shown.reward,
                 "temperature": shown.temperature,
             }

@@ -12,7 +12,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -34,7 +33,7 @@ from trireme.monitor.figures import (
     in_words,
     pace,
     sparkline,
-    spoken,
+    turns_of,
 )
 from trireme.monitor.monitor import EVALUATIONS
 from trireme.monitor.terminal import Terminal
@@ -44,7 +43,6 @@ if TYPE_CHECKING:  # importing it would load torch before the thread settings ar
 
 CHART_WIDTH, CHART_HEIGHT = 60, 6
 MAX_TEXT = 600
-MAX_TURNS = 8
 
 
 class Console:
@@ -153,7 +151,7 @@ class Console:
             return
         self._last_rollout = now
         self._sample = Text()
-        for label, text in _turns(experience):
+        for label, text in turns_of(experience):
             self._sample.append(f"{label[:8]:<9}", style="bold")
             self._sample.append(f"{in_one_line(text, MAX_TEXT)}\n")
         if truth := experience.info.get("truth"):
@@ -299,26 +297,3 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.next_command:
         rows.append(("next", summary.next_command))
     return rows
-
-
-def _turns(experience: Experience) -> list[tuple[str, str]]:
-    """Return the messages before the first sampled reply, and those from it on.
-
-    The middle of a long conversation is left out. If no messages were recorded, the texts are
-    decoded from the tokens, with the chat template's special tokens.
-    """
-    messages, mask = experience.messages or [], experience.mask.tolist()
-    sampled = sum(now and not before for before, now in pairwise([False, *mask]))
-    replies = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
-    first = replies[-min(sampled, len(replies))] if sampled and replies else len(messages)
-    asked = [spoken(message) for message in messages[:first] if message.get("role") == "user"]
-    turns = [(message.get("role") or "", spoken(message)) for message in messages[first:]]
-    if not turns:
-        turns = [("assistant", experience.response_text or "")]
-    left_out = len(turns) - MAX_TURNS
-    if left_out > 1:
-        turns[2 : 2 + left_out] = [("", f"... {left_out} turns ...")]
-    return [
-        ("asked", asked[-1] if asked else experience.prompt_text or ""),
-        *(("replied" if role == "assistant" else role, text) for role, text in turns),
-    ]

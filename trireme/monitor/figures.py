@@ -19,9 +19,12 @@ from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trireme.files import Unreadable, read_json, usable, write_json
+
+if TYPE_CHECKING:  # it would load torch
+    from trireme.experience import Experience
 
 # Label, the metrics that may supply it (the first present one does), format.
 _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -37,6 +40,7 @@ _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
 _EVALUATION = (("accuracy", ".1%"), ("reward", ".3f"))
 STEPS_TIMED = 20
 """The most recent steps, whose mean is the pace of a run."""
+MAX_TURNS = 8
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -141,17 +145,65 @@ def in_one_line(text: str, most: int) -> str:
 
 
 def spoken(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, followed by its tool calls, each as `name(arguments)`."""
+    """Return the text of a message, followed by its tool calls, each as `name(arguments)`. A user's
+    own message may have any form.
+    """
     content = message.get("content") or ""
     if not isinstance(content, str):
-        content = "\n".join(part.get("text") or f"[{part.get('type')}]" for part in content)
-    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
+        parts = content if isinstance(content, list) else [content]
+        content = "\n".join(
+            str(part.get("text") or f"[{part.get('type')}]")
+            if isinstance(part, dict)
+            else str(part)
+            for part in parts
+        )
+    given_calls = message.get("tool_calls")
+    calls = [
+        call.get("function") or call
+        for call in (given_calls if isinstance(given_calls, list) else ())
+        if isinstance(call, dict)
+    ]
     made = [
         f"{call.get('name')}({given if isinstance(given, str) else json.dumps(given)})"
         for call in calls
+        if isinstance(call, dict)
         for given in [call.get("arguments", "")]
     ]
     return "\n".join(filter(None, [content.strip(), *made]))
+
+
+def turns_of(experience: Experience) -> list[tuple[str, str]]:
+    """Return the messages before the first sampled reply, and those from it on.
+
+    The middle of a long conversation is left out. If no messages were recorded, the texts are
+    decoded from the tokens, with the chat template's special tokens.
+    """
+    messages = [one for one in experience.messages or () if isinstance(one, dict)]
+    mask = experience.mask.tolist()
+    sampled = sum(now and not before for before, now in pairwise([False, *mask]))
+    replies = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+    first = replies[-min(sampled, len(replies))] if sampled and replies else len(messages)
+    asked = [spoken(message) for message in messages[:first] if message.get("role") == "user"]
+    turns = [(message.get("role") or "", spoken(message)) for message in messages[first:]]
+    if not turns:
+        turns = [("assistant", experience.response_text or "")]
+    left_out = len(turns) - MAX_TURNS
+    if left_out > 1:
+        turns[2 : 2 + left_out] = [("", f"... {left_out} turns ...")]
+    return [
+        ("asked", asked[-1] if asked else experience.prompt_text or ""),
+        *(("replied" if role == "assistant" else role, text) for role, text in turns),
+    ]
+
+
+def reply_text(experience: Experience) -> str:
+    """Return the text of a rollout from its first sampled reply on, without the chat template's
+    special tokens if its messages were recorded: the reply, or each turn after it with its label.
+    """
+    (_, reply), *later = turns_of(experience)[1:]
+    if not later:
+        return experience.response_text or ""
+    return "\n".join([reply, *(f"[{label}] {text}" if label else text for label, text in later)])
 
 
 Figures = Mapping[str, float]

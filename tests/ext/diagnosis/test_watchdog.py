@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.config.made import config_of, values
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
+from trireme.experience import Experience
 from trireme.ext.diagnosis.causes import CAUSES, Facts
-from trireme.ext.diagnosis.watchdog import Warned, Watchdog
+from trireme.ext.diagnosis.watchdog import Warned, Watchdog, sample_of
 from trireme.launch.check import make_plans
 from trireme.monitor.figures import FEW, metric_of
 
@@ -330,3 +332,18 @@ def test_the_page_has_the_modules_table() -> None:
 
 def test_each_cause_of_the_watchdog_has_its_metric() -> None:
     assert all(metric_of(f"watchdog/{cause.name}") for cause in CAUSES)
+
+
+def test_the_sample_of_several_turns_ends_in_the_last_reply_without_marks_of_the_template() -> None:
+    said = [("user", "go"), ("assistant", "left"), ("user", "A wall."), ("assistant", "right\n")]
+    rollout = Experience(
+        tokens=torch.arange(4),
+        mask=torch.tensor([False, True, False, True]),
+        messages=[{"role": role, "content": content} for role, content in said],
+        response_text="left<|end|><|user|>A wall.<|end|><|assistant|>right\n<|end|>",
+        reward=0.0,
+    )
+    assert sample_of(rollout) == "for example: the reply ends in 'right', the reward is 0"
+    odd: Any = "odd"
+    rollout.messages = [odd, {"role": "assistant", "content": {"text": 1}, "tool_calls": 3}]
+    assert "the reply ends in 'left<|end|>" in sample_of(rollout)  # all that can be shown

@@ -19,7 +19,7 @@ from trireme.files import Unreadable, json_or, out_of_the_way, write_json
 from trireme.launch.listeners import RunListener
 from trireme.log import get_logger
 from trireme.monitor.events import Evaluated, Event, RolloutDone, StepDone
-from trireme.monitor.figures import Course, Figures, in_one_line
+from trireme.monitor.figures import Course, Figures, in_one_line, turns_of
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 if TYPE_CHECKING:
@@ -162,8 +162,10 @@ class Alarm(RunListener):
 
 
 def sample_of(experience: Experience) -> str:
-    """Describe a rollout in a line: the truth with its type, and the end of the reply."""
-    end = in_one_line((experience.response_text or "")[-200:], 120)
+    """Describe a rollout in a line: the truth with its type, and the end of the last reply."""
+    replies = [text for label, text in turns_of(experience) if label == "replied"]
+    last = replies[-1] if len(replies) > 1 else experience.response_text or ""
+    end = in_one_line(last[-200:], 120)
     reward = "none" if experience.reward is None else f"{experience.reward:.3g}"
     truth = experience.info.get("truth")
     wanted = f"the truth is {truth}, " if truth else ""
