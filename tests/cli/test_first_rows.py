@@ -64,6 +64,23 @@ def test_a_run_refuses_or_notes_prompts_that_are_too_long_before_its_first_step(
     ]
 
 
+def test_a_recorded_row_with_an_id_that_the_model_does_not_have(
+    tmp_path: Path, good: dict[str, Any]
+) -> None:
+    rows = [{"tokens": [5, 6, 7, 8], "prompt_length": 2}] * 3
+    rows.append({"tokens": [5, 6, 10**6], "prompt_length": 2})
+    store = "buffer.trainer_input.experience_buffer"
+    path = write_jsonl(tmp_path / "recorded.jsonl", rows)
+    words = ("algorithm.algorithm_type=sft", "mode=train", "buffer.train_batch_size=2")
+    words += (f"{store}.path={path}",)
+    code, output = checked(tmp_path, good, *words)
+    assert code == 1
+    assert "recorded.jsonl, line 4): column 'tokens' holds the id 1000000 (at 2): exp" in output
+    words += (f"{store}.on_error=skip",)
+    code, output = checked(tmp_path, good, *words)
+    assert code == 0 and "3 encoded, 4 to 4 tokens" in output
+
+
 def test_prompts_that_the_vocabulary_does_not_cover(tmp_path: Path, good: dict[str, Any]) -> None:
     model = make_tiny_model(tmp_path / "words", ["one two"], seed=0, initializer_range=0.02)
     code, output = checked(tmp_path, good, f"model.model_path={model}")

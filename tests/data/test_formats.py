@@ -300,6 +300,10 @@ def test_a_row_that_is_too_long_is_cut_or_left_out_and_counted() -> None:
         ({"messages": "[" * 200_000}, "'messages' holds text that is not JSON: it is nested too"),
         ({"tokens": ["a"]}, r"row 0: column 'tokens' holds \['a'\]: expected a list of ids"),
         ({"tokens": [5, -1], "prompt_length": 1}, "row 0: column 'tokens' holds .*a list of ids"),
+        (
+            {"tokens": [5, 900, 7], "prompt_length": 1},
+            r"row 0: column 'tokens' holds the id 900 \(at 1\): expected 0 to 899, this model",
+        ),
         ({"tokens": [5, 6]}, "row 0: Experience needs `mask` or `prompt_length`"),
         ({"tokens": [5, 6], "prompt_length": "1"}, "row 0: it is no recorded experience"),
         (
@@ -310,7 +314,7 @@ def test_a_row_that_is_too_long_is_cut_or_left_out_and_counted() -> None:
 )
 def test_a_malformed_row_is_named_before_any_training(row: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        SftFormat(rows(row), make_tokenizer(), max_model_len=64)
+        SftFormat(rows(row), make_tokenizer(), max_model_len=64, vocabulary=900)
 
 
 def test_recorded_experiences_come_back_as_they_were() -> None:

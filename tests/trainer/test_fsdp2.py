@@ -248,6 +248,23 @@ def test_what_is_not_finite_is_named_on_all_ranks_and_moves_nothing(tiny_dir, tm
     assert "the gradient of experience 0/2/0/0 is not finite" in first[1]
 
 
+def _with_a_foreign_id(place: RankSpec, path: Path) -> str:
+    ranks = Ranks(place)
+    backend = _make(path, {}, ranks)
+    samples = experiences()
+    samples[2].tokens[5] = 10**6
+    with pytest.raises(ValueError) as caught:
+        train_step(backend, get_recipe(SimpleNamespace(**FULL)), samples, version=0)
+    ranks.close()
+    return str(caught.value)
+
+
+def test_an_id_that_the_model_does_not_have_is_named_on_all_ranks(tiny_dir, tmp_path):
+    first, second = run(_with_a_foreign_id, tmp_path / "ranks", tiny_dir)
+    assert first == second
+    assert first.startswith("experience 0/0/2/0 holds the id 1000000 (at 5): expected 0 to 99")
+
+
 def _with_broken_rows(place: RankSpec, path: Path) -> list[str]:
     ranks = Ranks(place)
     backend = _make(path, {}, ranks)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from trireme.buffer.buffer import Closed, Demand
 from trireme.buffer.store import StoreParts
 from trireme.config import Problem
+from trireme.config.lookup import vocabulary_of
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import load_rows
@@ -81,6 +82,7 @@ class FileStore:
             enable_thinking=plan.config.model.enable_thinking,
             on_error=config.on_error,
             reader=parts.reader,
+            vocabulary=vocabulary_of(plan.model_path),
         )
         epochs = None if parts.endless else plan.steps.passes
         return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)

@@ -29,6 +29,7 @@ class Sample:
 def of_data(plan: Plan, count: int) -> Iterator[Sample]:
     """Yield rows of the plan's data set, as they are trained on."""
     from trireme.algorithms.recipes import row_of
+    from trireme.config.lookup import vocabulary_of
     from trireme.data.kinds import FORMATS
     from trireme.data.rows import load_rows
     from trireme.experience import EID
@@ -46,6 +47,7 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
         enable_thinking=plan.config.model.enable_thinking,
         on_error=config.on_error,
         reader=text.chat.reader,
+        vocabulary=vocabulary_of(plan.model_path),
     )
     untrained = 0
     for index in range(min(count, len(to_experience))):

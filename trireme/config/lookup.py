@@ -246,6 +246,12 @@ def model_config(model_path: str | None) -> dict[str, Any]:
         return {}
 
 
+def vocabulary_of(model_path: str | None) -> int | None:
+    """Return the number of a model's token ids, by its config.json; None if it is not known."""
+    config = model_config(model_path)
+    return (config | (config.get("text_config") or {})).get("vocab_size")
+
+
 def has_sinks(model_path: str | Path | None) -> bool:
     """Return whether attention of a model has sinks, by the names of its weights; false if they are
     not here, or if `model_facts` rejects them.

@@ -117,11 +117,13 @@ class SftFormat:
         enable_thinking: bool | None = None,
         on_error: OnError = "fail",
         reader: PictureReader | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         """`end_ids` are the ids at which the model's generation stops; not given: the tokenizer's.
 
         `chat_template` and `enable_thinking` are the model's; those of the format override them.
-        `reader` reads the rows' pictures; None: the model takes none.
+        `reader` reads the rows' pictures; None: the model takes none. `vocabulary` is the number of
+        the model's ids, which recorded rows may not exceed; None: not known.
         Raises ValueError for a row that does not fit its columns, before any training; with
         `on_error` skip it is left out, and counted as `malformed`.
         """
@@ -134,6 +136,7 @@ class SftFormat:
                 rows.require(column, f"format.{name}")
         self._tokenizer = tokenizer
         self._reader = reader
+        self._vocabulary = vocabulary
         self._max_len = max_model_len
         eos = tokenizer.eos_token_id
         self._end_ids = list(end_ids) or ([] if eos is None else [eos])
@@ -272,6 +275,11 @@ class SftFormat:
             ids = isinstance(tokens, list) and all(isinstance(i, int) and i >= 0 for i in tokens)
             if not ids or not tokens:
                 raise ValueError(f"column 'tokens' holds {tokens!r:.60}: expected a list of ids")
+            if self._vocabulary is not None and max(tokens) >= self._vocabulary:
+                raise ValueError(
+                    f"column 'tokens' holds the id {max(tokens)} (at {tokens.index(max(tokens))}): "
+                    f"expected 0 to {self._vocabulary - 1}, this model's vocabulary"
+                )
             try:
                 self._whole(row, EID(0, 0))
             except TypeError as error:

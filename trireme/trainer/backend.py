@@ -91,7 +91,7 @@ class Backend:
         )
         self._root = settings.spread(self.module, ranks, model_path)
         self.optimizer = settings.make_optimizer(self.module.parameters())
-        self._team = settings.team(ranks)
+        self._team = settings.team(ranks, self.module)
         self.rank, self.num_ranks = self._team.rank, self._team.size
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
         self._micro_batches = 0

@@ -73,7 +73,7 @@ class Critic:
         self._root = settings.spread(self.model, ranks, model_path)
         nn.init.zeros_(self.head.weight)
         self.optimizer = settings.make_optimizer(self.model.parameters())
-        self._team = settings.team(ranks)
+        self._team = settings.team(ranks, self.model)
         self._ranks = ranks
         self._settings = settings
         self._clip_range = clip_range

@@ -177,10 +177,9 @@ def pack_for(
     share_prefix: bool = True,
     kernel: Kernel = "sdpa",
 ) -> PackedBatch:
-    """Return `pack` in the form that a model needs on a device, and on it. Raises ValueError for
-    ids that the model does not have.
+    """Return `pack` in the form that a model needs on a device, and on it. The model must have the
+    ids.
     """
-    _refuse_unknown_ids(batch, model.config.get_text_config().vocab_size)
     align, nodes = device.type == "cuda", is_recurrent(model.config)
     return pack(
         batch,
@@ -192,16 +191,13 @@ def pack_for(
     ).to(device)
 
 
-def _refuse_unknown_ids(batch: Batch, vocabulary: int) -> None:
+def refuse_unknown_ids(batch: Batch, vocabulary: int) -> None:
     """Raise ValueError, naming the experience, for an id that is neither the vocabulary's nor a
     picture's. A workflow's own experiences and recorded ones can have any.
     """
-    flat = np.concatenate(batch.tokens)
-    unknown = ((flat >= vocabulary) & (flat < BEGIN)) | (flat < 0)
-    if not unknown.any():
-        return
-    for eid, row in zip(batch.eids, batch.tokens, strict=True):
-        checked_ids(row.tolist(), vocabulary, f"experience {eid}", pictures=batch.pictures)
+    for eid, row, count in zip(batch.eids, batch.tokens, batch.counts, strict=True):
+        if count and (((row >= vocabulary) & (row < BEGIN)) | (row < 0)).any():
+            checked_ids(row.tolist(), vocabulary, f"experience {eid}", pictures=batch.pictures)
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:

@@ -92,7 +92,7 @@ class TrainSettings:
             )
         if ranks and model is not None:
             prove = partial(prove_architecture, path, trust_remote_code=trust, replays=replays)
-            self.team(ranks).attempt(prove if ranks.rank == 0 else lambda: None)
+            self.team(ranks, model).attempt(prove if ranks.rank == 0 else lambda: None)
         else:
             device = "cpu" if ranks else self.device
             model = load_model(
@@ -153,9 +153,11 @@ class TrainSettings:
             parameters, self.optimizer, self.total_steps, grad_clip=self.grad_clip
         )
 
-    def team(self, ranks: Ranks | None) -> Team:
-        """Return the ranks that share the computation of a batch."""
-        return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
+    def team(self, ranks: Ranks | None, model: PreTrainedModel) -> Team:
+        """Return the ranks that share the computation of a batch by `model`."""
+        vocabulary = model.config.get_text_config().vocab_size
+        size, share = self.max_token_len, self.share_prefix
+        return Team(ranks, max_token_len=size, share_prefix=share, vocabulary=vocabulary)
 
     def kernel(
         self, path: str | Path, device: torch.device, model: PreTrainedModel
