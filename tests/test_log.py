@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from trireme.files import naming
 from trireme.log import (
     get_logger,
     hide_passwords,
@@ -53,6 +57,25 @@ def test_the_console_shows_the_first_line_and_the_file_the_traceback(
     close()
     assert capsys.readouterr().err == "warning: rollout 1/2/3 failed\n"
     assert "Traceback: deep inside" in (tmp_path / "explorer.log").read_text()
+
+
+def test_a_log_on_a_full_disk_says_so_once_and_stops_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: IO[bytes], path: Path, data: bytes) -> None:
+        with naming(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("trireme.log.append_to", full)
+    close = setup_logging(tmp_path, "INFO")
+    get_logger("explorer").info("lost")
+    get_logger("trainer").warning("shown all the same")
+    close()
+    path = tmp_path / "explorer.log"
+    assert capsys.readouterr().err == (
+        f"warning: cannot write {path}: No space left on device: the logs lack lines from now on\n"
+        "warning: shown all the same\n"
+    )
 
 
 def test_a_warning_that_repeats_is_shown_three_times(

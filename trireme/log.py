@@ -118,12 +118,15 @@ class Lines(logging.Formatter):
 
 
 class PartFiles(logging.Handler):
-    """Writes each record into the file of the part that logged it."""
+    """Writes each record into the file of the part that logged it. A record that cannot be written
+    is lost, which a sentence says once: whoever logs it, in whatever thread, goes on.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
         self._files: dict[str, IO[bytes]] = {}
+        self._lost = False
         self.setFormatter(Lines(LINE))
 
     def file_of(self, part: str) -> IO[bytes]:
@@ -138,9 +141,14 @@ class PartFiles(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, whole."""
-        file = self.file_of(part := part_of(record.name))
+        part = part_of(record.name)
         line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
-        append_to(file, self._path(part), line)
+        try:
+            append_to(self.file_of(part), self._path(part), line)
+        except OSError as error:
+            if not self._lost:
+                self._lost = True
+                say(f"warning: {error}: the logs lack lines from now on", file=sys.stderr)
 
     def close(self) -> None:
         """Close all files."""

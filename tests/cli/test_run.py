@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -71,6 +72,26 @@ def test_an_error_of_ours_is_not_hidden(stages: Any) -> None:
     stages.run_stages = fail
     with pytest.raises(AssertionError, match="an invariant"):
         command.run(Path("x.yaml"), [], [])
+
+
+def test_a_thread_that_a_full_disk_ends_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", others.append)
+
+    def end(error: Exception) -> None:
+        raise error
+
+    with command.brief_threads():
+        for error in (OSError(28, "No space left on device"), KeyError("a bug")):
+            thread = threading.Thread(target=end, args=(error,), name="writer")
+            thread.start()
+            thread.join()
+    expected = "warning: thread 'writer' has ended: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == expected
+    assert [one.exc_type for one in others] == [KeyError]
+    assert threading.excepthook == others.append
 
 
 def test_control_c_ends_with_130(stages: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,27 @@ def run(
         return stop.ended(stop.code)
 
 
+@contextmanager
+def brief_threads() -> Iterator[None]:
+    """Report a thread that a disk or the network ends, such as TensorBoard's, in a sentence; one
+    that a bug ends keeps its traceback.
+    """
+    before = threading.excepthook
+
+    def failed(how: threading.ExceptHookArgs) -> None:
+        if not isinstance(how.exc_value, OSError):
+            before(how)
+            return
+        name = how.thread.name if how.thread else "unknown"
+        say(f"warning: thread '{name}' has ended: {how.exc_value}", file=sys.stderr)
+
+    threading.excepthook = failed
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
 def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -> int:
     """Run the stages; an expected failure becomes a sentence and a file with its traceback.
 
@@ -103,7 +126,8 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
     for note in dict.fromkeys(note for plan in plans for note in plan.notes):
         console.note(note)
     try:
-        run_stages(plans, console=console, stop=stop, compare_sft=compare_sft)
+        with brief_threads():
+            run_stages(plans, console=console, stop=stop, compare_sft=compare_sft)
     except ConfigError as error:
         console.close()
         complain(str(error))
