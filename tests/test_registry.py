@@ -13,7 +13,7 @@ import pytest
 
 import trireme.registry
 from trireme.extensions import KINDS
-from trireme.registry import Registry
+from trireme.registry import Registry, did_you_mean
 
 
 def make() -> Registry:
@@ -199,3 +199,10 @@ def test_of_two_things_that_are_set_by_item_the_last_counts_with_a_line(
         registry["mine"] = str
     assert registry["mine"] is str
     assert "'mine' of builtins:str replaces that of builtins:int" in caplog.text
+
+
+def test_a_name_in_other_letters_is_near() -> None:
+    for name in ("PPO", "GRPO_"):
+        assert did_you_mean(name, ["ppo", "grpo"], "{}") == name.lower().strip("_")
+    assert did_you_mean("question", ["Question", "x"], "{}") == "Question"
+    assert did_you_mean("PPO", ["dapo_x"]) == ""

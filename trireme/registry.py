@@ -243,7 +243,10 @@ def is_path(key: str) -> bool:
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{}'?") -> str:
     """Return `form` with the nearest of the known names; empty if none is near."""
-    near = get_close_matches(name, list(known), n=1)
+    names = list(known)
+    if not (near := get_close_matches(name, names, n=1)):
+        alike = {one.lower(): one for one in names}
+        near = [alike[one] for one in get_close_matches(name.lower(), alike, n=1)]
     return form.format(near[0]) if near else ""
 
 

@@ -48,6 +48,10 @@ def from_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_named_once)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        if error.lineno > 1:
+            raise
+        raise ValueError(f"{error.msg} (column {error.colno})") from error
     except ValueError as error:
         if "set_int_max_str_digits" not in str(error):
             raise

@@ -104,9 +104,11 @@ def test_problems_of_the_file_and_of_what_it_names_are_told_together(tmp_path):
 
 def test_what_a_wrong_key_leaves_open_is_not_told_as_well(tmp_path):
     config_of(tmp_path, values(tmp_path))
-    code, text = printed(tmp_path / "config.yaml", "model.max_model_len=many")
-    assert code == 1
-    assert text.count("problem:") == 1
+    flat = "buffer.explorer_input.taskset.prompt_key=text"  # one that belongs into `format`
+    for word in ("model.max_model_len=many", "model=tiny", "buffer.explorer_input.taskset=x", flat):
+        code, text = printed(tmp_path / "config.yaml", word)
+        assert code == 1
+        assert text.count("problem:") == 1, text
 
 
 def test_lengths_that_nobody_gave_have_no_numbers(tmp_path):

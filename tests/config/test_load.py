@@ -120,7 +120,7 @@ def test_a_known_key_in_the_wrong_section_is_found(tmp_path):
         "grad_clip is not a known key; did you mean 'trainer.grad_clip'?",
         "model.lr is not a known key; did you mean 'algorithm.optimizer.lr'?",
     ]
-    (found,) = problems_of(tmp_path, "explorer: {rollout_model: {path: x}}")
+    (found,) = problems_of(tmp_path, "explorer: {rollout_model: {folder: x}}")
     assert "did you mean" not in found and "known here: name, model_path" in found
 
 
@@ -273,8 +273,18 @@ def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("explorer: 3", "explorer is 3: expected a section with keys of its own"),
+        ("explorer: 3", "explorer is 3: expected a section with keys of its own, such as name, "),
+        ("algorithm: grpo", "expected a section with keys of its own, such as algorithm_type, re"),
+        (
+            "model:\n  model_path:x",
+            "with keys of its own; the colon of a key has a space behind it: 'model_path: x'",
+        ),
         ("stages: 3", "stages is 3: expected a list"),
+        ("stages: {a: {mode: train}}", "expected a list, each entry of which begins with '- '"),
+        (
+            "buffer: {explorer_input: {taskset: [{name: a_long_name, path: /with/a/long/path}]}}",
+            "is [{'name': 'a_long_name', 'path': '/with/a/long/path'}]: expected a section",
+        ),
         ("mode: boht", "did you mean 'both'?"),
         ("trainer: {use_dynamic_bsz: 3}", "is 3: expected true or false"),
         ("trainer: {grad_clip: true}", "is True: expected a number"),
@@ -302,6 +312,37 @@ def test_a_number_past_the_other_end_of_a_range_gets_no_such_advice(tmp_path):
     assert said.endswith("; without it the data ends the run, see buffer.total_epochs")
     (said,) = problems_of(tmp_path, "model: {top_p: 1.5}")
     assert said.endswith("at most 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("model: {path: x}", "model.model_path"),
+        ("monitor: {type: wandb}", "monitor.monitor_type"),
+        ("stages: [{name: x}]", "stages[0].stage_name"),
+        ("explorer: {rollout_model: {path: x}}", "explorer.rollout_model.model_path"),
+    ],
+)
+def test_the_end_of_a_key_is_taken_for_that_key(tmp_path, text, near):
+    (said,) = problems_of(tmp_path, text)
+    assert said.endswith(f"is not a known key; did you mean '{near}'?")
+
+
+@pytest.mark.extension("swift")
+def test_another_system_s_keys_are_found_in_a_section_of_any_name(tmp_path):
+    text = "{training_args: {learning_rate: 1, x: 2}, explorerr: {learning_rate: 1}}"
+    assert problems_of(tmp_path, text) == [
+        "training_args.learning_rate is not a known key; did you mean 'algorithm.optimizer.lr'?",
+        "explorerr is not a known key; did you mean 'explorer'?",
+    ]
+
+
+def test_a_broken_yaml_is_told_by_its_line(tmp_path):
+    (said,) = problems_of(tmp_path, "mode: both\nmode: train\n")
+    assert said.endswith("as YAML: line 2, column 1: found duplicate key mode while constructing a "
+                         "mapping that begins in line 1")  # fmt: skip
+    (said,) = problems_of(tmp_path, "model:\n  model_path: x\n max_model_len: 3\n")
+    assert "as YAML: line 3, column 2: did not find expected key while parsing" in said
 
 
 def test_an_empty_section_holds_its_defaults(tmp_path):

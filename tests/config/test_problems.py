@@ -1002,7 +1002,7 @@ def test_a_tab_in_the_yaml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="as YAML: line 3 is indented with a tab: expected spac"):
         load_config(path)
     path.write_text("name: x\nmodel: [\n")
-    with pytest.raises(ConfigError, match="as YAML: while parsing"):
+    with pytest.raises(ConfigError, match="as YAML: line 3, column 1: did not find"):
         load_config(path)
 
 

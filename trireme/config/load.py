@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
@@ -28,6 +28,7 @@ from trireme.config.section import Instead, Section, section_in
 from trireme.config.stages import moved_keys
 from trireme.config.variables import either_name
 
+_KNOWN_HERE = "known here: "
 _MOST_PLACES = 3
 """A nearest key can be suggested if at most this many sections have a key of the name."""
 
@@ -64,7 +65,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
             [Problem("", f"there is no configuration file {path}{near_path(path)}")]
         ) from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        reason = _tab(path, error) or " ".join(str(error).split())
+        reason = _tab(path, error) or _at_line(error) or " ".join(str(error).split())
         raise ConfigError([Problem("", f"{path} cannot be read as YAML: {reason}")]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError([Problem("", f"{path} holds a list: expected sections with keys")])
@@ -136,6 +137,18 @@ def _tab(path: Path, error: Exception) -> str:
     if "\t" not in line[: len(line) - len(line.lstrip())]:
         return ""
     return f"line {mark.line + 1} is indented with a tab: expected spaces"
+
+
+def _at_line(error: Exception) -> str:
+    """Return what YAML's reader found wrong, after the line; '' for an error without one."""
+    mark, what = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not what:
+        return ""
+    context, begun = getattr(error, "context", None), getattr(error, "context_mark", None)
+    since = f" {context}" if context else ""
+    if since and begun is not None and begun.line != mark.line:
+        since += f" that begins in line {begun.line + 1}"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {what}{since}"
 
 
 def config_of(
@@ -395,7 +408,12 @@ def _unknown(misfit: _Misfit, value: Any) -> list[Problem]:
     if needs := unread(misfit.key) or unread(of_section):
         return [Problem(misfit.key, needs)]
     hints = [(key, hint) for key, hint in replacements(misfit.key, value) if hint]
-    hints = hints or [(misfit.key, _meant(misfit))]
+    if not hints:
+        hints = [(misfit.key, meant := _meant(misfit))]
+        # a section of a name that no system has may hold another system's keys
+        inner = value if isinstance(value, dict) and meant.startswith(_KNOWN_HERE) else {}
+        theirs = {name: replaced(str(name)) for name in inner}
+        hints = [(f"{misfit.key}.{name}", its) for name, its in theirs.items() if its] or hints
     return [Problem(key, f"is not a known key; {hint}") for key, hint in hints]
 
 
@@ -417,7 +435,7 @@ def _meant(misfit: _Misfit) -> str:
     name, siblings = str(misfit.path[-1]), misfit.section.model_fields
     if hint := replaced(name):
         return hint
-    near = get_close_matches(name, siblings, n=1, cutoff=0.75)
+    near = get_close_matches(name, siblings, n=1, cutoff=0.75) or _longer(misfit, siblings)
     if near:
         return f"did you mean '{misfit.key.removesuffix(name)}{near[0]}'?"
     keys = [key for key in _full_keys(Config) if not key.startswith("stages.")]
@@ -432,7 +450,16 @@ def _meant(misfit: _Misfit) -> str:
         if len(candidates) <= _MOST_PLACES:  # common names such as `name` match too many sections
             best = max(candidates, key=lambda key: (_shared(key, misfit.key), -key.count(".")))
             return f"did you mean '{best}'?"
-    return f"known here: {', '.join(siblings)}"
+    return f"{_KNOWN_HERE}{', '.join(siblings)}"
+
+
+def _longer(misfit: _Misfit, siblings: Collection[str]) -> list[str]:
+    """Return the key here that an unknown one is the end of: `model.path` is `model.model_path`."""
+    *_, section, name = ("", *re.findall(r"[^.\[\]]*[^.\[\]\d][^.\[\]]*", misfit.key))
+    if f"{section}_{name}" in siblings:
+        return [f"{section}_{name}"]
+    ends = [one for one in siblings if one.endswith(f"_{name}")]
+    return ends if len(ends) == 1 else []
 
 
 def _shared(key: str, other: str) -> int:

@@ -16,6 +16,8 @@ from trireme.registry import did_you_mean, refuse_unknown_options, signature_of
 
 Share = Annotated[float, Ge(0), Le(1)]
 """A number from 0 to 1, in sections and in algorithms' functions."""
+_MOST_SHOWN = 60
+"""Most characters of a list or a section in a message."""
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _UNIONS = (Union, types.UnionType)
@@ -61,7 +63,18 @@ def misfit_text(kind: Any, value: Any) -> str:
     expected = kind_text(kind)
     if get_origin(kind) is Literal and isinstance(value, str):
         expected += did_you_mean(value.lower(), get_args(kind))
-    return f"is {'empty' if value is None else repr(value)}: expected {expected}"
+    if keys := list(getattr(kind, "model_fields", ())):
+        name, _, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
+        if name in keys and rest:
+            expected += f"; the colon of a key has a space behind it: '{name}: {rest}'"
+        else:
+            expected += f", such as {', '.join(keys[:3])}"
+    elif get_origin(kind) is list and isinstance(value, Mapping):
+        expected += ", each entry of which begins with '- '"
+    said = "empty" if value is None else repr(value)
+    if isinstance(value, Mapping | list) and len(said) > _MOST_SHOWN:
+        said = f"{said[:_MOST_SHOWN]} …"
+    return f"is {said}: expected {expected}"
 
 
 def converted(kind: Any, value: Any) -> Any:

@@ -449,6 +449,7 @@ def _object(entry: str, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(
             f"has a line that is not a row: {where}: expected an object, got {row!r:.60}"
+            + "; a list of rows is a .json file" * isinstance(row, list)
         )
     if _HALF.search(entry):
         refuse_halves(row, where)

@@ -101,12 +101,13 @@ def refuse_old_rows(made: Draft) -> None:
 
 def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     """Check a file and collect every problem, except follow-up problems of a section with an
-    unknown key.
+    unknown key, and of one whose value is none.
     """
     config, problems = read_config(path, overrides)
     made = draft(config)
-    sections = tuple(f"{p.key.rpartition('.')[0]}." for p in problems if "." in p.key)
-    rest = [problem for problem in made.problems if not problem.key.startswith(sections)]
+    wrong = [p.key for p in problems] + [p.key.rpartition(".")[0] for p in problems if "." in p.key]
+    within = tuple(f"{key}." for key in wrong)
+    rest = [p for p in made.problems if p.key not in wrong and not p.key.startswith(within)]
     return made._replace(problems=list(dict.fromkeys(problems + rest)))
 
 
