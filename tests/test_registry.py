@@ -206,3 +206,27 @@ def test_a_name_in_other_letters_is_near() -> None:
         assert did_you_mean(name, ["ppo", "grpo"], "{}") == name.lower().strip("_")
     assert did_you_mean("question", ["Question", "x"], "{}") == "Question"
     assert did_you_mean("PPO", ["dapo_x"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("x = 1\nreturn (1\n", "SyntaxError: '(' was never closed ({file}, line 2)"),
+        ("\nimport no_such_package\n",
+         "ModuleNotFoundError: No module named 'no_such_package' ({file}, line 2)"),
+        ("import json\njson.loads('[')\n", "JSONDecodeError: Expecting value"),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3 ({file}, line 2)"),
+    ],
+)  # fmt: skip
+def test_a_users_module_that_fails_to_load_is_one_sentence_with_its_line(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "fails_to_load.py"
+    file.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError) as raised:
+        make().get("fails_to_load:play")
+    sentence = str(raised.value)
+    assert sentence.startswith("workflow 'fails_to_load:play': module 'fails_to_load' fails to lo")
+    assert said.format(file=file) in sentence
+    assert sentence.endswith(f"({file}, line 2)")

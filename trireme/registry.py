@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from difflib import get_close_matches
 from functools import lru_cache
@@ -26,6 +27,7 @@ Thing = TypeVar("Thing")
 
 
 _RAISE: Any = object()
+_OURS = f"{__name__.partition('.')[0]}."
 
 
 class UnknownName(ValueError, KeyError):
@@ -315,12 +317,31 @@ def _import_path(path: str, *, kind: str) -> Any:
                 f"{kind} '{path}': there is no module '{module_name}'"
                 f"{_near_module(module_name, attribute)}"
             ) from error
-        raise
+        if module_name.startswith(_OURS):
+            raise
+        raise _load_error(f"{kind} '{path}'", module_name, error) from error
+    except (Exception, SystemExit) as error:
+        if module_name.startswith(_OURS):
+            raise
+        raise _load_error(f"{kind} '{path}'", module_name, error) from error
     if not hasattr(module, attribute):
         names = [n for n in vars(module) if not n.startswith("_")]
         hint = did_you_mean(attribute, names)
         raise ValueError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{hint}")
     return getattr(module, attribute)
+
+
+def _load_error(what: str, module: str, error: BaseException) -> ValueError:
+    """Return the sentence on a user's module that fails to load, with the line that raised."""
+    libraries = ("<", sys.prefix, sys.base_prefix)
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)[1:]]
+    theirs = [frame for frame in frames if not frame[0].startswith(libraries)]
+    file, line = next(reversed(theirs), ("", 0))
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        file, line, text = error.filename or file, error.lineno, f"SyntaxError: {error.msg}"
+    place = f" ({file}, line {line})" if file else ""
+    return ValueError(f"{what}: module '{module}' fails to load: {text}{place}")
 
 
 def _near_module(name: str, attribute: str) -> str:

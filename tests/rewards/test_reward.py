@@ -198,6 +198,7 @@ def test_a_cached_reward_of_a_task_is_refused_before_the_run_and_one_of_texts_ru
         ("accuracy_reward", {"a": 1}, "has no option 'a'. It has no options"),
         (Lengths, {"scal": 1}, r"'Lengths' has no option 'scal' \(did you mean 'scale'\?\)"),
         (3, {}, "is int: expected a function or class"),
+        (type("Empty", (), {}), {}, r"reward 'Empty' \(Empty\) has no method `__call__`"),
         (of_three, {}, r"has an argument 'target': expected \(task, answer\), or names among res"),
         (None, {"a": 1}, "no reward is named"),
     ],

@@ -72,6 +72,8 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         options = fitting_options(f"reward '{name}'", function, options)
         with UserCode(f"reward '{name}'", function):
             made: Any = function(**options)
+            if not callable(made):
+                raise Refused(f"reward '{name}' ({function.__name__}) has no method `__call__`")
             if not _is_function(made):
                 _refuse_arguments(f"reward '{name}'", made)
                 return made
