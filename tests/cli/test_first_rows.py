@@ -38,6 +38,21 @@ def test_the_lengths_of_prompts_and_the_end_of_the_first(
     assert "What is 1 + 2? (0)<|im_end|> ⏎ <|im_start|>assistant" in output
 
 
+def test_a_row_in_the_middle_whose_prompt_is_no_conversation_is_named(
+    tmp_path: Path, good: dict[str, Any]
+) -> None:
+    rows: list[dict[str, Any]] = [{"question": "1 + 1?", "answer": "2"}] * 4
+    wrong = [{"from": "human", "value": "1 + 1?"}]
+    explorer_input = "buffer.explorer_input"
+    for place, said in ((2, "warning       no row was encoded: taskset sums: "), (0, "problem: ")):
+        rows[place] = {"question": wrong, "answer": "2"}
+        path = write_jsonl(tmp_path / f"rows_{place}.jsonl", rows)
+        words = (f"{explorer_input}.taskset.path={path}", f"{explorer_input}.eval_tasksets=[]")
+        output = checked(tmp_path, good, *words)[1]
+        column = f"row {place}'s column 'question' (format.prompt_key): a message must be a dict"
+        assert f"{said}{column} with 'role'" in output
+
+
 def test_prompts_that_are_too_long(tmp_path: Path, good: dict[str, Any]) -> None:
     code, output = checked(tmp_path, good, "model.max_prompt_tokens=10")
     assert code == 1

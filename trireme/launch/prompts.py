@@ -98,7 +98,12 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
     unknown, unknown_id = 0, text.tokenizer.unk_token_id
     for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
         read = partial(_read_of_row, text.chat.read, taskset.rows.where(row))
-        asked = first_messages(taskset.task(0, 0, row), read)
+        try:
+            asked = first_messages(taskset.task(0, 0, row), read)
+        except ValueError as error:
+            if fault_of(error) is not None or taskset.rows.where(row) in str(error):
+                raise
+            raise ValueError(f"taskset {taskset.name}: {error}") from error
         if asked is None:
             return None
         messages, tools = asked

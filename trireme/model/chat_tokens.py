@@ -602,17 +602,18 @@ def conversation_of(
     column = (
         "column 'messages'" if from_column else f"column '{task.prompt_key}' (format.prompt_key)"
     )
+    whose = f"row {task.index['index']}" if "index" in task.index else "the task"
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not messages:
         raise ValueError(
-            f"the task's {column} holds {prompt!r:.60}: expected text, or a list of messages. The "
+            f"{whose}'s {column} holds {prompt!r:.60}: expected text, or a list of messages. The "
             f"row has: {', '.join(task.raw_task)}"
         )
     try:
         plain = plain_messages(messages, as_given)
         plain = with_row(plain, task.raw_task, task.image_key, tags=with_tags)
     except ValueError as error:
-        raise ValueError(f"the task's {column}: {error}") from error
+        raise ValueError(f"{whose}'s {column}: {error}") from error
     if system and plain[0]["role"] != "system":
         plain.insert(0, {"role": "system", "content": system})
     return plain

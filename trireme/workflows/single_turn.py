@@ -112,7 +112,10 @@ class SimpleWorkflow(Workflow):
         workflow: Any = cls
         try:
             messages = workflow(task=task, model=None).format_messages()
-        except Exception:  # a user's class may need the model: only the run knows its prompts
+        except Exception as error:
+            # a user's class may need the model: only the run knows its prompts
+            if isinstance(error, ValueError) and cls.__module__.startswith("trireme."):
+                raise
             logger.debug("what %s asks is not known without a model", cls, exc_info=True)
             return None
         try:
