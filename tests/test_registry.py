@@ -230,3 +230,8 @@ def test_a_users_module_that_fails_to_load_is_one_sentence_with_its_line(
     assert sentence.startswith("workflow 'fails_to_load:play': module 'fails_to_load' fails to lo")
     assert said.format(file=file) in sentence
     assert sentence.endswith(f"({file}, line 2)")
+
+
+def test_a_number_in_place_of_a_name_is_no_path() -> None:
+    with pytest.raises(ValueError, match=r"unknown workflow '0\.04'\. Known: broken, counter"):
+        make().get("0.04")

@@ -237,10 +237,10 @@ class Registry(MutableMapping[str, Any]):
 
 
 def is_path(key: str) -> bool:
-    """Return whether a key is `package.module.Name` or `module:name`; a hub id with a dot is
-    neither.
+    """Return whether a key is `package.module.Name` or `module:name`; a hub id with a dot, and a
+    number, are neither.
     """
-    return ":" in key or ("." in key and "/" not in key)
+    return ":" in key or ("." in key and "/" not in key and not key[0].isdecimal())
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{}'?") -> str:

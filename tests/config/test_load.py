@@ -279,6 +279,8 @@ def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):
             "model:\n  model_path:x",
             "with keys of its own; the colon of a key has a space behind it: 'model_path: x'",
         ),
+        ("algorithm: {kl_loss_fn: off}", "is False: expected text; 'none' leaves it out"),
+        ("algorithm: {kl_loss_fn_args: 0}", "is 0: expected a section with keys of its own"),
         ("stages: 3", "stages is 3: expected a list"),
         ("stages: {a: {mode: train}}", "expected a list, each entry of which begins with '- '"),
         (

@@ -395,11 +395,11 @@ def _sentence(misfit: _Misfit, value: Any) -> str:
     kind = misfit.kind
     if value is None and (section_in(kind) or get_origin(without_none(kind)) in (list, dict)):
         return ""
+    low = isinstance(value, int | float) and value <= 0  # false, as YAML reads `off`, too
+    way = "".join(f"; {mark.text}" for mark in misfit.marks if low and isinstance(mark, Instead))
     if misfit.reason in ("greater_than", "greater_than_equal", "less_than_equal"):
-        low = isinstance(value, int | float) and value <= 0
-        ways = [f"; {mark.text}" for mark in misfit.marks if low and isinstance(mark, Instead)]
-        return f"is {value!r}: expected a number {range_text(misfit.marks)}{''.join(ways)}"
-    return misfit_text(kind, value)
+        return f"is {value!r}: expected a number {range_text(misfit.marks)}{way}"
+    return f"{misfit_text(kind, value)}{way}"
 
 
 def _unknown(misfit: _Misfit, value: Any) -> list[Problem]:

@@ -79,11 +79,11 @@ class AlgorithmConfig(Section, place="algorithm"):
     """Policy loss; not given: the algorithm's own."""
     policy_loss_fn_args: dict[str, Any] | None = None
     """Options of the policy loss."""
-    kl_penalty_fn: str | None = None
+    kl_penalty_fn: Annotated[str | None, Instead("'none' leaves it out")] = None
     """KL subtracted from rewards: of tokens, or with sample_strategy explore_step of rollouts."""
     kl_penalty_fn_args: dict[str, Any] | None = None
     """Options of the KL penalty."""
-    kl_loss_fn: str | None = None
+    kl_loss_fn: Annotated[str | None, Instead("'none' leaves it out")] = None
     """KL to the reference, added to the loss: none, k1, k2, k3, low_var_kl, abs, corrected_k3."""
     kl_loss_fn_args: dict[str, Any] | None = None
     """Its options; `kl_coef: 0` loads no reference model, `adaptive: true` follows target_kl."""
@@ -91,7 +91,7 @@ class AlgorithmConfig(Section, place="algorithm"):
     """KL to a teacher, the first of explorer.auxiliary_models, added to the loss: as kl_loss_fn."""
     teacher_kl_fn_args: dict[str, Any] | None = None
     """Options of the KL to the teacher, `kl_coef` (1.0) among them."""
-    entropy_loss_fn: str | None = None
+    entropy_loss_fn: Annotated[str | None, Instead("'none' leaves it out")] = None
     """Entropy bonus; not given: the algorithm's own."""
     entropy_loss_fn_args: dict[str, Any] | None = None
     """Options of the entropy bonus, `entropy_coef` among them."""

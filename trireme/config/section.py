@@ -157,8 +157,8 @@ class NoEffect(Fate):
 
 @dataclass(frozen=True, eq=False)
 class Instead:
-    """The way to have what 0 or -1 means elsewhere (never, no limit), where a key's range begins
-    above: the error for such a number ends in it.
+    """The way to have what 0, -1 or false means elsewhere (never, no limit), where a key does not
+    take it: the error for such a value ends in it.
     """
 
     text: str
