@@ -192,6 +192,10 @@ class WithFlags(TyperCommand):
                     f"no such option: --{name}. Other systems' flags need an extension that is not "
                     f"here: {away}"
                 )
+            raise typer.BadParameter(
+                f"no such option: --{name}. Keys of the YAML are set as KEY=VALUE, such as "
+                "algorithm.optimizer.lr=1e-5"
+            )
         return super().parse_args(ctx, rest)
 
 

@@ -253,7 +253,8 @@ def test_a_switch_needs_no_value(keys: Any, words: str) -> None:
         (("run.yaml", "other.yaml"), "other.yaml: expected KEY=VALUE; the YAML is run.yaml"),
         (("run.yaml", "--vllm_server_port", "1", "2"), "--vllm_server_port has 2 values"),
         ((), "expected a YAML: trireme check my.yaml"),
-        (("run.yaml", "--rewards", "x"), "No such option: --rewards"),
+        (("run.yaml", "--rewards", "x"), "no such option: --rewards. Keys of the YAML are set as"),
+        (("run.yaml", "--lr", "1e-5"), "KEY=VALUE, such as algorithm.optimizer.lr=1e-5"),
     ],
 )
 def test_what_a_word_should_have_been_is_said(
