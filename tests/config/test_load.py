@@ -279,6 +279,11 @@ def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):
             "model:\n  model_path:x",
             "with keys of its own; the colon of a key has a space behind it: 'model_path: x'",
         ),
+        ("explorer: {max_timeout: 30m}", "max_timeout is '30m': expected a number of seconds"),
+        (
+            "explorer: {dynamic_timeout: 3m}",
+            "is '3m': expected a section with keys of its own, such",
+        ),
         ("algorithm: {kl_loss_fn: off}", "is False: expected text; 'none' leaves it out"),
         ("algorithm: {kl_loss_fn_args: 0}", "is 0: expected a section with keys of its own"),
         ("stages: 3", "stages is 3: expected a list"),

@@ -399,7 +399,9 @@ def _sentence(misfit: _Misfit, value: Any) -> str:
     way = "".join(f"; {mark.text}" for mark in misfit.marks if low and isinstance(mark, Instead))
     if misfit.reason in ("greater_than", "greater_than_equal", "less_than_equal"):
         return f"is {value!r}: expected a number {range_text(misfit.marks)}{way}"
-    return f"{misfit_text(kind, value)}{way}"
+    is_number = without_none(kind) is float and isinstance(value, str)
+    is_time = is_number and misfit.key.endswith(("_timeout", "_time"))
+    return f"{misfit_text(kind, value)}{' of seconds' * is_time}{way}"
 
 
 def _unknown(misfit: _Misfit, value: Any) -> list[Problem]:
