@@ -6,6 +6,7 @@ import json
 import math
 import sqlite3
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -167,12 +168,12 @@ def test_copies_that_remove_each_others_rows_do_not_wait_for_each_other(
     """One removes what it writes again, and meanwhile another removes the same at its limit."""
     first, second = (Record(database=shared, limit=limit) for limit in (1e9, 1_000.0))
     first._write(of_explorer("first", 1))
-    real, begun, ended = rows_module.one_at_a_time, threading.Event(), threading.Event()
+    real, begun = rows_module.one_at_a_time, threading.Event()
 
     def late(connection: Any, what: str) -> None:
         if threading.current_thread().name.startswith("first"):
             begun.set()
-            ended.wait(1)
+            time.sleep(0.5)  # in which the other removes them
         real(connection, what)
 
     monkeypatch.setattr(rows_module, "one_at_a_time", late)
@@ -180,7 +181,6 @@ def test_copies_that_remove_each_others_rows_do_not_wait_for_each_other(
         again = pool.submit(first._write, of_explorer("first", 1))
         assert begun.wait(HANG_S)
         second._write(of_explorer("second", 1))
-        ended.set()
         again.result()
     for record in (first, second):
         record.close()
