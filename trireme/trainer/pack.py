@@ -195,8 +195,11 @@ def refuse_unknown_ids(batch: Batch, vocabulary: int) -> None:
     """Raise ValueError, naming the experience, for an id that is neither the vocabulary's nor a
     picture's. A workflow's own experiences and recorded ones can have any.
     """
+    flat = np.concatenate([np.empty(0, np.int64), *batch.tokens])
+    if not (((flat >= vocabulary) & (flat < BEGIN)) | (flat < 0)).any():
+        return
     for eid, row, count in zip(batch.eids, batch.tokens, batch.counts, strict=True):
-        if count and (((row >= vocabulary) & (row < BEGIN)) | (row < 0)).any():
+        if count:
             checked_ids(row.tolist(), vocabulary, f"experience {eid}", pictures=batch.pictures)
 
 
