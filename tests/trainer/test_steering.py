@@ -18,5 +18,6 @@ def test_a_kind_that_cannot_be_imported_is_named(
     (tmp_path / "made_up_rudder.py").write_text("import no_such_package_of_rudders\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(STEERINGS._paths, "rudder", "made_up_rudder:Rudder")
-    with pytest.raises(ImportError, match=r"^steering 'rudder' cannot be imported: No module"):
+    says = "^steering 'made_up_rudder:Rudder': module 'made_up_rudder' fails to load: Module"
+    with pytest.raises(ValueError, match=says):
         examine_steering("rudder", cast(Plan, None))

@@ -70,7 +70,7 @@ def make_steering(parts: SteeringParts) -> list[Steering]:
 
 
 def _kind_named(name: str) -> SteeringKind:
-    """Make one. Raises ImportError, with its name, if its module cannot be imported."""
+    """Make one. Raises ImportError or ValueError, with its name, if its module is not imported."""
     try:
         return STEERINGS.get(name)()
     except ImportError as error:
