@@ -12,27 +12,27 @@
 enum { TOGETHER = 256, TILES = 4 }; /* of a weight's gradient: tokens, and tiles, in the cache */
 
 typedef struct {
-    const float *norm, *q_norm, *k_norm, *mlp_norm;           /* q_norm, k_norm: NULL without */
+    const float *norm, *q_norm, *k_norm, *mlp_norm;        /* q_norm, k_norm: NULL without */
     Matrix qkv, o, gate_up, down;
-    Matrix qkv_back, o_back, gate_up_back, down_back;         /* their transposes */
-    float *x, *qkv_out, *log_sums, *heads, *middle, *both;    /* see `forward` */
+    Matrix qkv_back, o_back, gate_up_back, down_back;      /* their transposes */
+    float *x, *qkv_out, *log_sums, *heads, *middle, *both; /* see `forward` */
     float *d_norm, *d_q_norm, *d_k_norm, *d_mlp_norm;
-    float *d_qkv, *d_o, *d_gate_up, *d_down;                  /* [out, in] */
-    float *b_qkv, *b_o, *b_gate_up, *b_down;                  /* of biases; NULL without */
+    float *d_qkv, *d_o, *d_gate_up, *d_down;               /* [out, in] */
+    float *b_qkv, *b_o, *b_gate_up, *b_down;               /* of biases; NULL without */
 } Block;
 
 typedef struct {
     const Block *blocks;
     const float *norm, *cosines, *sines; /* [W]; [T, D / 2] */
-    const int64_t *tries;   /* [R + 1] the first span of each trie, and the end */
-    const int64_t *spans;   /* [S, 3] first query, number of queries, number of keys */
-    const int64_t *starts;  /* [S] of each span's keys in `keys` */
-    const int64_t *keys;    /* flat tokens; a span's queries are its last keys */
-    float *x, *out;         /* [T, W] before the last norm, and after it */
-    float *rotated;         /* [T, (H + K) D] */
+    const int64_t *tries;  /* [R + 1] the first span of each trie, and the end */
+    const int64_t *spans;  /* [S, 3] first query, number of queries, number of keys */
+    const int64_t *starts; /* [S] of each span's keys in `keys` */
+    const int64_t *keys;   /* flat tokens; a span's queries are its last keys */
+    float *x, *out;        /* [T, W] before the last norm, and after it */
+    float *rotated;        /* [T, (H + K) D] */
     float *d_norm, *dx, *dx_next, *d_middle, *d_heads, *d_qkv, *d_both; /* as what they are of */
-    float *hidden, *mlp_hidden, *act;                         /* [T, W], [T, W], [T, I] */
-    float *parts;           /* [chunks, 2 W + 2 D] gradients of norms by tokens of a chunk */
+    float *hidden, *mlp_hidden, *act;                                   /* [T, W], [T, W], [T, I] */
+    float *parts; /* [chunks, 2 W + 2 D] gradients of norms by tokens of a chunk */
     int64_t num_blocks, T, R, longest, H, K, D, W, I, threads;
     float eps, scale;
 } Pass;
@@ -182,7 +182,8 @@ static void collect(const Pass *p, const Block *b, int64_t span, int64_t k, Room
     for (int64_t l = 0; l < p->spans[3 * span + 2]; l++) {
         const int64_t t = keys[l];
         memcpy(r->keys + l * D, p->rotated + (t * (p->H + p->K) + p->H + k) * D, bytes);
-        memcpy(r->values + l * D, b->qkv_out + (t * (p->H + 2 * p->K) + p->H + p->K + k) * D, bytes);
+        const float *value = b->qkv_out + (t * (p->H + 2 * p->K) + p->H + p->K + k) * D;
+        memcpy(r->values + l * D, value, bytes);
     }
 }
 
@@ -200,7 +201,7 @@ static void columns(const float *x, int64_t stride, int64_t n, int64_t D, float 
             rows[(d / PANEL * PANEL + j) * PANEL + d % PANEL] = x[j * stride + d] * scale;
 }
 
-/* p [count, PANEL] becomes exp(p - less [PANEL]) where key l is seen by query j: l <= before + j. */
+/* p [count, PANEL] becomes exp(p - less [PANEL]) where query j sees key l: l <= before + j. */
 static inline void weights_of(float *p, int64_t count, int64_t before, const float *less) {
     for (int64_t l = 0; l < count; l++) {
         float *at = p + l * PANEL;
@@ -270,21 +271,25 @@ static void attend_back(const Pass *p, const Block *b, int64_t trie, int64_t k, 
                 columns(p->rotated + (first + i) * wide + h * D, wide, num, D, p->scale, r->queries,
                         r->by_query);
                 columns(p->d_heads + at, p->H * D, num, D, 1.0f, r->grads, r->by_grad);
-                const Matrix queries = {r->queries, NULL, D, PANEL}, grads = {r->grads, NULL, D, PANEL};
+                const Matrix queries = {r->queries, NULL, D, PANEL};
+                const Matrix grads = {r->grads, NULL, D, PANEL};
                 const Matrix by_query = {r->by_query, NULL, PANEL, D};
                 const Matrix by_grad = {r->by_grad, NULL, PANEL, D};
                 float sums[PANEL] = {0}, means[PANEL] = {0};
                 for (int64_t j = 0; j < num; j++) {
                     sums[j] = b->log_sums[(first + i + j) * p->H + h];
-                    for (int64_t d = 0; d < D; d++)
-                        means[j] += p->d_heads[at + j * p->H * D + d] * b->heads[at + j * p->H * D + d];
+                    const float *dy = p->d_heads + at + j * p->H * D;
+                    const float *y = b->heads + at + j * p->H * D;
+                    for (int64_t d = 0; d < D; d++) means[j] += dy[d] * y[d];
                 }
                 multiply(&queries, r->keys, r->p, count);
                 weights_of(r->p, count, before, sums);
                 multiply(&grads, r->values, r->dp, count);
-                for (int64_t l = 0; l < count; l++)
+                for (int64_t l = 0; l < count; l++) {
+                    float *dp = r->dp + l * PANEL;
                     for (int64_t j = 0; j < PANEL; j++)
-                        r->dp[l * PANEL + j] = r->p[l * PANEL + j] * (r->dp[l * PANEL + j] - means[j]);
+                        dp[j] = r->p[l * PANEL + j] * (dp[j] - means[j]);
+                }
                 multiply(&by_grad, r->p, r->more, count);
                 add(r->d_values, r->more, count * D);
                 multiply(&by_query, r->dp, r->more, count);
@@ -403,9 +408,9 @@ static void gather(const Pass *p, int64_t chunks, int64_t at, int64_t n, float *
     for (int64_t c = 0; c < chunks; c++) add(to, p->parts + c * 2 * (p->W + p->D) + at, n);
 }
 
-/* From the gradient by p->out, which is in p->dx, to those by every weight, and by the first x,
-   which is in p->dx as well if there are as many blocks as twos, else in p->dx_next. Returns 1
-   without memory. */
+/* From the gradient by p->out, which is in p->dx, to those by every weight and by the first x. The
+   last one is in p->dx again if the number of blocks is even, else in p->dx_next. Returns 1 without
+   memory. */
 int backward(const Pass *p) {
     const int64_t T = p->T, W = p->W, I = p->I, D = p->D, HD = p->H * D;
     const int64_t QKV = (p->H + 2 * p->K) * D, chunks = (T + CHUNK - 1) / CHUNK;
