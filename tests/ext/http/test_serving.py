@@ -20,15 +20,17 @@ from trireme.ext.http import serving
 from trireme.ext.http.app import AppServer
 
 
-def stage(folder: Path, *, port: int = 0, host: str = "127.0.0.1") -> Any:
+def stage(
+    folder: Path, *, port: int = 0, host: str = "127.0.0.1", notes: list[str] | None = None
+) -> Any:
     explorer = SimpleNamespace(proxy_port=port, service_status_check_interval=0.01)
     plan = SimpleNamespace(listen_address=host, config=SimpleNamespace(explorer=explorer))
-    notes: list[str] = []
+    said: list[str] = [] if notes is None else notes
     return SimpleNamespace(
         plan=plan,
         folder=JobFolder(folder),
         model_path="model",
-        emit=lambda event: notes.append(event.text),
+        emit=lambda event: said.append(event.text),
     )
 
 
@@ -59,6 +61,16 @@ def test_the_address_is_in_the_folder_while_it_is_served(tmp_path: Path) -> None
         url = (tmp_path / serving.URL_FILE).read_text()
         assert url == f"http://127.0.0.1:{own.getsockname()[1]}"
     assert not (tmp_path / serving.URL_FILE).exists()
+
+
+@pytest.mark.parametrize(("version", "says"), [(0, ""), (80, ", trained to version 80,")])
+def test_a_server_that_is_started_again_says_which_weights_it_serves(
+    version: int, says: str, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    with serving._listening(stage(tmp_path, notes=notes), version) as own:
+        url = f"http://127.0.0.1:{own.getsockname()[1]}"
+    assert notes == [f"serving model{says} on {url} ({tmp_path / serving.URL_FILE})"]
 
 
 async def slow(scope: Any, receive: Any, send: Any) -> None:

@@ -72,7 +72,7 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
         if (said := short_key(key)) is not None:
             stage.emit(Noted(f"explorer.rollout_model.api_key: {said}"))
         app = create_app(rollouts, key=key, sessions=sessions)
-        with _listening(stage) as listener:
+        with _listening(stage, sync.version) as listener:
             grace = plan.config.cluster.stop_timeout * GRACE
             server = AppServer(app, listener, grace=grace)
             stop.end_work = server.stop
@@ -122,8 +122,10 @@ def _alone(stage: Stage) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _listening(stage: Stage) -> Iterator[socket.socket]:
-    """Open the socket to serve on, and write its address into the job's folder."""
+def _listening(stage: Stage, version: int = 0) -> Iterator[socket.socket]:
+    """Open the socket to serve on, and write its address into the job's folder. `version`: of the
+    weights that are served at first.
+    """
     host, port = stage.plan.listen_address, stage.plan.config.explorer.proxy_port
     try:
         listener = listen(host, port)
@@ -138,7 +140,8 @@ def _listening(stage: Stage) -> Iterator[socket.socket]:
     with listener:
         listener.listen()  # clients may connect as soon as they know the address
         write_text(path, url)
-        stage.emit(Noted(f"serving {stage.model_path} on {url} ({path})"))
+        trained = f", trained to version {version}," if version else ""
+        stage.emit(Noted(f"serving {stage.model_path}{trained} on {url} ({path})"))
         try:
             yield listener
         finally:
