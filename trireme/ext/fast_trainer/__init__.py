@@ -1,1 +1,1 @@
-"""Extension: the trainer's passes of small Llama-like models, compiled."""
+"""Compiled forward and backward passes for small Llama-like models in the trainer on a CPU."""

@@ -13,6 +13,7 @@ compiler or with TRIREME_NATIVE=0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,13 +51,15 @@ class CompiledPass:
     def __call__(self, base: Any, packed: PackedBatch) -> Tensor | None:
         """Compute a micro-batch by the weights of a language model, if both are plain."""
         layout = packed.attention
-        if not isinstance(layout, Rows) or not _is_text(packed, layout) or not _is_plain(base):
+        if not isinstance(layout, Rows) or not _is_text(packed, layout):
+            return None
+        layers = [Layer.of(block) for block in base.layers]
+        if not _is_plain(base, layers):
             return None
         x = base.embed_tokens(packed.tokens)
         half = self._compiled.head_width // 2
         angles = (table[0, :, :half] for table in base.rotary_emb(x, packed.positions[None]))
         cosines, sines = (table.contiguous() for table in angles)
-        layers = [Layer.of(block) for block in base.layers]
         call = Call(self._compiled, layers, base.norm.weight, layout.trie, cosines, sines)
         if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *call.parameters)):
             return _Hidden.apply(x, call, *call.parameters)
@@ -125,18 +128,17 @@ def _is_text(packed: PackedBatch, layout: Rows) -> bool:
     return not packed.pictures and all(one is None for one in more)
 
 
-def _is_plain(base: Any) -> bool:
+def _is_plain(base: Any, layers: Sequence[Layer]) -> bool:
     """Return whether a language model's modules are as they were loaded, and nobody watches them or
     torch's operators.
     """
     if torch.is_autocast_enabled("cpu") or _is_watched():
         return False
-    for block in base.layers:
-        if block.gradient_checkpointing and block.training:
-            return False
-        for product in Layer.of(block).products:
-            if any(type(part) not in (nn.Linear, QuickLinear) for part in product.parts):
-                return False
+    if any(block.gradient_checkpointing and block.training for block in base.layers):
+        return False
+    projections = (part for layer in layers for product in layer.products for part in product.parts)
+    if any(type(part) not in (nn.Linear, QuickLinear) for part in projections):
+        return False
     return all(module is base or _is_own(module) for module in base.modules()) and all(
         type(one) is nn.Parameter
         and one.dtype is torch.float32
