@@ -309,18 +309,15 @@ def _import_path(path: str, *, kind: str) -> Any:
         sys.path.append(os.getcwd())  # a module in the folder from which the run is started
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if needs := missing_module(module_name):
-            raise ValueError(f"{kind} '{path}' {needs}") from error
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ValueError(
-                f"{kind} '{path}': there is no module '{module_name}'"
-                f"{_near_module(module_name, attribute)}"
-            ) from error
-        if module_name.startswith(_OURS):
-            raise
-        raise _load_error(f"{kind} '{path}'", module_name, error) from error
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError):
+            if needs := missing_module(module_name):
+                raise ValueError(f"{kind} '{path}' {needs}") from error
+            if error.name and f"{module_name}.".startswith(f"{error.name}."):
+                raise ValueError(
+                    f"{kind} '{path}': there is no module '{module_name}'"
+                    f"{_near_module(module_name, attribute)}"
+                ) from error
         if module_name.startswith(_OURS):
             raise
         raise _load_error(f"{kind} '{path}'", module_name, error) from error
