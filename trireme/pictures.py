@@ -10,7 +10,6 @@ and by a vision (device side), which an extension makes.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -253,13 +252,6 @@ def pictures_in(messages: Sequence[Message]) -> list[Picture]:
 def media_type(data: bytes) -> str | None:
     """Return the media type of an image file that browsers and OpenAI's API show, else None."""
     return next((kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), None)
-
-
-def as_openai_part(picture: Picture) -> dict[str, Any]:
-    """Return a content's part that shows a picture, as OpenAI's chat completions have it."""
-    kind = media_type(picture.data) or "application/octet-stream"
-    data = base64.b64encode(picture.data).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 def digest_in(part: Mapping[str, Any]) -> str:

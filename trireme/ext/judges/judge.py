@@ -8,6 +8,7 @@ conversation where they stand in it. An answer that cannot be read gives no rewa
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 from trireme.config.options import fitting_options
 from trireme.ext.external_model.asker import Asker
 from trireme.log import get_logger
-from trireme.pictures import Picture, as_openai_part, content_text, digest_in, is_picture
+from trireme.pictures import Picture, content_text, digest_in, is_picture, media_type
 from trireme.registry import did_you_mean
 from trireme.rewards.orm import ORM, Unscored, Value
 from trireme.text import from_json
@@ -296,10 +297,17 @@ def with_pictures(question: str, seen: Pictures) -> str | list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for number, piece in enumerate(pieces):
         if number % 2 and piece in seen:
-            parts.append(as_openai_part(seen[piece]))
+            parts.append(_openai_part(seen[piece]))
         elif text := f"[image {piece}]" if number % 2 else piece:
             parts.append({"type": "text", "text": text})
     return parts
+
+
+def _openai_part(picture: Picture) -> dict[str, Any]:
+    """Return a content's part that shows a picture, as OpenAI's chat completions have it."""
+    kind = media_type(picture.data) or "application/octet-stream"
+    data = base64.b64encode(picture.data).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 def _reference(truth: Any) -> str:
