@@ -254,13 +254,18 @@ def test_what_they_do_not_compute_is_transformers(
     around: Callable[[], AbstractContextManager],
     tmp_path: Path,
     calls: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     model = load_model(make(tmp_path, "qwen3"), device="cpu")
     change(model)
     calls.clear()
     with around():
-        token_logprobs(model, of_tokens([[5, 6, 7]]))[0].sum().backward()
+        for _ in range(2):
+            token_logprobs(model, of_tokens([[5, 6, 7]]))[0].sum().backward()
     assert calls == []
+    said = [record.message for record in caplog.records if "micro-batches" in record.message]
+    assert said == ["micro-batches are computed by transformers' own passes"]
 
 
 def test_a_window_and_a_large_model_are_transformers(tmp_path, monkeypatch):
@@ -312,6 +317,15 @@ def test_a_backend_trains_by_them(tmp_path, calls):
     assert backend.step()["actor/grad_norm"] > 0
     assert set(calls) == {"forward", "backward"}
     assert backend.measures.arithmetic.take() > 0
+
+
+def test_the_log_names_the_passes_that_are_used_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    model = load_model(make(tmp_path, "qwen3"), device="cpu")
+    for ids in ([5, 6, 7], [5, 6]):
+        token_logprobs(model, of_tokens([ids]))
+    said = [record.message for record in caplog.records if "micro-batches" in record.message]
+    assert said == ["micro-batches are computed by compiled passes"]
 
 
 def test_a_model_that_is_loaded_without_gradients_trains_by_them(tmp_path, calls):

@@ -47,8 +47,18 @@ class CompiledPass:
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
+        self._logged: set[bool] = set()
 
     def __call__(self, base: Any, packed: PackedBatch) -> Tensor | None:
+        """Return what `compute` does; the log names the passes that are used."""
+        hidden = self.compute(base, packed)
+        if (ours := hidden is not None) not in self._logged:
+            self._logged.add(ours)
+            whose = "compiled" if ours else "transformers' own"
+            logger.info("micro-batches are computed by %s passes", whose)
+        return hidden
+
+    def compute(self, base: Any, packed: PackedBatch) -> Tensor | None:
         """Compute a micro-batch by the weights of a language model, if both are plain."""
         layout = packed.attention
         if not isinstance(layout, Rows) or not _is_text(packed, layout):
@@ -99,10 +109,9 @@ def make_pass(model: PreTrainedModel) -> TrainingPass | None:
         else:
             worst = _difference(model, compiled)
             if worst < _AGREEMENT:
-                logger.info("training by compiled passes")
                 return compiled
             reason = f"they differ by {worst:.3g} of the largest number"
-    logger.info("training by transformers' own passes, not compiled ones: %s", reason)
+    logger.info("micro-batches are computed by transformers' own passes: %s", reason)
     return None
 
 
@@ -170,7 +179,7 @@ def _difference(model: PreTrainedModel, compiled: CompiledPass) -> float:
     packed = pack(of_tokens([[token % len(table.weight) for token in row] for row in _PROOF]))
     base: Any = text_model(specimen)
     own = base(**packed.inputs(specimen), use_cache=False, packed=packed).last_hidden_state[0]
-    ours = compiled(base, packed)
+    ours = compiled.compute(base, packed)
     if ours is None:
         return float("inf")
     weights = list(base.parameters())
