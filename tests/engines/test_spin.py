@@ -242,6 +242,22 @@ print(spinning, asleep, once())
     assert (spinning > 2 * asleep, again > 2 * asleep) == (spins, spins)
 
 
+@pytest.mark.skipif(not GNU.exists(), reason="Linux alone")
+def test_an_openmp_that_torch_has_for_itself_alone_is_shared() -> None:
+    program = f"""
+import ctypes
+from trireme.engines.spin import openmp
+seen = lambda: hasattr(ctypes.CDLL(None), "GOMP_parallel")
+openmp()
+print(seen())
+ctypes.CDLL({str(GNU)!r})  # as torch's packages for ARM load it
+print(seen())
+openmp()
+print(seen())
+"""
+    assert run_alone(program).stdout.split() == ["False", "False", "True"]
+
+
 def test_what_watches_ends_with_the_device() -> None:
     program = """
 import threading, time

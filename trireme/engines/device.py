@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 import torch
 
-from trireme.engines.spin import never_spin, watch
+from trireme.engines.spin import never_spin, openmp, watch
 
 if TYPE_CHECKING:
     from trireme.engines.engine import Engine
@@ -237,6 +237,6 @@ def _compute_alone() -> None:
     as a small operation: a decode step on two cores takes up to 1.4 times as long.
     """
     torch.set_num_threads(1)
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    pause = getattr(openmp(), "omp_pause_resource_all", None)
     if pause is not None:  # of OpenMP 5
         pause(_PAUSE_HARD)

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trireme.processes import environment
@@ -56,17 +57,32 @@ def allow_spinning() -> None:
     Processes that this one starts do not inherit that. Does nothing if the user has chosen, if
     torch has been imported, or if its OpenMP is not GNU's.
     """
-    if _is_chosen() or "torch" in sys.modules:
+    if _is_chosen() or "torch" in sys.modules or not _may_be_watched():
         return
+    if libraries := _gnu_of_torch():
+        with environment({"GOMP_SPINCOUNT": str(SPINS)}):
+            _allowed.append(ctypes.CDLL(str(libraries[0])))
+
+
+def openmp() -> ctypes.CDLL:
+    """Return this process, in which all libraries see the OpenMP of torch, if that is loaded and
+    GNU's. torch's packages for ARM load it for themselves alone.
+    """
+    process = ctypes.CDLL(None)
+    if not hasattr(process, "GOMP_parallel"):
+        for library in _gnu_of_torch():
+            with suppress(OSError):  # it is not loaded
+                ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_GLOBAL)
+    return process
+
+
+def _gnu_of_torch() -> list[Path]:
+    """Return the files of GNU's OpenMP that torch's package contains: one, or none."""
     found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None or not _may_be_watched():
-        return
+    if found is None or found.origin is None:
+        return []
     package = Path(found.origin).parent
-    libraries = [*package.glob("lib/libgomp*.so*"), *package.glob("../torch.libs/libgomp*.so*")]
-    if not libraries:
-        return
-    with environment({"GOMP_SPINCOUNT": str(SPINS)}):
-        _allowed.append(ctypes.CDLL(str(libraries[0])))
+    return [*package.glob("lib/libgomp*.so*"), *package.glob("../torch.libs/libgomp*.so*")]
 
 
 def never_spin() -> None:
@@ -84,7 +100,7 @@ def watch(thread: int, count: int) -> None:
     """
     if _is_chosen() and not _allowed:  # where it is allowed, that choice is of other processes
         return
-    if not _may_be_watched() or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+    if not _may_be_watched() or not hasattr(openmp(), "GOMP_parallel"):
         return
     threading.Thread(target=_watch, args=(thread, count), name="spin", daemon=True).start()
 
@@ -171,7 +187,7 @@ class _Sleep:
         self._thread.join()
 
     def _hold(self) -> None:
-        process = ctypes.CDLL(None)
+        process = openmp()
         nothing = ctypes.cast(process.getpid, ctypes.c_void_p)  # each thread calls it once
         process.GOMP_parallel(nothing, None, 1 + self._more, 0)  # this thread is one, uncounted
         self._over.wait()

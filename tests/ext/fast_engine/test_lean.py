@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from trireme.ext.fast_engine import lean as lean_module
 from trireme.ext.fast_engine import native as native_module
 from trireme.ext.fast_engine import step as step_module
 from trireme.ext.fast_engine.lean import Lean, PlainOps, make_lean
-from trireme.ext.fast_engine.native import SOURCE, NativeOps, Panels, _folder, _load
+from trireme.ext.fast_engine.native import SOURCE, NativeOps, Panels, _compiled, _folder, _load
 from trireme.ext.fast_engine.where import Where
 
 CPU = torch.device("cpu")
@@ -540,11 +541,33 @@ def test_it_is_compiled_for_the_processor_that_is_named(monkeypatch: pytest.Monk
         raise OSError
 
     monkeypatch.setattr("trireme.ext.fast_engine.native._compiled", compiled)
-    for name, flag in (("", "-march=native"), ("x86-64-v3", "-march=x86-64-v3")):
+    for machine, name, flag in (
+        ("x86_64", "", "-march=native"),
+        ("x86_64", "x86-64-v3", "-march=x86-64-v3"),
+        ("aarch64", "", "-mcpu=native"),  # there clang does not know -march=native
+        ("arm64", "neoverse-n1", "-mcpu=neoverse-n1"),
+    ):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
         monkeypatch.setenv("TRIREME_NATIVE", name)
         with pytest.raises(OSError):
             _load.__wrapped__(SOURCE, ())
         assert flag in asked.pop() and flag in asked.pop() and not asked
+
+
+def test_without_the_compilers_threads_there_is_one_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compiled(source: Path, compiler: str, flags: list[str]) -> Path:
+        if "-fopenmp" in flags:
+            raise OSError("undefined symbol: __kmpc_fork_call")
+        return _compiled(source, compiler, flags)
+
+    monkeypatch.setattr("trireme.ext.fast_engine.native._compiled", compiled)
+    monkeypatch.setattr("trireme.ext.fast_engine.native.logger", logging.getLogger("native"))
+    with caplog.at_level(logging.INFO):
+        library = _load.__wrapped__(SOURCE, ())
+    assert library.panel_width() in (8, 16, 32)
+    assert "native.c is compiled for one thread alone: undefined symbol" in caplog.text
 
 
 @pytest.mark.parametrize("most", [0, 1 << 24], ids=["native", "step"])

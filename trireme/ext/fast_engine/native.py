@@ -3,9 +3,11 @@ where these are quicker than oneDNN's.
 
 native.c is compiled when an engine is made on a CPU, in about a second, and stored in the user's
 cache folder (or, without a home, in a private temporary one), under a name made from the source,
-the compiler and the processor, of which TRIREME_NATIVE may name another one (x86-64-v3). Without a
-compiler, or with TRIREME_NATIVE=0, torch's own operators do the same (`PlainOps` of lean.py).
-Results differ in the last bits, so that byte-equal runs need the same choice.
+the compiler and the processor, of which TRIREME_NATIVE may name another one (x86-64-v3; on ARM
+neoverse-n1). It computes with torch's threads where the compiler's OpenMP is torch's, as gcc's is
+on Linux, and elsewhere with one. Without a compiler, or with TRIREME_NATIVE=0, torch's own
+operators do the same (`PlainOps` of lean.py). Results differ in the last bits, so that byte-equal
+runs need the same choice.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trireme.engines.spin import openmp
 from trireme.engines.torch.linear import is_quicker, multiply, pack, packs
 from trireme.engines.torch.rows import RowStore
 from trireme.ext.fast_engine.where import Where
+from trireme.log import get_logger
+
+logger = get_logger("engine")
 
 SOURCE = Path(__file__).with_name("native.c")
 SHARED = SOURCE.with_name("products.h")
@@ -214,8 +220,8 @@ def _no_memory(name: str) -> MemoryError:
 
 def load(source: Path, signatures: Mapping[str, Sequence[Any]], *flags: str) -> ctypes.CDLL:
     """Load the library of a C source, compiled first if the cache folder does not have it, for this
-    processor or the kind that TRIREME_NATIVE names, such as x86-64-v3. `signatures`: the types of
-    its functions' arguments. Raises OSError.
+    processor or the kind that TRIREME_NATIVE names. `signatures`: the types of its functions'
+    arguments. Raises OSError.
     """
     library = _load(source, flags)
     for name, types in signatures.items():
@@ -228,19 +234,18 @@ def _load(source: Path, more: tuple[str, ...]) -> ctypes.CDLL:
     processor = os.environ.get("TRIREME_NATIVE") or "native"
     if processor == "0":
         raise OSError("TRIREME_NATIVE is 0")
-    flags = [*FLAGS, f"-march={processor}", *more]
+    arm = platform.machine() in ("aarch64", "arm64")  # its clang does not know -march=native
+    flags = [*FLAGS, f"-m{'cpu' if arm else 'arch'}={processor}", *more]
     compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
     if compiler is None:
         raise OSError("there is no C compiler (gcc, clang or cc)")
-    errors = []
-    # GOMP_parallel is torch's own, so that both share one pool of threads; otherwise there is one
-    # thread
-    for threads in (["-fopenmp"], []):
-        try:
-            return ctypes.CDLL(str(_compiled(source, compiler, [*flags, *threads])))
-        except OSError as error:
-            errors.append(str(error))
-    raise OSError(errors[-1])
+    openmp()  # GOMP_parallel is torch's own, so that both share one pool of threads
+    try:
+        return ctypes.CDLL(str(_compiled(source, compiler, [*flags, "-fopenmp"])))
+    except OSError as error:
+        library = ctypes.CDLL(str(_compiled(source, compiler, flags)))
+        logger.info("%s is compiled for one thread alone: %s", source.name, error)
+        return library
 
 
 def _compiled(source: Path, compiler: str, flags: list[str]) -> Path:
