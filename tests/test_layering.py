@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "usercode",
         "config",
     ),
-    ("registry", "text", "pictures", "cache", "syntax"),
+    ("registry", "text", "pictures", "cache", "syntax", "cores"),
     ("extensions",),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}

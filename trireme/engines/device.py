@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 import torch
 
+from trireme.cores import cores
 from trireme.engines.spin import never_spin, openmp, watch
 
 if TYPE_CHECKING:
@@ -147,25 +148,29 @@ class Device:
     """Runs functions one after the other in a worker thread."""
 
     _open: ClassVar[WeakSet[Device]] = WeakSet()
-    _cores: ClassVar[int] = 0
+    _before: ClassVar[int] = 0
     """The threads that torch used before the first of the open ones was made."""
+    _cores: ClassVar[int] = 0
+    """Those that it uses since then."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """`threads` is the number of cores that torch uses; None leaves torch's own choice. Without
-        a GPU the caller's thread, and threads that begin later, use one until `close`.
+        """`threads` is the number of cores that torch uses; None leaves torch's own choice, up to
+        those that this process may use. Without a GPU the caller's thread, and threads that begin
+        later, use one until `close`.
         """
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         if not Device._open:
-            Device._cores = torch.get_num_threads()
+            Device._before = torch.get_num_threads()
+            Device._cores = _threads()
         Device._open.add(self)
-        cores = threads or Device._cores
-        self._pool.submit(_use_cores, cores).result()
+        count = threads or Device._cores
+        self._pool.submit(_use_cores, count).result()
         if torch.cuda.is_available():
             never_spin()
         else:
             _compute_alone()
-            if cores > 1:
-                watch(self._pool.submit(threading.get_native_id).result(), cores)
+            if count > 1:
+                watch(self._pool.submit(threading.get_native_id).result(), count)
         self.colocation: ColocationLock | None = None
         """The lock shared with an engine process that uses the same accelerator."""
         self.busy = 0.0
@@ -210,7 +215,7 @@ class Device:
         if self in Device._open:  # else closed before
             Device._open.discard(self)
             if not Device._open:
-                torch.set_num_threads(Device._cores)
+                torch.set_num_threads(Device._before)
 
 
 def use_all_cores() -> None:
@@ -218,6 +223,12 @@ def use_all_cores() -> None:
     for long while the device's does.
     """
     _use_cores(Device._cores or torch.get_num_threads())
+
+
+def _threads() -> int:
+    """Return how many threads torch uses: the user's choice, or as many as there are cores."""
+    chosen = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    return torch.get_num_threads() if chosen else min(torch.get_num_threads(), cores())
 
 
 def _use_cores(count: int) -> None:

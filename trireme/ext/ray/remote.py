@@ -31,6 +31,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from trireme.aio import first_failure
+from trireme.cores import cores
 from trireme.ext.ray.cluster import headless
 from trireme.log import get_logger
 from trireme.monitor.events import (
@@ -103,7 +104,7 @@ def share_cores() -> None:
     """
     if not (places := os.environ.get(PLACES)):
         return
-    threads = max(len(os.sched_getaffinity(0)) // int(places), 1)
+    threads = max(cores() // int(places), 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray's own is 1 for each place
     if (torch := sys.modules.get("torch")) is not None:  # which has read it already
         torch.set_num_threads(threads)

@@ -39,6 +39,7 @@ from functools import partial
 from typing import Any
 
 from trireme.aio import in_thread
+from trireme.cores import cores
 from trireme.rewards.reward import needs_truth
 from trireme.task import Task
 
@@ -362,7 +363,7 @@ class Helpers(queue.LifoQueue[Helper | None]):
         return None if self._more.acquire(blocking=False) else super().get()
 
 
-HELPERS = Helpers(max(2, min(8, os.cpu_count() or 2)))
+HELPERS = Helpers(max(2, min(8, cores())))
 """This process's helpers."""
 
 
