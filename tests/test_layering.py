@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "usercode",
         "config",
     ),
-    ("registry", "text", "pictures", "cache", "syntax", "cores"),
+    ("registry", "text", "pictures", "cache", "syntax", "machine"),
     ("extensions",),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}

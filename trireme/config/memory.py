@@ -65,7 +65,9 @@ class MemoryRequest(NamedTuple):
     shared: bool
     """Whether the engine reads the trainer's tensors."""
     free: int | None
-    """Bytes of a GPU; None: there is none, or its size is not known."""
+    """Bytes that the rank may use: a GPU's, or on a CPU its share of the machine's; None: not
+    known.
+    """
 
 
 def request_of(
@@ -120,7 +122,7 @@ def fitting_tokens(stage: StageFacts, places: Places, request: MemoryRequest) ->
     """Return the tokens of a micro-batch: as many as a GPU computes well, as far as they fit, leave
     a tenth of its memory, and do not make recomputation necessary; else those of the request.
     """
-    if request.free is None:
+    if request.free is None or request.device == "cpu":
         return request.tokens
     least, _ = plan_memory(stage, places, request)
     for tokens in MICRO_BATCHES:

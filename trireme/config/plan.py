@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trireme import machine
 from trireme.config import Findings, Problem
 from trireme.config.check import check_kernels, note_idle
 from trireme.config.engine_kind import EnginePlan, choose_engine, kind_named, kind_of
@@ -159,8 +160,8 @@ def derive(stage: StageFacts, root: Path, gpus: Gpus | None = None) -> tuple[Pla
     findings.add(note_idle(stage, steps))
     half = dtype == "bfloat16"
     free = gpus.memory if gpus else None
-    if gpus is None and present and not places.elsewhere:
-        free = gpu_bytes()
+    if gpus is None and not places.elsewhere:
+        free = gpu_bytes() if present else _memory_of_a_rank(places)
     request = request_of(lengths, places, engine, sync, half=half, free=free)
     if config.trainer.max_token_len_per_gpu is None:
         request = request._replace(tokens=fitting_tokens(stage, places, request))
@@ -241,6 +242,12 @@ def _note_engine(stage: StageFacts, several: bool, runners: int) -> Findings:
             f"{model.engine_num} x {runners // model.engine_num}"
         )
     return findings
+
+
+def _memory_of_a_rank(places: Places) -> int | None:
+    """Return the share of each of the trainer's ranks, all on this machine, of its memory."""
+    whole = machine.memory()
+    return None if whole is None else whole // max(places.trainer_ranks, 1)
 
 
 def _listen_address(stage: StageFacts) -> tuple[str, Findings]:

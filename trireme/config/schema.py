@@ -332,8 +332,8 @@ class TrainerConfig(Section, place="trainer"):
     fix_actor_microbatch_loss_scale: Annotated[bool, NoEffect()] = False
     """Normalise losses over the whole batch; always so here."""
     enable_gradient_checkpointing: bool | None = None
-    """Compute activations again in the backward pass: less memory, more time; not given: on a GPU
-    whose memory they would not fit into."""
+    """Compute activations again in the backward pass: less memory, more time; not given:
+    where they would not fit into the memory of a GPU, or on a CPU of the machine."""
     attn_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     """What computes attention: torch's SDPA everywhere, or in bfloat16 on a GPU its variable-length
     flash attention (varlen; auto, where a trial shows that it works) or FlexAttention (flex)."""
@@ -456,7 +456,8 @@ class Config(Section, place=""):
     continue_from_checkpoint: bool = True
     """Resume the run of this folder; false starts a new one, with the time in its name."""
     ignore_validator_suggestions: bool = False
-    """Start although a GPU's memory looks too small: the estimate is then a note."""
+    """Start although the memory of a GPU, or on a CPU the machine's, looks too small: the estimate
+    is then a note."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The algorithm and its optimizer."""
     model: ModelConfig = ModelConfig()

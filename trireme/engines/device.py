@@ -24,8 +24,8 @@ from weakref import WeakSet
 
 import torch
 
-from trireme.cores import cores
 from trireme.engines.spin import never_spin, openmp, watch
+from trireme.machine import cores
 
 if TYPE_CHECKING:
     from trireme.engines.engine import Engine

@@ -53,6 +53,41 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machin
     assert small.memory.gradient_checkpointing
 
 
+def test_on_a_cpu_it_is_the_machines_memory_that_a_plan_has_to_fit_into(
+    tmp_path, machine, monkeypatch
+):
+    machine(0)
+    has = {"GiB": 64}
+    monkeypatch.setattr(
+        "trireme.machine.memory", lambda: None if has["GiB"] is None else has["GiB"] * GIB
+    )
+    tokens = "trainer.max_token_len_per_gpu=4096"
+
+    def drafted(*given):
+        return draft(config_of(tmp_path, values_with(tmp_path, **SEVEN), tokens, *given))
+
+    (said,) = [p for p in map(str, drafted().problems) if "missing" in p]
+    assert said.startswith("trainer needs 149.4 GiB") and "GPU" not in said
+    assert "of memory, and this machine or container has 64.0 GiB" in said
+    assert "model.lora_configs or a smaller" in said
+    noted = drafted("ignore_validator_suggestions=true")
+    (plan,) = noted.plans
+    assert not noted.problems and any("trainer needs 149.4 GiB" in note for note in plan.notes)
+    assert plan.memory.gradient_checkpointing, "it is short of room for activations, too"
+    for enough in (256, None):  # activations are stored; without a size nothing is said
+        has["GiB"] = enough
+        found = drafted()
+        (plan,) = found.plans
+        assert not found.problems and not plan.memory.gradient_checkpointing
+        assert plan.lengths.max_token_len == 4096
+    needed = sum(plan.memory.needs.values())
+    has["GiB"] = needed // GIB
+    found = drafted()
+    (plan,) = found.plans
+    assert not found.problems and plan.memory.gradient_checkpointing
+    assert sum(plan.memory.needs.values()) < needed - GIB
+
+
 def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, machine):
     machine(8)
     given = ("cluster.gpu_per_node=8", f"{MODEL}.engine_type=torch")
@@ -171,6 +206,7 @@ def test_an_adapter_of_seven_billion_weights_fits_where_the_base_is_there_once(
 @pytest.mark.parametrize("packs", [False, True])
 def test_on_a_cpu_the_process_and_its_engine_are_charged(tmp_path, machine, monkeypatch, packs):
     machine(0)
+    monkeypatch.setattr("trireme.machine.memory", lambda: None)  # whether it fits is another test's
     monkeypatch.setattr("trireme.engines.torch.linear.packs", lambda dtype: packs)
 
     def parts(*given):
@@ -265,7 +301,8 @@ def test_where_the_gpu_is_not_known_activations_are_computed_again_unless_asked(
     assert ("and activations are recomputed" in said) == (asked is None) and key in said
 
 
-def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):
+def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.machine.memory", lambda: None)
     config_of(tmp_path, values_with(tmp_path, **SEVEN))
     code, text = printed(tmp_path / "config.yaml")
     assert code == 0

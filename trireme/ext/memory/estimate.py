@@ -268,8 +268,8 @@ def _auxiliary_of(stage: StageFacts, width: int) -> int:
 def plan_memory(
     stage: StageFacts, places: Places, request: MemoryRequest
 ) -> tuple[MemoryPlan, Findings]:
-    """Decide whether activations are recomputed: as requested, else on a GPU whose memory is too
-    small for them, or not known.
+    """Decide whether activations are recomputed: as requested, else where the memory is too small
+    for them, or that of a GPU not known.
 
     Too little memory is a problem, or a note.
     """
@@ -394,11 +394,13 @@ def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free:
     findings = Findings()
     short = sum(needs.values()) - free
     more = "more ranks" if stage.config.trainer.fsdp_size == -1 else "a larger trainer.fsdp_size"
-    ways = [more, "trainer.offload"] if use.ranks > 1 else []
+    on_gpu = use.device == "cuda"
+    ways = [more, "trainer.offload"] if use.ranks > 1 and on_gpu else []
     ways += ["model.lora_configs"] if use.trains_all else []
     each = f" for each of {use.ranks} ranks" * (use.ranks > 1)
+    what, has = ("a GPU", "a GPU has") if on_gpu else ("memory", "this machine or container has")
     text = (
-        f"needs {in_gib(needs)} of a GPU{each}, and a GPU has {free / GIB:.1f} GiB: "
+        f"needs {in_gib(needs)} of {what}{each}, and {has} {free / GIB:.1f} GiB: "
         f"{short / GIB:.1f} GiB are missing; {''.join(f'{way} or ' for way in ways)}a smaller "
         f"trainer.max_token_len_per_gpu ({use.tokens}) takes less"
     )

@@ -31,9 +31,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from trireme.aio import first_failure
-from trireme.cores import cores
 from trireme.ext.ray.cluster import headless
 from trireme.log import get_logger
+from trireme.machine import cores
 from trireme.monitor.events import (
     Ended,
     Evaluated,

@@ -39,7 +39,7 @@ from functools import partial
 from typing import Any
 
 from trireme.aio import in_thread
-from trireme.cores import cores
+from trireme.machine import cores
 from trireme.rewards.reward import needs_truth
 from trireme.task import Task
 

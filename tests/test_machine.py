@@ -1,4 +1,4 @@
-"""Cores: how many a process may use."""
+"""Machine: how many cores, and how much memory, a process may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import HANG_S
-from trireme.cores import cores
+from trireme.machine import cores, memory
 
 
 @pytest.fixture
@@ -63,6 +63,33 @@ def test_without_control_groups_it_is_those_that_it_is_bound_to(
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert cores(root) == 1
+
+
+MEMINFO = "MemTotal:       16777216 kB\nMemFree:         1024 kB\nSwapTotal:       2097152 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "gib"),
+    [
+        ("0::/\n", {}, 18),
+        ("0::/a\n", {"a/memory.max": "max\n", "memory.max": f"{4 * 2**30}\n"}, 4),
+        ("3:memory:/a\n1:cpu:/b\n", {"memory/a/memory.limit_in_bytes": f"{2 * 2**30}\n"}, 2),
+        ("3:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 18),
+    ],
+)
+def test_memory_is_the_machines_with_its_swap_or_the_smallest_limit_of_its_groups(
+    root: Path, groups: str, files: dict[str, str], gib: int
+) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    write(root, {"proc/self/cgroup": groups, "proc/meminfo": MEMINFO, **files})
+    assert memory(root) == gib * 2**30
+
+
+@pytest.mark.parametrize("text", ["", "MemTotal: much\nSwapTotal: 0 kB\n", "nothing"])
+def test_memory_that_no_file_tells_is_not_known(root: Path, text: str) -> None:
+    assert memory(root) is None
+    write(root, {"proc/meminfo": text})
+    assert memory(root) is None
 
 
 @pytest.mark.parametrize(("chosen", "count"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
