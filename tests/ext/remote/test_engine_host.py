@@ -61,3 +61,29 @@ def test_an_engine_has_time_to_end_by_itself_and_no_longer(
     deaf = engine_that("sleep 600; echo late > ended", tmp_path)
     asyncio.run(asyncio.wait_for(stop(deaf, 0.2), HANG_S))
     assert (tmp_path / "ended").read_text() == "done\n"
+
+
+def test_the_process_of_an_engine_looks_at_all_that_it_has_imported_not_once(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "noting.py").write_text(
+        "import atexit, gc\nfrom pathlib import Path\n\n\n"
+        "def note():\n"
+        "    full, frozen = gc.get_stats()[2]['collections'], gc.get_freeze_count()\n"
+        f"    Path({str(tmp_path / 'noted')!r}).write_text(f'{{full}} {{frozen > 100_000}}')\n\n\n"
+        "atexit.register(note)\n"
+    )
+    host = EngineHost(
+        EngineSpec(str(tiny_dir), 64),
+        name="engine 1",
+        log_file=tmp_path / "log",
+        plugins=[str(tmp_path / "noting.py")],
+    )
+
+    async def serve() -> None:
+        host.start()
+        await host.ready(HANG_S)
+        await host.stop(HANG_S)
+
+    asyncio.run(serve())
+    assert (tmp_path / "noted").read_text() == "0 True"

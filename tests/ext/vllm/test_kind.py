@@ -546,6 +546,7 @@ def test_a_push_that_fails_ends_the_requests_in_flight_with_its_error(
 def test_an_engine_process_needs_only_what_the_environment_of_vllm_has() -> None:
     absent = ("omegaconf", "sqlalchemy", "datasets", "peft", "math_verify", "tensorboard", "ray")
     needed = ("ext.http.process", "ext.http.app", "ext.remote.routes")
+    needed += ("engines.device", "engines.make")
     needed += ("ext.vllm.engine", "ext.vllm.options")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "".join(
         f"import trireme.{module}\n" for module in needed

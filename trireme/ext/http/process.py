@@ -10,6 +10,7 @@ may lack.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -23,14 +24,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trireme.engines.device import Device
-from trireme.engines.make import EngineSpec, make_engine
-from trireme.ext.http.rollouts import Rollouts
-from trireme.model.chat_tokens import ChatTokens
+from trireme.launch import GC_THRESHOLDS
 from trireme.processes import ending_leftovers
 from trireme.text import say
 
 if TYPE_CHECKING:
+    from trireme.engines.make import EngineSpec
     from trireme.ext.http.app import AppServer
 
 
@@ -45,7 +44,11 @@ async def engine_server(
     threads: int | None = None,
 ) -> AsyncIterator[AppServer]:
     """Start a server over an engine of this process, which is closed after it."""
-    from trireme.ext.http.app import AppServer, create_app  # who only writes specs needs no HTTP
+    from trireme.engines.device import Device
+    from trireme.engines.make import make_engine
+    from trireme.ext.http.app import AppServer, create_app
+    from trireme.ext.http.rollouts import Rollouts
+    from trireme.model.chat_tokens import ChatTokens
 
     device = Device(threads)
     try:
@@ -82,6 +85,9 @@ END_S = 15.0
 
 def main() -> int:
     """Serve until asked to end; returns the exit code."""
+    # What is imported, so after this, and the weights are so many objects that looking at all of
+    # them, again and again, would take a fifth of the start, and hold up replies later.
+    gc.set_threshold(*GC_THRESHOLDS)
     answer = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     settings = json.loads(sys.stdin.readline())
     try:
@@ -96,6 +102,7 @@ def main() -> int:
 async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
     from transformers import AutoTokenizer
 
+    from trireme.engines.make import EngineSpec
     from trireme.ext.http.app import MOST, listen
 
     parent = ParentWatch()
@@ -113,6 +120,7 @@ async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
             loop = asyncio.get_running_loop()
             parent.then(lambda: loop.call_soon_threadsafe(server.stop))
             host, port = listener.getsockname()[:2]
+            gc.freeze()
             print(json.dumps({"url": f"http://{host}:{port}"}), file=answer)
             answer.close()
             try:
