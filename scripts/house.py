@@ -55,6 +55,11 @@ class Source:
         parts = path.relative_to(root).with_suffix("").parts
         self.module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, walked once: most of the figures look at them."""
+        return list(ast.walk(self.tree))
+
     @property
     def lines(self) -> int:
         """All lines, blank ones and comments included."""
@@ -68,7 +73,7 @@ class Source:
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type not in silent and token.type != tokenize.ENDMARKER:
                 held.update(range(token.start[0], token.end[0] + 1))
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 held.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
         return len(held)
@@ -80,7 +85,7 @@ class Source:
 
     def functions(self) -> Iterator[Function]:
         """Every function and method."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, FUNCTIONS))
+        return (node for node in self.nodes if isinstance(node, FUNCTIONS))
 
 
 def sources(package: str = "trireme", root: Path = ROOT) -> list[Source]:
@@ -93,7 +98,7 @@ def used_once(files: list[Source]) -> list[str]:
     uses = Counter(
         node.id if isinstance(node, ast.Name) else node.attr
         for file in files
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.Name | ast.Attribute)
     )
     return [
@@ -178,7 +183,7 @@ def by_string(files: list[Source]) -> list[str]:
     return [
         f"{file.name}:{node.lineno} {node.func.attr}({node.args[0].value!r})"
         for file in files
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in BY_NAME
@@ -197,7 +202,7 @@ def _constant(node: ast.expr | None) -> str | None:
 
 def _defaults(file: Source) -> Iterator[tuple[str, str, int]]:
     """Each named default of a file: of a class's field, or of an argument."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.ClassDef):
             for line in node.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
@@ -244,7 +249,7 @@ def hubs(files: list[Source]) -> list[str]:
 def _own_names(file: Source) -> set[str]:
     return {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trireme"
         for alias in node.names
     }
@@ -281,7 +286,7 @@ def relative_docstrings(files: list[Source]) -> list[str]:
     return [
         f"{file.name}:{getattr(node, 'lineno', 1)} {text[:60].splitlines()[0]}"
         for file in files
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, (*FUNCTIONS, ast.ClassDef))
         and RELATIVE.match(text := ast.get_docstring(node) or "")
     ]

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,13 +69,12 @@ def text_of(node: ast.AST) -> str:
 
 def reasons(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """Each skip's reason, with the name that its mark is given, if it is given one."""
-    names = {
-        n.value: ast.unparse(n.targets[0]) for n in ast.walk(tree) if isinstance(n, ast.Assign)
-    }
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    names = {n.value: n.targets[0] for n in nodes if isinstance(n, ast.Assign)}
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
-        called = ast.unparse(node.func).removeprefix("pytest.").removeprefix("mark.")
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         named = [word.value for word in node.keywords if word.arg == "reason"]
         if called == "importorskip":
             said = named or [ast.Constant(f"could not import '{text_of(node.args[0])}'")]
@@ -83,13 +83,21 @@ def reasons(tree: ast.AST) -> Iterator[tuple[str, str]]:
         else:
             said = named if called == "skipif" else []
         for reason in said:
-            yield text_of(reason), names.get(node, "")
+            yield text_of(reason), ast.unparse(names[node]) if node in names else ""
 
 
-def skips() -> Iterator[tuple[str, Path]]:
+@cache
+def skips() -> frozenset[tuple[str, Path]]:
     """Each reason with each file of tests that has it."""
+    return frozenset(_skips())
+
+
+def _skips() -> Iterator[tuple[str, Path]]:
     texts = {path: path.read_text() for path in FILES}
     for path, text in texts.items():
+        # most files have none, and walking the trees of all takes seconds
+        if "skip" not in text:
+            continue
         for reason, name in reasons(ast.parse(text)):
             if path.name.startswith("test_"):
                 yield reason, path
@@ -104,7 +112,7 @@ def skips() -> Iterator[tuple[str, Path]]:
     ("reason", "file"),
     [
         pytest.param(reason, file, id=f"{file.relative_to(TESTS)}-{reason}")
-        for reason, file in sorted(set(skips()))
+        for reason, file in sorted(skips())
         if "GPU" not in reason
     ],
 )
