@@ -26,6 +26,9 @@ VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
 VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
+# where bytecode is not kept, each of the hundreds of commands that tests start compiles Trireme anew
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup demo demo-cluster smollm2 docs test test-quick test-without test-gpu gpu-report test-page test-smollm2 test-extras test-envs test-sandbox \
     test-avx2 test-fuzz test-long test-megatron test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray \
     test-python audit faults bench-peers performance page-library lint format clean
