@@ -113,9 +113,10 @@ def rare_collections() -> Iterator[None]:
 
     A full collection of the objects of torch, transformers and a run takes a quarter of a second
     and holds the interpreter's lock; with Python's default thresholds it happens every few steps.
-    What an earlier stage has left is freed before.
+    What an earlier stage has left is freed before. Where the process had frozen objects of its own,
+    all stay frozen at the end: Python cannot thaw some of them.
     """
-    thresholds = gc.get_threshold()
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     return_freed_memory()
     gc.freeze()
@@ -124,7 +125,8 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def finished_stages(job: Path) -> list[StageResult]:
