@@ -6,15 +6,15 @@ The rows are in mistakes.py. Here are those that need a process of their own as 
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.e2e.job import attended, command, environment, wait_for
+from tests.e2e.job import Forked, started, wait_for
 from tests.e2e.mistakes import MISTAKES, TASKSET, Mistake, answer, folder_for
 from tests.limits import HANG_S
+from trireme import aio
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +62,16 @@ def test_check_tells_what_run_refuses(mistake: Mistake, folder: Path) -> None:
     checked(said, mistake, folder)
 
 
-def sleeping(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+def sleeping(folder: Path, *overrides: str) -> Forked:
     """N29: the workflow that calls `time.sleep(1000)` in an `async def`, as a process."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     workflow = f"{TASKSET}.default_workflow_type=mistaken_sleeps"
-    return subprocess.Popen(
-        command(folder, config, workflow, *overrides),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=folder,
-        preexec_fn=attended,
-    )  # fmt: skip
+    return started(folder, config, workflow, *overrides, prepare=warn_early)
+
+
+def warn_early() -> None:
+    """In the process: a blocked event loop is told after one second, not after ten."""
+    aio.WARN_S = 1.0
 
 
 def test_a_blocked_event_loop_ends_the_run(folder: Path) -> None:

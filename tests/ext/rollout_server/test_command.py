@@ -200,7 +200,7 @@ def test_a_run_whose_server_dies_ends_with_one_sentence(
 ) -> None:
     config = small_config(tmp_path)
     config["buffer"]["total_steps"] = 10_000
-    config["explorer"] |= {"max_timeout": 20, "max_retry_times": 0}
+    config["explorer"] |= {"max_timeout": 8, "max_retry_times": 0}
     with command(tmp_path, tmp_path / "model", "--max-model-len", "128") as (server, url):
         config["explorer"]["rollout_model"] = {"engine_type": "remote", "base_urls": [url]}
         process = started(tmp_path, config)
