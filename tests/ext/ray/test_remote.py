@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import os
 import pickle
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,6 +49,7 @@ from trireme.ext.ray.remote import (
 )
 from trireme.ext.ray.run import Actors, environment_of
 from trireme.files import write_json
+from trireme.launch import GC_THRESHOLDS
 from trireme.launch.check import make_plans
 from trireme.launch.explorer_side import polled_sync
 from trireme.launch.stage import open_stage
@@ -127,6 +130,26 @@ def test_a_side_answers_what_its_part_does_not() -> None:
         part.method("train")
     part.side = SimpleNamespace(train=train, own=train)
     assert asyncio.run(both(part)) == ["part", "side"]
+
+
+def test_a_side_in_an_actor_collects_garbage_rarely_as_in_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = SimpleNamespace(old_report=None)
+    monkeypatch.setattr("trireme.ext.ray.actors.open_stage", lambda *_: nullcontext(stage))
+    plan = SimpleNamespace(engine=SimpleNamespace(urls=()))
+    spec = SimpleNamespace(plan=plan, plugins=(), model_path="", old_report=None)
+
+    async def main() -> tuple[int, ...]:
+        part = TrainerWorker()
+        await part._open(cast(Any, spec))
+        meanwhile = gc.get_threshold()
+        await part.stop()
+        return meanwhile
+
+    before = gc.get_threshold()
+    assert asyncio.run(main()) == GC_THRESHOLDS
+    assert gc.get_threshold() == before
 
 
 def test_a_trainer_that_is_ended_finishes_the_checkpoint_that_is_being_written() -> None:

@@ -33,6 +33,7 @@ from trireme.ext.remote.servers import Servers
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import follow_plan, load_models, make_rank_spec
 from trireme.launch.resume import refuse_other_run
+from trireme.launch.run import rare_collections
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.trainer_side import TrainerSide
 from trireme.log import setup_logging
@@ -85,6 +86,7 @@ class SideWorker(Worker, Generic[Side]):
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def _open(self, spec: RunSpec) -> Stage:
+        self._held.enter_context(rare_collections())
         load_plugins(spec.plugins)
         plan = spec.plan
         opening = open_stage(plan, spec.model_path, self._device, self._outbox)
@@ -319,7 +321,8 @@ class FollowerWorker(Worker):
         close_log = setup_logging(plan.job_dir / "log", plan.config.log.level)
         rank_spec = make_rank_spec(plan, rank, plan.places.trainer_ranks, spec.rank0)
         try:
-            await asyncio.to_thread(follow_plan, plan, spec.model_path, rank_spec)
+            with rare_collections():
+                await asyncio.to_thread(follow_plan, plan, spec.model_path, rank_spec)
         except Exception:
             logging.getLogger("trireme.trainer").exception("rank %d has failed", rank)
             raise
