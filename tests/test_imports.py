@@ -88,3 +88,17 @@ def test_a_command_looks_at_all_that_it_has_imported_not_once() -> None:
         "print(sum(full), 'torch' in sys.modules, gc.get_freeze_count() > 100_000)"
     )
     assert run_python(code).split()[-3:] == ["0", "True", "True"]
+
+
+@pytest.mark.whole
+def test_an_import_does_not_ask_for_gpus() -> None:
+    """CUDA, once asked how many there are, is lost to the processes that are forked afterwards."""
+    code = (
+        "import torch\n"
+        "def asked(): raise AssertionError('an import asks CUDA')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = asked\n"
+        "from importlib import import_module\n"
+        "from tests.e2e.job import IMPORTS\n"
+        "for name in IMPORTS: import_module(name)"
+    )
+    run_python(code)

@@ -26,8 +26,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trireme.config.lookup import WITH_STATE, has_states, unknown_layers
 
-if not torch.cuda.is_available():  # it recommends kernels that only a GPU has
-    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+# it recommends kernels that only a GPU has; whether there is one is not asked at an import: the
+# driver's answer leaves processes that are forked later without CUDA
+logging.getLogger("transformers.integrations.hub_kernels").addFilter(
+    lambda _: torch.cuda.is_initialized()
+)
 
 State = dict[str, Tensor]
 """What a mixer remembers of N sequences, by name: each [N, ...]."""
