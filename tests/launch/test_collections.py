@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,6 +71,17 @@ def test_what_an_ended_thread_has_freed_goes_back_to_the_system() -> None:
     held = _resident()
     with rare_collections():
         assert held - _resident() > 100 * 2**20 and last.sum() == 2**14
+
+
+def test_a_gpus_memory_goes_back_when_the_models_of_an_earlier_stage_are_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In `mode: colocate` vLLM takes its share of the GPU before the next trainer is loaded."""
+    model = weakref.ref(Link())
+    left: list[Link | None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(model()))
+    with rare_collections():
+        assert left == [None]
 
 
 def _resident() -> int:

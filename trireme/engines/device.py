@@ -116,9 +116,11 @@ def expand_segments(expand: bool) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what C's allocator keeps of freed memory, for each thread that ever ran:
-    a new thread does not reuse it. Does nothing where the allocator is not glibc's.
+    """Return to the system what allocators keep of freed memory: C's for each thread that ever ran
+    (a new thread does not reuse it), if it is glibc's, and torch's of a GPU, on which an engine's
+    process may begin next.
     """
+    torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
