@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.engines.test_torch_engine import run
 from tests.hybrids import make_hybrid
 from tests.tested import ENGINE, HYBRIDS, LORA, ONE_OF_EACH, RANKS, TRAINER, families
 from tests.trainer.own_pass import in_float64, packed_gap
+from tests.trainer.ranks import run as on_ranks
 from tests.trainer.samples import backend_of, experiences, gap, gradients_of, move
 from tests.trainer.test_composites import grpo
 from tests.trainer.test_fsdp2 import two_ranks_learn_alike
@@ -27,12 +29,13 @@ from trireme.batch import flatten, of_tokens
 from trireme.engines.engine import Sampling
 from trireme.engines.torch import decoder as decoder_module
 from trireme.engines.torch.prefix import PrefixCache
-from trireme.engines.torch.recurrent import States
+from trireme.engines.torch.recurrent import States, count_states
 from trireme.engines.torch.rows import SavedRow, SavedRows
 from trireme.engines.torch.shell import load_shell
 from trireme.trainer.lora import Lora
-from trireme.trainer.model import load_model
+from trireme.trainer.model import load_model, prove_architecture
 from trireme.trainer.nodes import NodeCall, Nodes
+from trireme.trainer.ranks import RankSpec
 
 ROWS = [list(range(5, 45)), [7, 7, 9], [8], list(range(30, 50))]
 """Prompts of several lengths, one of a single token."""
@@ -365,3 +368,53 @@ def test_a_saved_state_counts_in_the_prefix_cache_as_tokens_do() -> None:
         cache = PrefixCache(room)
         cache.add(ids[:32], saved)
         assert cache.find(ids, whole=True)[1] == found
+
+
+KERNELS = {
+    "fla/ops/gated_delta_rule": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    "causal_conv1d": ("causal_conv1d_fn", "causal_conv1d_update"),
+    "mamba_ssm/ops/triton/ssd_combined": (
+        "mamba_chunk_scan_combined",
+        "mamba_split_conv1d_scan_combined",
+    ),
+    "mamba_ssm/ops/triton/selective_state_update": ("selective_state_update",),
+}
+"""What transformers takes of other packages, by their files."""
+
+
+def packages(folder: Path) -> Path:
+    """Packages whose kernels refuse what is not on a GPU, as Triton's do."""
+    refusal = "Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
+    for file, names in KERNELS.items():
+        inner = folder / file
+        inner.mkdir(parents=True)
+        for parent in (inner, *inner.parents):
+            if parent == folder:
+                break
+            (parent / "__init__.py").touch()
+        each = (f"def {n}(*args, **options):\n    raise ValueError({refusal!r})\n" for n in names)
+        (inner / "__init__.py").write_text("\n".join(each))
+    return folder
+
+
+def _begun_beside(_: RankSpec, packages: Path, folder: Path) -> list[int]:
+    """Proofs on a CPU, as of a GPU's ranks and engine, and the counts of states."""
+    sys.path.insert(0, str(packages))
+    prove_architecture(folder)
+    load_shell(folder, device="cpu", dtype="float32")
+    model = load_model(folder, device="cpu")
+    found: Any = vars(sys.modules[type(model).__module__])["causal_conv1d_fn"]
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        found.__wrapped__()  # the package's: transformers has found it
+    return list(count_states(model))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+def test_other_packages_kernels_are_not_called_without_a_gpu(family: str, tmp_path: Path) -> None:
+    """transformers calls them wherever their packages are installed: a run on GPUs, whose proofs
+    are on a CPU, ended before its first step.
+    """
+    folder = make_hybrid(tmp_path / "model", family)
+    made = packages(tmp_path / "packages")
+    [counts] = on_ranks(_begun_beside, tmp_path / "ranks", made, folder, world=1)
+    assert counts == list(count_states(load_model(folder, device="cpu")))

@@ -10,12 +10,16 @@ module's own.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from types import FunctionType
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -120,12 +124,53 @@ class States:
         self.end["linear"] = linear_cache
 
 
+_BY_DEVICE: WeakSet[FunctionType] = WeakSet()
+"""The functions that `keep_kernels_on_gpus` has made."""
+
+
+def keep_kernels_on_gpus(model: nn.Module) -> None:
+    """Let the functions of a model's mixers compute by torch on a CPU, and where there are no
+    numbers.
+
+    Where flash-linear-attention, causal-conv1d or mamba-ssm can be imported, transformers calls
+    their kernels in place of torch's functions, on any device, and they compute on a GPU alone. Its
+    wrapper leads back to torch's function (`use_kernel_func_from_hub_with_fallback` of 5.23,
+    transformers/integrations/hub_kernels.py).
+    """
+    for kind in {type(module) for module in model.modules()}:
+        if not _is_mixer(kind):
+            continue
+        names = vars(sys.modules[kind.__module__])
+        for name, function in [*names.items()]:
+            wraps = isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
+            if wraps and function not in _BY_DEVICE:
+                names[name] = _by_device(function)
+
+
+def _by_device(kernel: FunctionType) -> FunctionType:
+    """Return `kernel` for tensors of a GPU, and what it wraps for others."""
+    plain: Any = inspect.unwrap(kernel)
+    known = inspect.signature(plain).parameters
+
+    @functools.wraps(kernel)
+    def choose(*args: Any, **options: Any) -> Any:
+        given = (*args, *options.values())
+        if any(isinstance(one, Tensor) and one.is_cuda for one in given):
+            return kernel(*args, **options)
+        return plain(*args, **{name: one for name, one in options.items() if name in known})
+
+    assert isinstance(choose, FunctionType)
+    _BY_DEVICE.add(choose)
+    return choose
+
+
 def carry_states(model: PreTrainedModel) -> None:
     """Make the mixers of a model, which has attention of ours, take the carrier of each pass.
 
     Raises ValueError if one of its layers has a state that is not known here.
     """
     refuse_unknown(model.config)
+    keep_kernels_on_gpus(model)
     for module in model.modules():
         if _is_mixer(type(module)):
             module.__class__ = _carried(type(module))

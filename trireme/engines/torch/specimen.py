@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trireme.engines.torch.composite import auto_class, is_composite
 from trireme.engines.torch.linear import quicken
-from trireme.engines.torch.recurrent import refuse_unknown
+from trireme.engines.torch.recurrent import keep_kernels_on_gpus, refuse_unknown
 
 VOCABULARY = 1024
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -64,6 +64,7 @@ def make_specimen(
             else:  # norms and biases, which begin at one number each
                 weight.add_(torch.empty_like(weight).normal_(std=0.1, generator=draws))
     quicken(model)  # as engine and trainer do with the model itself
+    keep_kernels_on_gpus(model)
     return model.eval().requires_grad_(False)
 
 
