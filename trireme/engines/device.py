@@ -6,7 +6,9 @@ So an engine step and a train step exclude each other, and torch needs one pool 
 A trainer and an engine process that share one accelerator (or all ranks of a trainer and as many
 engines, one pair per device) work in turns, by a ColocationLock. Before the trainer's work the
 engines pause, which frees their memory if they can sleep. They resume before their next call, or at
-once if they have waiting requests; calls during the trainer's work wait.
+once if they have waiting requests; calls during the trainer's work wait. An engine that has ended
+is loaded again in the engines' turn, since it needs its memory for that, and both sides wait for
+it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakSet
 
@@ -39,6 +42,9 @@ class ColocationLock:
         self._engine = engine
         self._timeout = timeout
         self._resting = False
+        self._uneven = False
+        """Whether some engines may be awake while others rest: one was loaded again, or has ended
+        before all had paused or resumed."""
         self._taken = asyncio.Lock()
         self._complete = asyncio.Event()
         """Set unless the engine waits for weights that follow."""
@@ -51,13 +57,11 @@ class ColocationLock:
         """Pause the engine inside the block. `weights_follow`: the trainer will push before the
         engine is needed, so that the engine does not resume before `arrived`.
         """
-        async with self._taken:
-            if not self._resting:
-                self._resting = True  # first: a caller that comes during the pause waits too
-                if weights_follow:
-                    self._complete.clear()
-                await self._engine.pause(weights_follow=weights_follow)
+        await self._persist(partial(self._take, weights_follow))
+        try:
             yield
+        finally:
+            self._taken.release()
         if self._engine.health().waiting and self._complete.is_set():
             await self.for_engine()
 
@@ -67,8 +71,44 @@ class ColocationLock:
 
     async def for_engine(self) -> None:
         """Wait until the engine may work. Raises TimeoutError that names what it waited for."""
-        if not self._resting:
-            return
+        if self._resting:
+            await self._persist(self._hand_over)
+
+    async def hold(self) -> None:
+        """Keep the trainer off the devices until `release`, and make room, for an engine that is
+        loaded again.
+        """
+        await self._taken.acquire()
+        if self._resting:
+            self._uneven = True
+            try:
+                await self._make_room()
+            except BaseException:
+                self._taken.release()
+                raise
+
+    def release(self) -> None:
+        """End what `hold` began."""
+        self._taken.release()
+
+    async def _take(self, weights_follow: bool) -> None:
+        """Take the devices for the trainer, with all engines at rest."""
+        await self._taken.acquire()
+        try:
+            if self._resting and not self._uneven:
+                return
+            if weights_follow and not self._resting:
+                self._complete.clear()
+            # first: a caller that comes during the pause waits too
+            self._resting = self._uneven = True
+            await self._engine.pause(weights_follow=not self._complete.is_set())
+            self._uneven = False
+        except BaseException:
+            self._taken.release()
+            raise
+
+    async def _hand_over(self) -> None:
+        """Resume the engines once the trainer's work is over, and their weights have come."""
         what = "the weights of the trainer's last step"
         try:
             async with asyncio.timeout(self._timeout):
@@ -82,12 +122,21 @@ class ColocationLock:
             ) from None
         try:
             if self._resting:
-                if self.make_room is not None:
-                    await self.make_room()
+                await self._make_room()
+                self._uneven = True
                 await self._engine.resume()
-                self._resting = False
+                self._resting = self._uneven = False
         finally:
             self._taken.release()
+
+    async def _make_room(self) -> None:
+        if self.make_room is not None:
+            await self.make_room()
+
+    async def _persist(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what calls all engines; again, once one that has ended is there again."""
+        servers = self._engine.servers
+        await (work() if servers is None else servers.persist(work))
 
 
 EXPANDS, FIXED = "expandable_segments:True", "expandable_segments:False"

@@ -21,6 +21,8 @@ from trireme.registry import did_you_mean
 if TYPE_CHECKING:
     import numpy as np
 
+    from trireme.engines.device import ColocationLock
+
 StopReason = Literal["stop", "length", "aborted"]
 
 COLDEST, HOTTEST = 1e-6, 100
@@ -176,6 +178,8 @@ class Restartable(Protocol):
 
     renew: Callable[[Callable[[], bool]], Awaitable[None]] | None
     """Pushes the run's weights to all servers; None: they serve only the original model."""
+    colocation: ColocationLock | None
+    """The lock of a trainer that shares their devices; a server is started again in their turn."""
 
     async def persist(self, push: Callable[[], Awaitable[Any]]) -> Any:
         """Return the result of a push; it is repeated if a server was gone."""

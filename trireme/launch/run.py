@@ -275,6 +275,8 @@ async def _run_here(
     if plan.sync.takes_turns and remote is not None:
         lock = ColocationLock(remote, timeout=plan.config.synchronizer.sync_timeout)
         stage.device.colocation = remote.colocation = lock
+        if remote.servers is not None:
+            remote.servers.colocation = lock
     if plan.mode in MODES:
         return await MODES.get(plan.mode)(stage, remote, stop)
     engine = trainer = explorer = None

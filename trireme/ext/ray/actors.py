@@ -162,6 +162,7 @@ class TrainerWorker(SideWorker[TrainerSide]):
         if plan.sync.takes_turns and self._engine is not None:
             lock = ColocationLock(self._engine, timeout=plan.config.synchronizer.sync_timeout)
             self._device.colocation = self._engine.colocation = lock
+            self._engine.servers.colocation = lock
         ranks, rank0 = plan.places.trainer_ranks, None
         if spec.rank0:
             rank0 = make_rank_spec(plan, 0, ranks, spec.rank0)

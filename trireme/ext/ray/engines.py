@@ -169,6 +169,14 @@ class ServersOfSides:
         for servers in (*self._others, self._renews):
             await servers.again(index, new_url)
 
+    async def hold_devices(self) -> None:
+        """Keep the trainer off devices that it shares with the engines: its own side knows them."""
+        await self._renews.hold_devices()
+
+    async def release_devices(self) -> None:
+        """End what `hold_devices` began."""
+        await self._renews.release_devices()
+
     async def keep_complete(self) -> None:
         """Push the run's weights to restarted engines, and report to the other sides which engines
         have them.

@@ -152,6 +152,14 @@ class KnownServers(Protocol):
         """
         ...
 
+    async def hold_devices(self) -> None:
+        """Keep a trainer that shares the engines' devices off them, until `release_devices`."""
+        ...
+
+    async def release_devices(self) -> None:
+        """Let the trainer have them again."""
+        ...
+
     async def keep_complete(self) -> None:
         """Push the run's weights to it."""
         ...
@@ -200,8 +208,12 @@ class EngineKeeper:
         try:
             if again:
                 await host.stop(grace=0)
-                host.start()
-                await self._servers.again(index, await host.ready())
+                await self._servers.hold_devices()
+                try:
+                    host.start()
+                    await self._servers.again(index, await host.ready())
+                finally:
+                    await self._servers.release_devices()
             async with running(host.watch(), self._servers.loss(host.url)) as (looks, loss):
                 await asyncio.wait({looks, loss}, return_when=asyncio.FIRST_COMPLETED)
                 if looks.done():

@@ -22,7 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
@@ -31,6 +31,9 @@ from trireme.engines.engine import MOST_SAMPLES, OnToken
 from trireme.ext.http import INSTANCE
 from trireme.log import get_logger
 from trireme.pictures import BEGIN
+
+if TYPE_CHECKING:
+    from trireme.engines.device import ColocationLock
 
 GATHER_S = 0.002
 """Seconds that a request waits for others to join it."""
@@ -287,6 +290,7 @@ class Servers:
         self.bare: set[str] = set()
         self.renew: Renew | None = None
         """Pushes the run's weights to all servers; None: they serve only the model's own."""
+        self.colocation: ColocationLock | None = None
         self.router = Router()
         self._restarts = 0
         self._ends: dict[str, set[asyncio.Future[RuntimeError]]] = {}
@@ -373,6 +377,16 @@ class Servers:
                 raise Silent("the server answers nothing")
         finally:
             ends.discard(end)
+
+    async def hold_devices(self) -> None:
+        """Keep a trainer off devices that it shares with the servers, until `release_devices`."""
+        if self.colocation is not None:
+            await self.colocation.hold()
+
+    async def release_devices(self) -> None:
+        """End what `hold_devices` began."""
+        if self.colocation is not None:
+            self.colocation.release()
 
     async def lose(self, url: str) -> None:
         """Record the launcher's report that a server has ended: it answers no more."""
