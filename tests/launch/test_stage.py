@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -21,6 +22,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import Loaded
 from trireme.config import ConfigError, Plan, load_config
 from trireme.engines.device import Device
+from trireme.launch import run as run_module
 from trireme.launch.check import make_plans
 from trireme.launch.listeners import RunListener
 from trireme.launch.open_run import open_run
@@ -219,3 +221,43 @@ def test_what_is_recorded_of_an_error_has_its_place(error: Exception, sentence: 
         said = ending(raised)
     assert said.startswith(sentence) and "\n  " in said
     assert ("test_stage.py:" in said) == ("\n" not in sentence)
+
+
+class Shares:
+    """An engine that shares the trainer's device."""
+
+    servers = None
+    awake = True
+    colocation: Any = None
+
+    async def pause(self, *, weights_follow: bool = False) -> None:
+        self.awake = False
+
+
+def test_models_are_loaded_while_the_engine_on_their_device_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A resumed optimizer's state comes with them: with `park_optimizer` the engine has its memory,
+    when it is awake.
+    """
+    engine: Any = Shares()
+    found: list[bool] = []
+
+    def load(stage: Any) -> None:
+        found.append(engine.awake)
+        raise KeyError("enough")
+
+    monkeypatch.setattr(run_module, "load_models", load)
+    synchronizer = SimpleNamespace(sync_timeout=1.0)
+    plan = SimpleNamespace(
+        mode="both",
+        sync=SimpleNamespace(takes_turns=True),
+        config=SimpleNamespace(synchronizer=synchronizer),
+    )
+    device = Device()
+    stage: Any = SimpleNamespace(plan=plan, device=device, trains=True)
+    stop: Any = None
+    with pytest.raises(KeyError, match="enough"):
+        asyncio.run(run_module._run_here(stage, stop, False, engine))
+    device.close()
+    assert found == [False]

@@ -282,7 +282,9 @@ async def _run_here(
     engine = trainer = explorer = None
     async with AsyncExitStack() as opened:
         if stage.trains:
-            models, both = load_models(stage), plan.mode == "both"
+            both = plan.mode == "both"
+            async with stage.device.turn():  # a resumed optimizer's state may be as large as a step
+                models = load_models(stage)
             if both or (stage.recipe.from_data and stage.eval_tasksets):
                 engine = remote or await stage.embedded_engine(models.backend)
                 opened.push_async_callback(engine.close)
