@@ -133,8 +133,9 @@ def test_the_peak_is_the_devices_or_the_users(monkeypatch):
         monkeypatch.setattr(measure.torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(cuda, half=True) == tflops * 1e12
         assert peak_flops(cuda, half=False) is None
-    monkeypatch.setattr(measure.torch.cuda, "get_device_name", lambda _: "another")
-    assert peak_flops(cuda, half=True) is None
+    for other in ("another", "NVIDIA RTX A1000 Laptop GPU"):
+        monkeypatch.setattr(measure.torch.cuda, "get_device_name", lambda _, name=other: name)
+        assert peak_flops(cuda, half=True) is None
     assert peak_flops(cuda, half=False, tflops=7) == 7e12
     assert peak_flops(torch.device("cpu"), half=True) is None
 

@@ -7,6 +7,7 @@ two operations. Attention counts the keys that a query sees, not those that a ke
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -43,7 +44,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("L4", 121.0),
 )
 """Dense bfloat16 TFLOP/s by the data sheets; the first entry whose name is part of the device's
-applies."""
+applies, unless its number goes on there (RTX A1000)."""
 
 
 def peak_flops(device: torch.device, *, half: bool, tflops: float | None = None) -> float | None:
@@ -55,7 +56,7 @@ def peak_flops(device: torch.device, *, half: bool, tflops: float | None = None)
     if device.type != "cuda" or not half:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for known, peak in PEAKS if known in name), None)
+    return next((peak * 1e12 for known, peak in PEAKS if re.search(rf"{known}(?!\d)", name)), None)
 
 
 @dataclass(frozen=True)
