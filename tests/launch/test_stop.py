@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -154,3 +155,65 @@ def test_a_run_ends_in_its_time_where_nobody_takes_what_it_says(stderr: str) -> 
     with program(UNHEARD, stderr) as process:
         process.send_signal(signal.SIGHUP)
         assert process.wait(timeout=HANG_S) == 128 + signal.SIGHUP
+
+
+def test_an_exit_of_a_task_of_its_own_ends_neither_the_run_nor_what_else_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """asyncio ends the loop by it: the run would have ended at once, with success."""
+
+    async def leaves(code: int) -> None:
+        sys.exit(code)
+
+    async def rollout() -> str:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(leaves(3))
+                group.create_task(asyncio.sleep(HANG_S))
+        except SystemExit as error:
+            return f"it raised {error.code}"
+        return "it went on"
+
+    async def work() -> list[str]:
+        other = asyncio.create_task(asyncio.sleep(0.05, "the other went on"))
+        forgotten = asyncio.create_task(leaves(0))
+        asyncio.get_running_loop().call_soon(sys.exit, 0)
+        said = [await rollout(), await other]
+        assert isinstance(forgotten.exception(), SystemExit)
+        return said
+
+    assert stop.Stop().run(work()) == ["it raised 3", "the other went on"]
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.split(" in a task ")[0] for text in texts] == [
+        *("user code raised SystemExit: 0",) * 2,
+        "user code raised SystemExit: 3",
+    ]
+    assert caplog.records[0].place.endswith("sys.exit(code)")  # pyright: ignore
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_keyboard_interrupt_that_no_signal_has_raised_ends_its_task_alone(
+    monkeypatch: pytest.MonkeyPatch, signalled: bool
+) -> None:
+    async def interrupts() -> None:
+        raise KeyboardInterrupt
+
+    async def work() -> str:
+        (error,) = await asyncio.gather(interrupts(), return_exceptions=True)
+        return repr(error)
+
+    handler = signal.default_int_handler if signalled else stop.Stop()._on_signal
+    monkeypatch.setattr(stop.signal, "getsignal", lambda number: handler)
+    if signalled:
+        with pytest.raises(KeyboardInterrupt):
+            stop.Stop().run(work())
+    else:
+        assert stop.Stop().run(work()) == "KeyboardInterrupt()"
+
+
+def test_an_exit_of_the_work_itself_is_its_end() -> None:
+    async def work() -> None:
+        sys.exit(5)
+
+    with pytest.raises(SystemExit, match="5"):
+        stop.Stop().run(work())

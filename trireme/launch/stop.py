@@ -7,6 +7,9 @@ Invariants:
   thread is woken by Python's handler in C, since the handler in Python waits for the main thread.
 - Child processes see their pipe close; files are renamed when they are whole and stores have
   transactions: ending at any instruction loses nothing that a resume does not redo.
+- A SystemExit, or a KeyboardInterrupt that no signal has raised, in a task or a callback that user
+  code began ends that alone, although asyncio lets it end the event loop: a run that ended so would
+  report success.
 - Coroutines that still run when the work has ended are cancelled, and awaited for at most `LEFT_S`:
   one may ignore its cancellation, and the run ends all the same.
 """
@@ -28,10 +31,13 @@ from typing import Any, TypeVar
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.log import get_logger
 from trireme.processes import end_now
 from trireme.text import say, shown
+from trireme.usercode import fault_of
 
 T = TypeVar("T")
+logger = get_logger("launcher")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 25.0
@@ -134,7 +140,7 @@ class Stop:
             self._task = loop.create_task(work)
             if self.number is not None:
                 self._stop_work()
-            return loop.run_until_complete(self._task)
+            return _to_its_end(loop, self._task)
         except (asyncio.CancelledError, Stopped):
             if self.number is None:
                 raise
@@ -233,6 +239,26 @@ def _write(text: str) -> None:
     with suppress(OSError, ValueError):
         if select.select([], [2], [], SAY_S)[1]:
             os.write(2, text.encode())
+
+
+def _to_its_end(loop: asyncio.AbstractEventLoop, work: asyncio.Task[T]) -> T:
+    """Run the loop until `work` is done, also past what ends another task or a callback."""
+    while True:
+        try:
+            return loop.run_until_complete(work)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # a signal raises it where user code, or whoever runs us, has Python's handler
+            signalled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            signalled &= threading.current_thread() is threading.main_thread()
+            if work.done() or (isinstance(error, KeyboardInterrupt) and signalled):
+                raise
+            fault = fault_of(error, "user code")
+            assert fault is not None
+            logger.warning(
+                "user code raised %s in a task or a callback that it began: only what awaits it "
+                "fails, and the run continues",
+                fault.text, extra={"place": fault.place},
+            )  # fmt: skip
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> int:
