@@ -272,26 +272,35 @@ class LoopWatch:
         self._ident = threading.get_ident()
         self._stopped = threading.Event()
         self._warned = self._interrupted = False
-        self._handler: Any = None
+        self._note: Any = None
+        """The handler of Ctrl-C while this watches; it wraps the one before."""
         if threading.current_thread() is threading.main_thread():
-            self._handler = signal.getsignal(signal.SIGINT)
-            if callable(self._handler):
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._note = self._noting(handler)
                 signal.signal(signal.SIGINT, self._note)
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Stop watching."""
         self._stopped.set()
-        # a bound method is a new object each time: equal, not identical
-        if callable(self._handler) and signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, self._handler)
-        self._handler = None
+        if self._note is not None and signal.getsignal(signal.SIGINT) is self._note:
+            signal.signal(signal.SIGINT, self._note.__wrapped__)
+        self._note = None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        """Remember Ctrl-C: asyncio passes it to the loop, and a blocked loop does not see it."""
-        self._interrupted = True
-        if callable(self._handler):
-            self._handler(number, frame)
+    def _noting(
+        self, handler: Callable[[int, FrameType | None], Any]
+    ) -> Callable[[int, FrameType | None], None]:
+        """Return a handler that remembers Ctrl-C and calls another: asyncio passes it to the loop,
+        and a blocked loop does not see it.
+        """
+
+        @wraps(handler)  # by which `Stop.hear` finds its own
+        def note(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            handler(number, frame)
+
+        return note
 
     def _watch(self) -> None:
         while not self._stopped.wait(LOOK_S):

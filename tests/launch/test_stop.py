@@ -16,15 +16,18 @@ from tests.limits import HANG_S
 from trireme.launch import stop
 
 STUCK = """
-    import asyncio, ctypes, os, sys, types
+    import asyncio, ctypes, os, sys, threading, types
+    from trireme.aio import LoopWatch
     from trireme.launch.stop import Stop
     sys.modules["trireme.trainer.trainer"] = types.ModuleType("small")  # the other loads torch
     sys.modules["trireme.trainer.trainer"].Stopped = InterruptedError
 
     async def work():
+        if "explores" in sys.argv:
+            LoopWatch(600.0)
         library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)
         library.pthread_mutex_lock(lock)
-        print("stuck", flush=True)
+        threading.Timer(0.5, print, ["stuck"], {"flush": True}).start()  # once it is
         library.pthread_mutex_lock(lock)  # for ever: no signal interrupts it, no handler runs
 
     stop = Stop()
@@ -120,8 +123,9 @@ def test_a_main_thread_that_a_library_holds_ends_by_the_time_limit() -> None:
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_second_control_c_ends_it_at_once() -> None:
-    with program(STUCK, "long") as process:
+@pytest.mark.parametrize("what", ["trains", "explores"])
+def test_a_second_control_c_ends_it_at_once(what: str) -> None:
+    with program(STUCK, "long", what) as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None and "ending at" in process.stderr.readline()
         process.send_signal(signal.SIGINT)

@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import select
 import signal
@@ -27,7 +28,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
@@ -171,8 +172,10 @@ class Stop:
 
     def hear(self, number: int) -> None:
         """Handle a signal at once; its Python handler may yet have to wait for the main thread."""
-        if number not in SIGNALS or signal.getsignal(number) != self._on_signal:
+        if number not in SIGNALS:
             return
+        if inspect.unwrap(cast(Any, signal.getsignal(number))) != self._on_signal:
+            return  # not ours, nor that of a LoopWatch around it
         first, self._thread_heard = not self._thread_heard, True
         self._begin_ending(number, first)
 
