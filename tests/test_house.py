@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -146,3 +147,20 @@ def test_the_tables_of_the_code_layout_name_files_that_there_are() -> None:
             file = next((place for place in places if place.is_file()), None)
             assert file is not None or deleted, f"{name}: {row}"
             folder = folder if file is None else file.parent
+
+
+def test_no_tensor_has_the_default_dtype() -> None:
+    """It is the whole process's, and transformers sets it while it loads a model in any thread:
+    numbers would be rounded in silence, and compiled code would write past the end of memory.
+    """
+    makers = {"zeros", "ones", "empty", "full", "rand", "randn", "linspace", "eye"}
+    found = [
+        f"{path}:{call.lineno}: {ast.unparse(call)}"
+        for path in sorted(Path("trireme").rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func).removeprefix("torch.") in makers
+        and ast.unparse(call.func).startswith("torch.")
+        and "dtype" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert not found

@@ -412,7 +412,7 @@ def _row_of(e: Experience, name: str, weighted: bool) -> Any:
     if row is None and name == "sampler_logprobs":
         return e.logprobs
     if row is None and name == "loss_weight" and weighted:
-        return torch.ones(len(e.tokens))
+        return torch.ones(len(e.tokens), dtype=torch.float32)
     return row
 
 
@@ -421,7 +421,7 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     of torch's time, and has no bfloat16.
     """
     if not rows:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
     if any(row.dtype == torch.bfloat16 for row in rows):
         return torch.cat([*rows, rows[0][:0]])
     return torch.from_numpy(np.concatenate([row.numpy(force=True) for row in rows]))

@@ -129,6 +129,31 @@ def test_a_request_samples_the_same_alone_and_in_a_batch(folder: Path) -> None:
     assert together[0] != together[1], "samples of one prompt have streams of their own"
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_replies_do_not_depend_on_the_default_dtype(folder: Path, fast: bool) -> None:
+    """transformers sets it for the whole process while it loads a model, such as the one of a
+    user's reward. Compiled steps would write past memory of 16 bits a number.
+    """
+    plain = Sampling(max_tokens=12, ignore_eos=True, temperature=0.7, min_tokens=3)
+    cut = dataclasses.replace(plain, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+
+    async def main(engine: TorchEngine) -> Any:
+        torch.set_default_dtype(dtype)
+        try:
+            return [
+                await engine.generate(p, s, key=(1, i, 0))
+                for s in (plain, cut)
+                for i, p in enumerate(PROMPTS)
+            ]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    dtype = torch.float32
+    expected = run(folder, main, fast=fast)
+    dtype = torch.float64
+    assert run(folder, main, fast=fast) == expected
+
+
 def test_equal_prompts_are_prefilled_once_and_turns_reuse_the_prefix(folder: Path) -> None:
     prompt = list(range(5, 45))
 

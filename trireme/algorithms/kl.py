@@ -137,12 +137,13 @@ def weights(mode: str, sample_ids: Tensor, num_samples: int, *, width: int) -> T
             f"algorithm.loss_agg_mode is '{mode}': expected one of {', '.join(LOSS_AGG_MODES)}"
         )
     num_tokens = len(sample_ids)
-    if mode == "token-mean":
-        return torch.full((num_tokens,), 1 / (num_tokens + _EPSILON))
-    if mode == "seq-mean-token-sum":
-        return torch.full((num_tokens,), 1 / max(num_samples, 1))
-    if mode == "seq-mean-token-sum-norm":
-        return torch.full((num_tokens,), 1 / (width + _EPSILON))
+    alike = {
+        "token-mean": 1 / (num_tokens + _EPSILON),
+        "seq-mean-token-sum": 1 / max(num_samples, 1),
+        "seq-mean-token-sum-norm": 1 / (width + _EPSILON),
+    }
+    if mode in alike:
+        return torch.full((num_tokens,), alike[mode], dtype=torch.float32)
     counts = torch.bincount(sample_ids, minlength=num_samples).double()
     return (1 / (max(num_samples, 1) * (counts.index_select(0, sample_ids) + _EPSILON))).float()
 

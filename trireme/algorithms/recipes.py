@@ -280,7 +280,7 @@ class Recipe:
                 self.loss_agg_mode, batch.sample_ids, batch.num_samples, width=batch.width
             )
         else:
-            out = torch.empty(batch.num_tokens)
+            out = torch.empty(batch.num_tokens, dtype=torch.float32)
             for option, kind in (("sft_loss_agg_mode", experts), ("grpo_loss_agg_mode", ~experts)):
                 part = batch.select(kind.nonzero().flatten().tolist())
                 mode = self.policy_loss.options.get(option) or self.loss_agg_mode

@@ -95,7 +95,7 @@ async def mix(
     fresh = await buffer.take(share)
     experts = await auxiliary[sft_dataset_name].take(num - share)
     for expert in experts:
-        nothing = torch.zeros(len(expert.tokens))
+        nothing = torch.zeros(len(expert.tokens), dtype=torch.float32)
         expert.info["is_expert"] = True
         expert.reward = 0.0
         expert.logprobs, expert.advantages, expert.returns = nothing, nothing, nothing

@@ -131,8 +131,8 @@ def kto(
     `desirable_weight` or `undesirable_weight`.
     """
     gains = segment_sum(logprobs - ref_logprobs, sample_ids)
-    sign = torch.where(desirable, 1.0, -1.0).to(gains.dtype)
-    weight = torch.where(desirable, desirable_weight, undesirable_weight).to(gains.dtype)
+    sign = torch.full_like(gains, -1.0).masked_fill(desirable, 1.0)
+    weight = torch.full_like(gains, undesirable_weight).masked_fill(desirable, desirable_weight)
     loss = weight * torch.sigmoid(-beta * sign * (gains - reference_point))
     first = sample_ids.diff(prepend=sample_ids.new_tensor([-1])) != 0  # one entry of each reply
     rewards = beta * gains.detach()

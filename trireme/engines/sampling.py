@@ -82,23 +82,24 @@ class RowParameters:
     def of(cls, rows: Sequence[Sampling], device: torch.device) -> RowParameters:
         """Stack the parameters of these requests, in their order."""
 
-        def column(values: list[float], off: Any) -> Tensor | None:
-            if all(off(value) for value in values):
-                return None
-            return torch.tensor(values, device=device)[:, None]
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        def used(values: list[float], off: Any) -> Tensor | None:
+            return None if all(off(value) for value in values) else column(values)
 
         heat = [s.temperature for s in rows]
         greedy = [t == 0 for t in heat]
         return cls(
-            temperature=torch.tensor([t or 1.0 for t in heat], device=device)[:, None],
+            temperature=column([t or 1.0 for t in heat]),
             even=all(t in (0, 1) for t in heat),
             greedy=torch.tensor(greedy, device=device),
             any_greedy=any(greedy),
             all_greedy=all(greedy),
-            top_k=column([float(s.top_k) for s in rows], lambda k: k <= 0),
-            top_p=column([s.top_p for s in rows], lambda p: p >= 1),
-            min_p=column([s.min_p for s in rows], lambda p: p <= 0),
-            penalty=column([s.repetition_penalty for s in rows], lambda p: p == 1),
+            top_k=used([float(s.top_k) for s in rows], lambda k: k <= 0),
+            top_p=used([s.top_p for s in rows], lambda p: p >= 1),
+            min_p=used([s.min_p for s in rows], lambda p: p <= 0),
+            penalty=used([s.repetition_penalty for s in rows], lambda p: p == 1),
         )
 
     @property

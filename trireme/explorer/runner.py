@@ -356,7 +356,8 @@ async def scored(
             )
         more: Any = {"pictures": e.pictures} if e.pictures else {}
         logprobs = await teacher.logprobs(scores, temperature, **more)
-        e.teacher_logprobs = torch.tensor([*[0.0] * shared, *logprobs[len(read) :]])
+        whole = [*[0.0] * shared, *logprobs[len(read) :]]
+        e.teacher_logprobs = torch.tensor(whole, dtype=torch.float32)
 
 
 def _with_teacher_prompt(model: Model, tokens: list[int], prompt: Any) -> tuple[list[int], int]:

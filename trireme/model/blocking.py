@@ -174,14 +174,14 @@ class BlockingModel:
         the ids: an experience's.
         """
         call = self.model.logprobs(tokens, temperature, pictures)
-        return torch.tensor(wait_for(self._loop, call, "logprobs"))
+        return torch.tensor(wait_for(self._loop, call, "logprobs"), dtype=torch.float32)
 
     async def logprobs_async(
         self, tokens: Sequence[int], temperature: float = 1.0, pictures: Sequence[Any] = ()
     ) -> Tensor:
         """Await `logprobs`."""
         call = self.model.logprobs(tokens, temperature, pictures)
-        return torch.tensor(await on_loop(self._loop, call))
+        return torch.tensor(await on_loop(self._loop, call), dtype=torch.float32)
 
     def convert_messages_to_experience(
         self,

@@ -18,7 +18,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -173,16 +173,17 @@ def _trial(
     depth = np.concatenate([np.arange(200), np.arange(70, 200)])
     seen = np.array([[90], [180]]) * ((depth >= 90) & (depth < 180)) if around else None
     trie = Trie([(0, trunk), (70, branch)], depth, ends, seen)
-    draw = torch.Generator().manual_seed(0)
-    rows = [torch.randn(1, h, 330, width, generator=draw) for h in (heads, key_heads, key_heads)]
-    rows += [torch.randn(heads, generator=draw)] if sinks else []
+    drawn = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    rows = [drawn(1, h, 330, width) for h in (heads, key_heads, key_heads)]
+    rows += [drawn(heads)] if sinks else []
     results: list[list[Tensor]] = []
     tried: list[tuple[Kernel, torch.dtype]] = [("sdpa", torch.float32), (kernel, torch.bfloat16)]
     for name, dtype in tried:
         given = [row.bfloat16().to(device, dtype).requires_grad_() for row in rows]
         layout = lay_out(trie, name).to(device)
         out = layout.attend(*given[:3], window=0, scale=None, sinks=given[3] if sinks else None)
-        (out.float() * torch.linspace(-1, 1, width, device=device)).sum().backward()
+        slope = torch.linspace(-1, 1, width, dtype=torch.float32, device=device)
+        (out.float() * slope).sum().backward()
         results.append([out.detach(), *(row.grad for row in given if row.grad is not None)])
     gaps = [
         (one - other.float()).abs().max() / one.abs().max()

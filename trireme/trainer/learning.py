@@ -121,7 +121,9 @@ def renewed(
     """Update the inputs of the loss that depend on the weights, before each optimizer step."""
     if recipe.asks("reference_point"):
         point = reference_point(backend, experiences)
-        batch = batch.with_fields(reference_point=torch.full((batch.num_tokens,), point))
+        batch = batch.with_fields(
+            reference_point=torch.full((batch.num_tokens,), point, dtype=torch.float32)
+        )
     return with_selected(backend, recipe, batch)
 
 
@@ -185,7 +187,7 @@ def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
     given = {"logprobs": logprobs, "sample_ids": batch.sample_ids}
     groups = numbered(batch.groups)
     given["group_ids"] = torch.tensor(groups)[batch.sample_ids]
-    given["samples_per_group"] = torch.tensor(len(groups) / len(set(groups)))
+    given["samples_per_group"] = torch.tensor(len(groups) / len(set(groups)), dtype=torch.float32)
     if not recipe.bypass_old_logprobs:
         given["old_logprobs"] = batch.fields.get("trainer_logprobs", logprobs)
     choose = getattr(loss.function, "selects")  # noqa: B009 (an attribute of a function)
@@ -217,7 +219,8 @@ def _with_advantages(
     if not experts.any():
         return compute(experiences, batch)
     entries = ~experts[batch.sample_ids]
-    found = {name: torch.zeros(batch.num_tokens) for name in ("advantages", "returns")}
+    names = "advantages", "returns"
+    found = {name: torch.zeros(batch.num_tokens, dtype=torch.float32) for name in names}
     metrics: dict[str, float] = {}
     if bool(entries.any()):
         samples = (~experts).nonzero().squeeze(1).tolist()
@@ -302,7 +305,8 @@ def _with_group_advantages(
     """
     own = {} if recipe.bypass_old_logprobs else {"old_logprobs": backend.logprobs(batch)}
     penalties, metrics = _penalties(recipe, batch, own, train_state)
-    costs = torch.zeros(batch.num_samples).index_add_(0, batch.sample_ids, penalties)
+    costs = torch.zeros(batch.num_samples, dtype=torch.float32)
+    costs.index_add_(0, batch.sample_ids, penalties)
     part = recipe.parts["advantage_fn"]
     advantages = scores_less(part, experiences, costs)[batch.sample_ids]
     _refuse_not_finite(f"algorithm.{part.label} gave ", advantages, batch)
@@ -330,7 +334,7 @@ def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: 
     """
     rows: list[Tensor] = []
     for e, count in zip(experiences, batch.counts.tolist(), strict=True):
-        rewards = torch.zeros(count)
+        rewards = torch.zeros(count, dtype=torch.float32)
         if not count:
             continue
         if e.token_rewards is not None:

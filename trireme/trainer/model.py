@@ -152,7 +152,11 @@ def prove_replay(model: PreTrainedModel) -> None:
     shape = carry_routing(model)
     tokens, device = _PROOF[0], next(model.parameters()).device
     draws = torch.rand(
-        len(tokens), shape.layers, shape.experts, generator=torch.Generator().manual_seed(0)
+        len(tokens),
+        shape.layers,
+        shape.experts,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float32,
     )
     recorded = draws.argsort(-1)[..., : shape.chosen].to(shape.dtype)
     recorded[1] = torch.iinfo(shape.dtype).max  # a token without a record

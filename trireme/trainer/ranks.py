@@ -342,7 +342,7 @@ class Team:
 
         `compute(part)` returns those of a micro-batch, in rows and blocks of rows [M of the part].
         """
-        out = torch.zeros(num, batch.num_tokens)
+        out = torch.zeros(num, batch.num_tokens, dtype=torch.float32)
         numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
         for part in self.parts(numbered):
             got = compute(part or dummy())

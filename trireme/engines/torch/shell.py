@@ -138,7 +138,7 @@ def prove_states(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         read = Pass.of(store, parts, [0, 1], [0, 0], device=torch.device("cpu"))
         passes = [(tokens[:, :_READ], read)]
         for at in range(_READ, len(_PROOF)):
-            starts, ones = torch.full((2,), at), torch.ones(2, dtype=torch.long)
+            starts, ones = torch.full((2,), at, dtype=torch.long), torch.ones(2, dtype=torch.long)
             passes.append((tokens[:, at : at + 1], Pass(store, None, starts, ones, 1, at + 1)))
         got = [
             model(input_ids=ids, position_ids=one.positions, use_cache=False, rows=one).logits

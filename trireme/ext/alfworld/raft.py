@@ -143,7 +143,7 @@ async def _measure(model: Model, experience: Experience) -> None:
     if not experience.trained_tokens:
         return
     logprobs = await model.logprobs(experience.tokens.tolist(), experience.temperature)
-    measured = torch.tensor(logprobs)
+    measured = torch.tensor(logprobs, dtype=torch.float32)
     assert experience.versions is not None
     experience.logprobs = torch.where(experience.versions >= 0, measured, 0.0)
     experience.sampler_logprobs = None

@@ -131,8 +131,8 @@ class CompiledStep:
         logits = self._prepare(x, where, store, prompts, tables)
         rows, vocabulary = logits.shape
         tokens = torch.empty(most, rows, dtype=torch.long)
-        logprobs = torch.empty(most, rows)
-        sampler = logprobs if rule.least is None else torch.empty(most, rows)
+        logprobs = torch.empty(most, rows, dtype=torch.float32)
+        sampler = logprobs if rule.least is None else torch.empty_like(logprobs)
         ends = torch.zeros(vocabulary, dtype=torch.uint8)
         ends[[token for token in rule.ends if token < vocabulary]] = 1
         draws = _Draws(

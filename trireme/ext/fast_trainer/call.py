@@ -265,7 +265,10 @@ class Call:
             "middle": self._width,
             "both": 2 * self._inner,
         }
-        stored = {name: torch.empty(count, self._tokens, size) for name, size in widths.items()}
+        stored = {
+            name: torch.empty(count, self._tokens, size, dtype=torch.float32)
+            for name, size in widths.items()
+        }
         self._alive += stored.values()
         return stored
 
@@ -276,7 +279,7 @@ class Call:
 
     def _numbers(self, *size: int) -> int:
         """Return the address of new memory, which lives as long as this call."""
-        self._alive.append(torch.empty(size))
+        self._alive.append(torch.empty(size, dtype=torch.float32))
         return self._alive[-1].data_ptr()
 
     def _copied(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:

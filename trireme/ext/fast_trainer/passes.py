@@ -183,7 +183,7 @@ def _difference(model: PreTrainedModel, compiled: CompiledPass) -> float:
     if ours is None:
         return float("inf")
     weights = list(base.parameters())
-    slope = torch.linspace(-1, 1, own.numel()).view_as(own)
+    slope = torch.linspace(-1, 1, own.numel(), dtype=torch.float32).view_as(own)
     pairs = [(own, ours)]
     pairs += zip(*(torch.autograd.grad(x, weights, slope) for x in (own, ours)), strict=True)
     gaps = [(a - b).detach().abs().max() / a.detach().abs().max() for a, b in pairs]

@@ -122,7 +122,7 @@ def sapo(
     both sides.
     """
     ratio = log_ratio_of(logprobs, old_logprobs).exp()
-    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
     return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
 

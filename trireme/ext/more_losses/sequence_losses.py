@@ -69,8 +69,8 @@ def vespo(
     log_ratio = log_ratio_of(logprobs.detach(), old_logprobs)
     log_w = segment_sum(log_ratio, sample_ids).clamp(math.log(1e-8), MAX_LOG_RATIO)
     positive = advantages >= 0
-    k = torch.where(positive, k_pos, k_neg)
-    scale = torch.where(positive, lambda_pos, lambda_neg)
+    k = torch.full_like(log_w, k_neg).masked_fill(positive, k_pos)
+    scale = torch.full_like(log_w, lambda_neg).masked_fill(positive, lambda_pos)
     weight = (k * log_w + scale * (1 - log_w.exp())).exp()
     reported = {"vespo_weight": weight, "ppo_kl": (old_logprobs - logprobs).detach()}
     return -weight * advantages * logprobs, reported

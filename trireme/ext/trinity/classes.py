@@ -402,7 +402,7 @@ def _average(part: type) -> Callable[..., Any]:
                 "the mask"
             )
         reported = {
-            name.rpartition("/")[2]: torch.full(sample_ids.shape, value)
+            name.rpartition("/")[2]: torch.full(sample_ids.shape, value, dtype=torch.float32)
             for name, value in metrics.items()
         }
         return average.reshape(()).expand(sample_ids.shape), reported
