@@ -318,6 +318,23 @@ def test_an_interrupted_run_saves_and_goes_on(
     assert run.metrics["step"] == [float(step) for step in range(1, 21)]
 
 
+def test_a_process_has_one_run_at_a_time(tiny_dir: Path, tmp_path: Path) -> None:
+    """Two would load models at once, which fails, and end each other's processes."""
+    refused: list[str] = []
+
+    def starts_another(task: Task, answer: str) -> float:
+        if not refused:
+            with pytest.raises(RuntimeError, match="another run of this process") as raised:
+                start(tiny_dir, tmp_path / "second", **options, reward=varied)
+            refused.append(str(raised.value))
+        return float(len(answer))
+
+    options: dict[str, Any] = {"buffer": {"total_steps": 1, "batch_size": 2}}
+    for _ in range(2):
+        run = start(tiny_dir, tmp_path, **options, reward=starts_another)
+        assert refused and run.metrics["rollout/failed/error"] == [0.0]
+
+
 def trireme_steps(root: Path) -> list[int]:
     folders = (root / "python" / "mine").glob("global_step_*")
     return sorted(int(folder.name.rpartition("_")[2]) for folder in folders)

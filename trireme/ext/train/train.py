@@ -45,6 +45,11 @@ BATCH_SIZE = 32
 REPEAT_TIMES = 8
 TOOLS_WORKFLOW = "multi_turn_scheduler"
 WAKE_S = 0.2
+_one_run = threading.Lock()
+"""Locked while a run is under way. Two would set and reset the same environment variables, by which
+each ends the processes that its rollouts leave; write into each other's log; and load models at the
+same time, which transformers cannot.
+"""
 """A signal may reach another thread than the one that waits, which then sees it when it wakes."""
 Tasks = str | Path | Iterable[Any]
 RewardSpec = str | Callable[..., Any] | Mapping[str, Any]
@@ -171,8 +176,8 @@ def train(
     Without keys of your own a step has 32 tasks at most, with 8 rollouts each. A run resumes where
     an earlier one of the same `name` ended; without a name each run starts from scratch.
 
-    Raises ConfigError with all problems before anything starts, and KeyboardInterrupt if it was
-    interrupted.
+    Raises ConfigError with all problems before anything starts, RuntimeError if another run of this
+    process has not ended, and KeyboardInterrupt if it was interrupted.
     """
     plans = checked(
         config_from(
@@ -447,7 +452,14 @@ def _show(console: Console) -> None:
 
 
 def _in_thread(plans: list[Plan]) -> Summary:
-    """Run the stages in a thread. KeyboardInterrupt: it was asked to end, and has ended."""
+    """Run the stages in a thread. KeyboardInterrupt: it was asked to end, and has ended. Raises
+    RuntimeError while another run is under way, such as one that did not end in its time.
+    """
+    if not _one_run.acquire(blocking=False):
+        raise RuntimeError(
+            "another run of this process has not ended: expected one at a time; start each of "
+            "several in a process of its own"
+        )
     stop, summaries, failed = Stop(), list[Summary](), list[BaseException]()
     ended = threading.Event()  # an interrupted `Thread.join` takes a living thread for ended
 
@@ -462,6 +474,7 @@ def _in_thread(plans: list[Plan]) -> Summary:
             failed.append(error)
         finally:
             console.close()
+            _one_run.release()
             ended.set()
 
     with console.warnings() if isinstance(console, CellConsole) else nullcontext():
