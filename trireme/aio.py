@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial, wraps
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from trireme.log import get_logger
 from trireme.processes import end_now
@@ -197,6 +197,9 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 class OwnThread:
     """One thread that runs calls one after the other, until `close`."""
 
+    _busy: ClassVar[set[OwnThread]] = set()
+    """Those that are in the middle of a call."""
+
     def __init__(self, name: str) -> None:
         """The thread starts with the first call."""
         self._name = name
@@ -246,7 +249,18 @@ class OwnThread:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            call()
+            OwnThread._busy.add(self)
+            try:
+                call()
+            finally:
+                OwnThread._busy.discard(self)
+
+
+def code_hangs() -> bool:
+    """Return whether code is still running in a thread of its own, such as that of a rollout whose
+    time is over.
+    """
+    return bool(OwnThread._busy)
 
 
 async def in_thread(function: Callable[[], T], *, name: str) -> T:

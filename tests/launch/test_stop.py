@@ -89,6 +89,26 @@ UNHEARD = """
     stop.run(work())
 """
 
+LATE = """
+    import asyncio, atexit, sys, time, types
+    from contextlib import suppress
+    from trireme.aio import in_thread
+    from trireme.launch.stop import Stop
+    sys.modules["trireme.trainer.trainer"] = types.ModuleType("small")  # the other loads torch
+    sys.modules["trireme.trainer.trainer"].Stopped = InterruptedError
+
+    async def work():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await in_thread(lambda: time.sleep(float(sys.argv[1])), name="workflow-0")
+        print("stuck", flush=True)
+
+    stop = Stop()
+    stop.run(work())
+    atexit.register(print, "Python's end")
+    sys.exit(stop.ended(3))
+"""
+
 
 HEARS = """
     import signal
@@ -159,6 +179,14 @@ def test_a_run_ends_in_its_time_where_nobody_takes_what_it_says(stderr: str) -> 
     with program(UNHEARD, stderr) as process:
         process.send_signal(signal.SIGHUP)
         assert process.wait(timeout=HANG_S) == 128 + signal.SIGHUP
+
+
+@pytest.mark.parametrize(("seconds", "end"), [("0", "Python's end\n"), ("600", "")])
+def test_python_does_not_end_a_thread_whose_rollout_is_over(seconds: str, end: str) -> None:
+    """One that computes with torch would abort the process, after a run that has succeeded."""
+    with program(LATE, seconds) as process:
+        out, said = process.communicate(timeout=HANG_S)
+    assert (out, process.returncode) == (end, 3), said
 
 
 def test_an_exit_of_a_task_of_its_own_ends_neither_the_run_nor_what_else_goes_on(

@@ -30,6 +30,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, TypeVar, cast
 
+from trireme.aio import code_hangs
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.log import get_logger
@@ -160,10 +161,11 @@ class Stop:
             self._loop.call_soon_threadsafe(self._stop_work)
 
     def ended(self, code: int) -> int:
-        """Return the exit code; if coroutines are left, exit at once, since Python would throw into
-        them.
+        """Return the exit code; if coroutines are left, or code hangs in a thread, exit at once.
+        Python would throw into the ones, and end the others, which aborts the process if one is in
+        a function of torch.
         """
-        if self._abandoned:
+        if self._abandoned or code_hangs():
             sys.stdout.flush()
             sys.stderr.flush()
             end_now()
