@@ -198,7 +198,7 @@ class OwnThread:
     """One thread that runs calls one after the other, until `close`."""
 
     _busy: ClassVar[set[OwnThread]] = set()
-    """Those that are in the middle of a call."""
+    """Those in which a function runs whose result is awaited, or was until its time was over."""
 
     def __init__(self, name: str) -> None:
         """The thread starts with the first call."""
@@ -221,12 +221,15 @@ class OwnThread:
 
         def call() -> None:
             result, error = None, None
+            OwnThread._busy.add(self)
             try:
                 result = function()
             except StopIteration as raised:  # a Future cannot hold one
                 error = RuntimeError(f"raised {raised!r}").with_traceback(raised.__traceback__)
             except BaseException as raised:
                 error = raised
+            finally:  # before the caller learns of the end
+                OwnThread._busy.discard(self)
             with suppress(RuntimeError):  # the run and its loop may have ended
                 loop.call_soon_threadsafe(settle, result, error)
 
@@ -249,11 +252,7 @@ class OwnThread:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            OwnThread._busy.add(self)
-            try:
-                call()
-            finally:
-                OwnThread._busy.discard(self)
+            call()
 
 
 def code_hangs() -> bool:

@@ -57,6 +57,26 @@ FORKS = """
     stop.run(work())
     print("asked:", stop.number)
 """
+POOL = """
+    import asyncio, multiprocessing, sys, types
+    from trireme.aio import LoopWatch, in_thread
+    from trireme.launch.stop import Stop
+    sys.modules["trireme.trainer.trainer"] = types.ModuleType("small")  # the other loads torch
+    sys.modules["trireme.trainer.trainer"].Stopped = InterruptedError
+
+    def pool():
+        with multiprocessing.get_context("fork").Pool(2) as workers:  # ends them by SIGTERM
+            return workers.map(abs, [-1, 2])
+
+    async def work():
+        print("stuck", flush=True)
+        LoopWatch(600.0)
+        return [pool(), await in_thread(pool, name="workflow-0")]
+
+    stop = Stop()
+    stop.listen()
+    print(stop.run(work()), file=sys.stderr)
+"""
 UNHEARD = """
     import asyncio, os, signal, sys, types
     from trireme.launch.stop import Stop
@@ -105,7 +125,7 @@ LATE = """
 
     stop = Stop()
     stop.run(work())
-    atexit.register(print, "Python's end")
+    atexit.register(print, "Python's end", file=sys.stderr)
     sys.exit(stop.ended(3))
 """
 
@@ -171,6 +191,13 @@ def test_a_signal_to_a_child_is_none_to_the_run() -> None:
     assert (out, process.returncode) == ("asked: None\n", 0), said
 
 
+def test_workers_of_multiprocessing_end_by_its_signal() -> None:
+    """Its usual way on Linux before Python 3.14 is a fork, which inherits handlers of signals."""
+    with program(POOL) as process:
+        _, said = process.communicate(timeout=HANG_S)
+    assert (said, process.returncode) == ("[[1, 2], [1, 2]]\n", 0)
+
+
 @pytest.mark.parametrize("stderr", ["a full pipe", "a closed terminal"])
 def test_a_run_ends_in_its_time_where_nobody_takes_what_it_says(stderr: str) -> None:
     """Nor is a signal less heard: of SIGHUP a closed terminal is the reason. The folder that the
@@ -185,8 +212,8 @@ def test_a_run_ends_in_its_time_where_nobody_takes_what_it_says(stderr: str) -> 
 def test_python_does_not_end_a_thread_whose_rollout_is_over(seconds: str, end: str) -> None:
     """One that computes with torch would abort the process, after a run that has succeeded."""
     with program(LATE, seconds) as process:
-        out, said = process.communicate(timeout=HANG_S)
-    assert (out, process.returncode) == (end, 3), said
+        _, said = process.communicate(timeout=HANG_S)
+    assert (said, process.returncode) == (end, 3)
 
 
 def test_an_exit_of_a_task_of_its_own_ends_neither_the_run_nor_what_else_goes_on(

@@ -172,12 +172,16 @@ class Stop:
             os._exit(code)
         return code
 
+    def hears(self, number: int) -> bool:
+        """Return whether a signal's handler is this one's, or a LoopWatch's around it."""
+        if number not in SIGNALS:
+            return False
+        return inspect.unwrap(cast(Any, signal.getsignal(number))) == self._on_signal
+
     def hear(self, number: int) -> None:
         """Handle a signal at once; its Python handler may yet have to wait for the main thread."""
-        if number not in SIGNALS:
+        if not self.hears(number):
             return
-        if inspect.unwrap(cast(Any, signal.getsignal(number))) != self._on_signal:
-            return  # not ours, nor that of a LoopWatch around it
         first, self._thread_heard = not self._thread_heard, True
         self._begin_ending(number, first)
 
@@ -333,5 +337,11 @@ def _read_signals(reader: socket.socket) -> None:
 
 
 def _disconnect_child() -> None:
-    """Disconnect a child process, whose signals are not ours."""
+    """Disconnect a child process, whose signals are not ours: it ends by them, as a worker of
+    multiprocessing must by SIGTERM.
+    """
     signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if _receiver[0].hears(number):
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
