@@ -141,6 +141,64 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("postgres").database()
 
 
+@pytest.mark.parametrize("kind", ["rows", "lines"])
+def test_a_second_job_does_not_take_the_copy_of_another(
+    shared: str, tmp_path: Path, kind: str
+) -> None:
+    file = tmp_path / "copy.jsonl"
+    jobs = [tmp_path / name for name in ("first", "second")]
+    for job in jobs:
+        job.mkdir()
+
+    def claim(job: Path, resumes: bool = False) -> Record:
+        record = Record(database=shared) if kind == "rows" else Record(lines=file)
+        try:
+            record.claim(job, key="input_save_path", resumes=resumes)
+        except ValueError:
+            record.close()
+            raise
+        return record
+
+    first = claim(jobs[0])
+    first._write(step_of(1))
+    first.close()
+    claim(jobs[0]).close()  # the same job again
+    taken = rf"^input_save_path: .*copy.* is the copy of the job in {jobs[0]}, and this run, in "
+    if kind == "rows":
+        taken = taken.replace("copy.* is", ".* is")
+    for resumes in (False, True):
+        with pytest.raises(ValueError, match=taken) as refused:
+            claim(jobs[1], resumes)
+        assert "s3cret" not in str(refused.value)
+    jobs[0].rmdir()  # renamed, or deleted
+    with pytest.raises(ValueError, match=taken):
+        claim(jobs[1])
+    claim(jobs[1], resumes=True).close()  # it was renamed
+    claim(jobs[1]).close()
+
+
+def test_a_copy_that_names_no_job_is_that_of_a_run_which_resumes(tmp_path: Path) -> None:
+    url, lines = f"sqlite:///{tmp_path / 'copy.db'}", tmp_path / "copy.jsonl"
+    record = Record(database=url, lines=lines)
+    record._write(step_of(1))
+    with pytest.raises(ValueError, match=r"copy\.db has experiences of another job, and this run"):
+        record.claim(tmp_path / "job", key="path", resumes=False)
+    record.claim(tmp_path / "job", key="path", resumes=True)
+    record.claim(tmp_path / "job", key="path", resumes=False)
+    record.close()
+
+
+def test_a_copy_in_the_folder_of_its_job_names_no_owner(tmp_path: Path) -> None:
+    record = record_for("copy.db", tmp_path / "buffer")
+    record._write(step_of(1))
+    record.claim(tmp_path, key="path", resumes=False)
+    record.close()
+    assert not list(tmp_path.rglob("*.owner.json"))
+    with sqlite3.connect(tmp_path / "buffer/copy.db") as connection:
+        tables = {name for (name,) in connection.execute("select name from sqlite_master")}
+    assert "experiences" in tables and "experiences_owner" not in tables
+
+
 @pytest.mark.parametrize("limit", [math.inf, 20_000])
 def test_several_explorers_write_one_copy(shared: str, limit: float) -> None:
     """Each writes some of its rows again, as after a restart."""

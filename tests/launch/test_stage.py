@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sqlite3
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.buffer.samples import step_of
 from tests.e2e.job import small_config
 from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
@@ -30,6 +32,7 @@ from trireme.launch.results import StageResult, changed_example, explored, summa
 from trireme.launch.resume import refuse_other_run
 from trireme.launch.run import nothing_left
 from trireme.launch.stage import Stage
+from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
 from trireme.usercode import ending
@@ -185,13 +188,35 @@ def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> Non
         def close(self) -> None:
             raise OSError("no space left on device")
 
+        def claim(self, job: Path, *, key: str, resumes: bool) -> None: ...
+
         def rewind(self, step: int) -> None: ...
 
     with pytest.raises(OSError, match="no space left"), opened(plan, device) as (stage, _):
-        stage.keep(Broken())  # pyright: ignore[reportArgumentType]
+        stage.keep(Broken(), "input_save_path")  # pyright: ignore[reportArgumentType]
     assert logging.getLogger("trireme").handlers == handlers
     with opened(plan, device):
         pass
+    device.close()
+
+
+def test_a_second_job_that_names_the_copy_of_a_first_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removed what the first had written, without a word."""
+    copy = f"data_processor.experience_pipeline.input_save_path={tmp_path / 'copy.db'}"
+    first, second = (plan_of(tmp_path, copy, f"name={name}") for name in ("first", "second"))
+    device = Device()
+    with opened(first, device) as (stage, _):
+        record = stage.raw_record
+        assert record is not None
+        record._write(step_of(1))
+    monkeypatch.setattr(run_module, "load_models", lambda stage: pytest.fail("a model is loaded"))
+    taken = r"input_save_path: .*/copy\.db is the copy of the job in .*/first, and this run, in "
+    with pytest.raises(ValueError, match=taken):
+        run_module.run_stages([second], console=Console(), stop=Stop())
+    with sqlite3.connect(tmp_path / "copy.db") as connection:
+        assert connection.execute("select count(*) from experiences").fetchone() == (4,)
     device.close()
 
 

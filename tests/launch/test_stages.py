@@ -164,6 +164,23 @@ def _two_stages(folder: Path) -> list[Plan]:
     return checked(load_config(folder / "config.yaml", [])).plans
 
 
+def test_two_stages_that_explore_have_a_copy_each(tmp_path: Path) -> None:
+    """The second removed the first one's experiences."""
+    _two_stages(tmp_path)
+    config = json.loads((tmp_path / "config.yaml").read_text())
+    config["stages"] = [{"stage_name": "one"}, {"stage_name": "two"}]
+    write_json(tmp_path / "config.yaml", config)
+    copy = "data_processor.experience_pipeline.input_save_path"
+    for path in (f"sqlite:///{tmp_path}/copy.db", "postgresql://me:secret@host/x"):
+        config = load_config(tmp_path / "config.yaml", [f"{copy}={path}"])
+        with pytest.raises(ConfigError, match=rf"{copy} is .* of the stages one and two") as error:
+            checked(config)
+        assert "secret" not in str(error.value)
+        apart = "stages.1.data_processor.experience_pipeline.save_input=false"
+        checked(load_config(tmp_path / "config.yaml", [f"{copy}={path}", apart]))
+    checked(load_config(tmp_path / "config.yaml", [f"{copy}=copy.db"]))  # in each one's folder
+
+
 def test_stages_that_are_done_are_those_of_the_file(tmp_path: Path) -> None:
     """By their places alone another stage would count as done, and its model be the next one's."""
     plans = _two_stages(tmp_path)

@@ -13,7 +13,7 @@ from typing import Any
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
 from trireme.buffer.table import batch_number
 from trireme.experience import EID, Experience
-from trireme.files import append, read_jsonl, whole_lines, write_text
+from trireme.files import append, json_or, read_jsonl, whole_lines, write_json, write_text
 from trireme.text import as_json
 
 
@@ -44,6 +44,15 @@ class LineFile:
         kept = set(fitting(rows, SHARE * self._limit, sampled=self._sampled))
         self.keep(lambda line: line["eid"] in kept)
         note_cut(self._path, len(rows) - len(kept), sampled=self._sampled)
+
+    def claim(self, job: Path, refuse_other: Callable[[str, str | None, bool], None]) -> None:
+        """Note in a file beside it that this is the copy of the job in that folder, unless it is
+        refused as another's.
+        """
+        note = self._path.with_name(f"{self._path.name}.owner.json")
+        owner = json_or(note, dict[str, Any]()).get("job")
+        refuse_other(str(self._path), owner, bool(self._known()))
+        write_json(note, {"job": str(job)})
 
     def rewind(self, step: int) -> None:
         """Keep the lines up to `step`; at 0 there is nothing to keep or cut."""

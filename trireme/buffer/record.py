@@ -7,6 +7,7 @@ Invariants:
   after the step from which a run resumes.
 - A line of JSON has the facts for people; tokens and log-probabilities are in the database.
 - Either copy stays within its limit (limit.py).
+- One outside the job's folder belongs to one job, and a second is refused (owner.py).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import copy
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from trireme.buffer.lines import LineFile, summary, with_messages
+from trireme.buffer.owner import refuse_other
 from trireme.buffer.picture_files import PictureFiles
 from trireme.buffer.rows import RowTable
 from trireme.buffer.table import resolve_url
@@ -74,6 +76,13 @@ class Record:
         assert self._lines is not None, "this record keeps no lines"
         self._pending.append(self._thread.submit(self._lines.append, list(lines)))
 
+    def claim(self, job: Path, *, key: str, resumes: bool) -> None:
+        """Make the copy, named by `key` of the YAML, that of the job in folder `job`. Raises
+        ValueError if it lies outside that folder and is another job's.
+        """
+        self._pending.append(self._thread.submit(self._claim, job.absolute(), key, resumes))
+        self.flush()
+
     def rewind(self, step: int) -> None:
         """Remove the rows of explore steps after `step`: a resumed run writes them again."""
         self._pending.append(self._thread.submit(self._rewind, step))
@@ -113,6 +122,13 @@ class Record:
             self._rows.write(experiences, pictures=self._pictures is None)
         if self._lines is not None:
             self._lines.append([self._line(e) for e in experiences])
+
+    def _claim(self, job: Path, key: str, resumes: bool) -> None:
+        refuse = partial(refuse_other, job=job, key=key, resumes=resumes)
+        copies = (self._rows, self._rows and self._rows.path), (self._lines, self._path)
+        for copy_, path in copies:
+            if copy_ is not None and not (path and path.resolve().is_relative_to(job.resolve())):
+                copy_.claim(job, refuse)
 
     def _rewind(self, step: int) -> None:
         if self._rows is not None:

@@ -18,6 +18,8 @@ from sqlalchemy import (
     Engine,
     Integer,
     MetaData,
+    Table,
+    Text,
     delete,
     func,
     insert,
@@ -47,8 +49,12 @@ logger = get_logger("queue_experience_buffer")
 IDS_AT_ONCE = 500
 BLOCK_TOKENS = 2**16
 """Tokens from which on a block takes no further experience: who reads one reads all."""
+OWNER = f"{TABLE}_owner"
+"""The table that names the job whose copy it is."""
 ROW_BYTES = 250
 """Bytes of a row's ids, numbers and indexes."""
+Refuse = Callable[[str, str | None, bool], None]
+"""`refuse_other` of owner.py for one job: of a copy, its owner, and whether it has experiences."""
 
 
 class RowTable:
@@ -113,6 +119,23 @@ class RowTable:
                 f"the copy of experiences in {hide_passwords(self._url)} cannot be written: "
                 f"{error.orig}"
             ) from error
+
+    def claim(self, job: Path, refuse_other: Refuse) -> None:
+        """Note that these are the rows of the job in that folder, unless they are refused as
+        another's.
+        """
+        table = Table(OWNER, MetaData(), Column("job", Text, nullable=False))
+
+        def claim(connection: Connection) -> None:
+            table.create(connection, checkfirst=True)
+            owner = connection.scalar(select(table.c.job))
+            filled = connection.scalar(select(self._table.c.id).limit(1)) is not None
+            copy_ = hide_passwords(self._url)
+            refuse_other(copy_, owner, filled)
+            connection.execute(delete(table))
+            connection.execute(insert(table).values(job=str(job)))
+
+        self._change(claim)
 
     def rewind(self, step: int) -> None:
         """Remove the rows of explore steps after `step`."""

@@ -490,7 +490,8 @@ class ExperiencePipelineConfig(Section):
     save_input: bool = True
     """Keep a copy of the explorer's experiences."""
     input_save_path: str | None = None
-    """Database of the copy; not given: `explorer_output.db` in the job's buffer folder."""
+    """Database of the copy; not given: `explorer_output.db` in the job's buffer folder. One outside
+    that folder belongs to one job: a second is refused."""
     copy_limit_mb: NonNegativeFloat = 1000
     """How large each copy of experiences to look at may become (this one, and a queue's); what the
     trainer has yet to learn from is never touched. 0: no limit."""

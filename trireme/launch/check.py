@@ -137,5 +137,38 @@ def draft(config: Config) -> Draft:
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             whole.problem("stages", f"has {count} stages named {name!r}: expected one")
+    whole.problems += _shared_copies(plans)
     each = merge_problems(stages, [found.problems for found in findings])
     return Draft(plans, whole.problems + each, parts)
+
+
+def _shared_copies(plans: Sequence[Plan]) -> list[Problem]:
+    """Return the copies of experiences that a stage would take from an earlier one: each begins
+    anew, and removes what is there.
+    """
+    problems: list[Problem] = []
+    writers: dict[str, str | None] = {}
+    for plan in plans:
+        if plan.mode != "both":
+            continue
+        copies: dict[str, str | None] = {}
+        pipeline = plan.config.data_processor.experience_pipeline
+        if pipeline.save_input:
+            key = "data_processor.experience_pipeline.input_save_path"
+            copies[key] = pipeline.input_save_path
+        if plan.store.kind == "queue":
+            key = "buffer.trainer_input.experience_buffer.path"
+            copies[key] = plan.config.buffer.trainer_input.experience_buffer.path
+        for key, path in copies.items():
+            file = (path or "").removeprefix("sqlite:///")
+            if "://" not in file and not Path(file).is_absolute():
+                continue  # it is in the stage's own folder
+            writer = writers.setdefault(file, plan.stage_name)
+            if writer != plan.stage_name:
+                text = (
+                    f"is one place outside the folders of the stages {writer} and "
+                    f"{plan.stage_name}, and the second would remove the first one's experiences: "
+                    "expected a path for each"
+                )
+                problems.append(Problem(key, text))
+    return problems

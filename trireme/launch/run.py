@@ -220,6 +220,8 @@ async def run_plan(
     device = Device()
     try:
         with open_run(plan, model_path, device, console) as (stage, following):
+            if plan.mode == "both" and not plan.places.spread:
+                _ = stage.raw_record  # another job's is refused before a model is loaded
             if plan.places.spread:
                 result = await launcher_named(plan.places.launcher).run(stage, stop, measure_end)
             elif plan.engine.served:

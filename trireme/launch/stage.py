@@ -163,7 +163,7 @@ class Stage:
             self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
         )
         if isinstance(buffer, InMemory) and buffer.record is not None:
-            self.keep(buffer.record)
+            self.keep(buffer.record, "buffer.trainer_input.experience_buffer.path")
         if self.resumed is not None:
             buffer.load_state(self.resumed.run_state["buffer"])
         return buffer
@@ -186,11 +186,19 @@ class Stage:
             spec, tokenizer, self.device, barrier=self.barrier, share_with=share
         )
 
-    def pipeline(self) -> Pipeline:
-        """Make the pipeline of operators, with a copy of its input if the YAML wants one."""
+    @cached_property
+    def raw_record(self) -> Record | None:
+        """Make the copy of what workflows return, if the YAML wants one. Raises ValueError if it is
+        another job's.
+        """
         raw = make_raw_record(self.plan, self.folder)
         if raw is not None:
-            self.keep(raw)
+            self.keep(raw, "data_processor.experience_pipeline.input_save_path")
+        return raw
+
+    def pipeline(self) -> Pipeline:
+        """Make the pipeline of operators, with a copy of its input if the YAML wants one."""
+        raw = self.raw_record
         plan, most, resampling = self.plan, self.recipe.max_resample_times, None
         if most is not None and plan.mode == "both":
             rollouts = plan.steps.batch_size * plan.steps.repeat_times
@@ -228,11 +236,13 @@ class Stage:
         with environment(self.plan.config.explorer.env_vars), ending_leftovers(note):
             yield
 
-    def keep(self, record: Record) -> None:
+    def keep(self, record: Record, key: str) -> None:
         """Close the record with the stage, and drop what a killed run wrote after its
-        checkpoint.
+        checkpoint. Raises ValueError if the copy that `key` names is another job's.
         """
         self.closing.callback(record.close)
+        if self.plan.mode == "both":
+            record.claim(self.folder.root, key=key, resumes=self.resumed is not None)
         self._rewind(record)
 
     def _rewind(self, record: Record) -> None:
