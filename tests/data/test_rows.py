@@ -218,6 +218,23 @@ def test_a_slice_of_a_split(tmp_path: Path) -> None:
     assert list(load_rows(path, split="train[1:3]")) == TRAIN[1:3]
 
 
+def test_a_file_is_one_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Any name was accepted, and all rows were read."""
+    path = tmp_path / "sums-held_out_test.jsonl"
+    write_jsonl(path, TEST)
+    for split in ("train", "test", "test[:1]", "held", "sums-held_out_test"):
+        assert list(load_rows(path, split=split)) == TEST[: 1 if "[" in split else None]
+    assert not caplog.records
+    for wrong, near in (("tset", "; did you mean 'test'"), ("trian[:2]", "; did you mean 'train'")):
+        name = wrong.partition("[")[0]
+        with pytest.raises(NoRows, match=rf"has no split '{name}'{near}\? A file is one split"):
+            load_rows(path, split=wrong)
+    for _ in range(2):
+        assert list(load_rows(path, split="validation")) == TEST
+    (record,) = caplog.records
+    assert "are read as split 'validation'" in record.getMessage()
+
+
 def test_a_json_lines_file_needs_no_datasets_library(tmp_path: Path) -> None:
     import subprocess
     import sys

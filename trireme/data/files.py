@@ -46,9 +46,12 @@ _NOT_DATA = ("dataset_infos.json", _SPLITS, _INFO, SAVED)
 
 
 def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
-    """Return the files of `split`, sorted. Raises ValueError naming the available splits or
-    subsets.
+    """Return the files of `split`, sorted; of a single file, itself. Raises ValueError naming the
+    available splits or subsets.
     """
+    if folder.is_file():
+        _check_split(folder, split)
+        return [folder]
     splits = _from_header(folder, subset)
     if splits is None:
         splits = _by_name(folder, subset)
@@ -70,6 +73,31 @@ def chosen_rows(split: re.Match[str], rows: int) -> range:
         return round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
 
     return range(rows)[bound(split["first"]) : bound(split["last"])]
+
+
+def _check_split(file: Path, split: str) -> None:
+    """Check the split that is named for a single file, all of whose rows are read: `train`, or the
+    one in the file's name. Another usual name is a warning. Raises ValueError for other names.
+    """
+    words = re.split(r"[^a-z0-9]+", file.stem.lower())
+    named = {"train", file.stem, *words, _split_of(Path(file.name)) or "train"}
+    usual = [*_SPLIT_WORDS, *(word for known in _SPLIT_WORDS.values() for word in known)]
+    if split in named:
+        return
+    if split not in usual:
+        hint = did_you_mean(split, usual) or "."
+        raise ValueError(
+            f"has no split '{split}'{hint} A file is one split, all of whose rows are read: "
+            "expected 'train', or a word of its name"
+        )
+    _note_split(file, split)
+
+
+@lru_cache(maxsize=256)
+def _note_split(file: Path, split: str) -> None:
+    """Warn once of a file that is read as a split that its name does not say."""
+    text = "all rows of %s are read as split '%s', since a file has no splits: expected 'train'"
+    logger.warning(text, file, split)
 
 
 def _choice(name: str, known: Iterable[str]) -> str:

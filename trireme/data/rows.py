@@ -334,13 +334,11 @@ def split_files(data: DataSet) -> list[Path] | None:
     location = located(data.path, "datasets")
     if location is None:
         return None
-    if not location.is_dir():
-        if not location.is_file():
-            raise ValueError(
-                "is a pipe or a device, and rows are read more than once: expected a file or a "
-                "folder, so write the rows to a file first"
-            )
-        return [location]
+    if not location.is_dir() and not location.is_file():
+        raise ValueError(
+            "is a pipe or a device, and rows are read more than once: expected a file or a "
+            "folder, so write the rows to a file first"
+        )
     state = saved_state(location, matched["name"])
     if state is not None:
         return [state]
