@@ -6,6 +6,7 @@ routers are written out here.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -255,14 +256,51 @@ def test_experts_of_two_models_in_one_batch_are_refused() -> None:
         flatten([one, two])
 
 
-def test_experts_of_another_model_are_refused(folder: Path) -> None:
-    backend = backend_of(folder, replays_routing=True)
-    with pytest.raises(ValueError, match=r"3 experts in 2 layers, .* the same model"):
-        backend.logprobs(
-            flatten(
-                [Experience([1, 2, 3], prompt_length=1, routed_experts=torch.zeros(3, 2, 3).byte())]
-            )
-        )
+OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "fewer experts": (lambda own: own[..., :1], r"of \[3, 1\] layers and experts"),
+    "fewer layers": (lambda own: own[:, :2], r"of \[2, 2\] layers and experts"),
+    "more layers": (lambda own: own[:, [0, 1, 2, 2]], r"of \[4, 2\] layers and experts"),
+    "another expert": (lambda own: own + 3, r"with the expert [4-6] at token 0"),
+    "half a record": (
+        lambda own: own.index_fill(2, torch.tensor(1), UNKNOWN),
+        r"with the expert 255 at token 0",
+    ),
+}
+"""Changes of the experts [T, 3, 2] that a model has recorded, and what is said of them."""
+
+
+def _with_experts_of_another(place: RankSpec | None, path: Path, which: str) -> str:
+    ranks = Ranks(place) if place else None
+    backend = backend_of(path, ranks, replays_routing=True)
+    samples = with_routing(experiences(), 3)
+    for e in samples[:-1]:  # one has a record
+        e.routed_experts = None if e is not samples[2] else e.routed_experts
+    own = samples[2].routed_experts
+    assert own is not None
+    samples[2].routed_experts = OTHERS[which][0](own)
+    recipe: Any = get_recipe(AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none"))
+    with pytest.raises(ValueError) as caught:
+        gradients_of(backend, recipe, samples)
+    if ranks:
+        ranks.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_experts_of_another_model_are_refused(folder: Path, which: str) -> None:
+    said = _with_experts_of_another(None, folder, which)
+    assert re.match(
+        f"experience 0/0/2/0 has routed_experts {OTHERS[which][1]}: expected those of this model, "
+        r"\[3, 2\] with experts from 0 to 3, ",
+        said,
+    )
+
+
+def test_experts_of_another_model_are_named_on_all_ranks(folder: Path, tmp_path: Path) -> None:
+    """One rank raised, and the others waited for it in a collective."""
+    which = "fewer layers"
+    first, second = run(_with_experts_of_another, tmp_path / "ranks", folder, which)
+    assert first == second == _with_experts_of_another(None, folder, which)
 
 
 @pytest.mark.parametrize("lora", [False, True])

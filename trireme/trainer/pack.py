@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from trireme.batch import Batch
 from trireme.engines.request import checked_ids
 from trireme.engines.torch.recurrent import is_recurrent
+from trireme.engines.torch.routing import RoutingShape
 from trireme.engines.torch.vision import Vision, around, axes, seeing, vision_of
 from trireme.pictures import BEGIN, Pictures, shown
 from trireme.trainer.attention import Kernel, Layout, Trie, lay_out
@@ -75,12 +76,6 @@ class PackedBatch:
         """Return the recorded experts [T, K] of a layer; `chosen` for tokens without a record."""
         if self.routed_experts is None:
             return chosen
-        _, layers, count = self.routed_experts.shape
-        if layer >= layers or count != chosen.shape[1]:
-            raise ValueError(
-                f"routed_experts are {count} experts in {layers} layers, and the model's layer "
-                f"{layer} with experts takes {chosen.shape[1]}: expected those of the same model"
-            )
         recorded = self.routed_experts[:, layer]
         known = recorded[:, :1] != torch.iinfo(recorded.dtype).max
         return torch.where(known, recorded.to(chosen.dtype), chosen)
@@ -201,6 +196,31 @@ def refuse_unknown_ids(batch: Batch, vocabulary: int) -> None:
     for eid, row, count in zip(batch.eids, batch.tokens, batch.counts, strict=True):
         if count:
             checked_ids(row.tolist(), vocabulary, f"experience {eid}", pictures=batch.pictures)
+
+
+def refuse_other_experts(batch: Batch, routing: RoutingShape | None) -> None:
+    """Raise ValueError, naming the experience, for recorded experts that are not those of the
+    model: their number in a layer, their layers, or an expert that it does not have.
+    """
+    if routing is None or not batch.routed_experts:
+        return
+    for eid, row in zip(batch.eids, batch.routed_experts, strict=True):
+        if row is None:
+            continue
+        what = ""
+        if row.shape[1:] != (routing.layers, routing.chosen):
+            what = f"of {list(row.shape[1:])} layers and experts"
+        else:
+            known = row[..., :1] != np.iinfo(row.dtype).max
+            wrong = np.argwhere(known & ((row < 0) | (row >= routing.experts)))
+            if len(wrong):
+                what = f"with the expert {row[tuple(wrong[0])]} at token {wrong[0][0]}"
+        if what:
+            raise ValueError(
+                f"experience {eid} has routed_experts {what}: expected those of this model, "
+                f"{[routing.layers, routing.chosen]} with experts from 0 to {routing.experts - 1}, "
+                "since algorithm.enable_router_replay computes tokens by them"
+            )
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:

@@ -44,9 +44,10 @@ from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import my_parts
 from trireme.engines.rendezvous import choose_interface, open_store
 from trireme.engines.torch.composite import text_model
+from trireme.engines.torch.routing import routing_of
 from trireme.engines.torch.vision import vision_of
 from trireme.files import CannotWrite, naming
-from trireme.trainer.pack import cut, packed_tokens, refuse_unknown_ids
+from trireme.trainer.pack import cut, packed_tokens, refuse_other_experts, refuse_unknown_ids
 
 
 class NotFinite(RuntimeError):
@@ -298,22 +299,30 @@ class Team:
     """A rank's part in computing a batch together."""
 
     def __init__(
-        self, ranks: Ranks | None, *, max_token_len: int, share_prefix: bool, vocabulary: int
+        self,
+        ranks: Ranks | None,
+        model: PreTrainedModel,
+        *,
+        max_token_len: int,
+        share_prefix: bool,
     ) -> None:
         """`ranks` None: one process. `max_token_len` is the tokens that a rank computes at
-        a time, `vocabulary` the number of the model's ids.
+        a time.
         """
         self.rank, self.size = (ranks.rank, ranks.world) if ranks else (0, 1)
         self._ranks = ranks
         self._max_token_len = max_token_len
         self._share_prefix = share_prefix
-        self._vocabulary = vocabulary
+        self._vocabulary = model.config.get_text_config().vocab_size
+        self._routing = routing_of(model)
 
     def parts(self, batch: Batch) -> list[Batch | None]:
         """Cut this rank's share into micro-batches, the largest first; None pads to the largest
-        number on any rank. Raises ValueError on all of them for ids that the model does not have.
+        number on any rank. Raises ValueError on all of them for ids and experts that the model does
+        not have.
         """
         refuse_unknown_ids(batch, self._vocabulary)  # each rank has the whole batch
+        refuse_other_experts(batch, self._routing)
         if self._ranks is None:
             return list(cut(batch, self._max_token_len, share_prefix=self._share_prefix))
         shares = deal(batch, self._ranks.data_world, share_prefix=self._share_prefix)

@@ -155,9 +155,8 @@ class TrainSettings:
 
     def team(self, ranks: Ranks | None, model: PreTrainedModel) -> Team:
         """Return the ranks that share the computation of a batch by `model`."""
-        vocabulary = model.config.get_text_config().vocab_size
         size, share = self.max_token_len, self.share_prefix
-        return Team(ranks, max_token_len=size, share_prefix=share, vocabulary=vocabulary)
+        return Team(ranks, model, max_token_len=size, share_prefix=share)
 
     def kernel(
         self, path: str | Path, device: torch.device, model: PreTrainedModel

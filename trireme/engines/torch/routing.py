@@ -80,6 +80,14 @@ def carry_routing(model: PreTrainedModel) -> RoutingShape:
     return RoutingShape(len(blocks), int(experts), int(chosen))  # pyright: ignore
 
 
+def routing_of(model: nn.Module) -> RoutingShape | None:
+    """Return the sizes of a model's routing after `carry_routing`; None without that."""
+    routers = [module for module in model.modules() if isinstance(module, _Routing)]
+    if not routers:
+        return None
+    return RoutingShape(len(routers), int(routers[0].num_experts), int(routers[0].top_k))
+
+
 def is_routing(module: nn.Module) -> bool:
     """Return whether a module is a router of `carry_routing`."""
     return isinstance(module, _Routing)
