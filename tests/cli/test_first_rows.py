@@ -53,6 +53,24 @@ def test_a_row_in_the_middle_whose_prompt_is_no_conversation_is_named(
         assert f"{said}{column} with 'role'" in output
 
 
+def test_a_role_that_the_template_does_not_know_is_a_problem(
+    tmp_path: Path, good: dict[str, Any]
+) -> None:
+    """ShareGPT's went to the template as they are: a turn of `human`, whom no model knows."""
+    rows: list[dict[str, Any]] = [{"question": "1 + 1?", "answer": "2"}] * 4
+    rows[2] = {"question": [{"role": "human", "content": "1 + 1?"}], "answer": "2"}
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    explorer_input = "buffer.explorer_input"
+    words = (f"{explorer_input}.taskset.path={path}", f"{explorer_input}.eval_tasksets=[]")
+    code, output = checked(tmp_path, good, *words)
+    assert code == 1
+    assert f"row 2 ({path}, line 3): a message has the role 'human', which the chat" in output
+    assert "template does not know: expected 'user'" in " ".join(output.split())
+    template = "{% for m in messages %}{% if m.role == 'human' %}{{ m.content }}{% endif %}\n"
+    knows = f'model.custom_chat_template="{template}{{% endfor %}}"'
+    assert checked(tmp_path, good, *words, knows)[0] == 0
+
+
 def test_prompts_that_are_too_long(tmp_path: Path, good: dict[str, Any]) -> None:
     code, output = checked(tmp_path, good, "model.max_prompt_tokens=10")
     assert code == 1

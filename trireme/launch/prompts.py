@@ -31,6 +31,8 @@ MOST_UNKNOWN = 0.1
 SECONDS = 10.0
 """Time limit for encoding a data set's rows beforehand; a row that has begun is finished."""
 
+OTHER_ROLES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of roles, with those of chat templates."""
 HIDES_REPLIES = (
     "the chat template writes no role and no generation prompt between a prompt and its reply, so "
     "that the model cannot tell them apart: expected a template that does, as "
@@ -51,6 +53,8 @@ class Prompts(NamedTuple):
     """Whether a prompt shows a picture."""
     unknown: int = 0
     """Tokens that stand for text which the vocabulary does not cover."""
+    other_role: tuple[str, str] | None = None
+    """A role of ShareGPT's that the chat template does not know, and the row that has it."""
     split_mark: tuple[str, int] | None = None
     """A mark of the chat template that is no token, and the number of tokens that it becomes."""
 
@@ -95,6 +99,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
     sizes: list[int] = []
     deadline = time.monotonic() + SECONDS
     drops_tools = shows_pictures = False
+    other_role: tuple[str, str] | None = None
     unknown, unknown_id = 0, text.tokenizer.unk_token_id
     for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
         read = partial(_read_of_row, text.chat.read, taskset.rows.where(row))
@@ -107,6 +112,9 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         if asked is None:
             return None
         messages, tools = asked
+        for role in (message["role"] for message in messages if other_role is None):
+            if role in OTHER_ROLES and not text.chat.names_role(role):
+                other_role = role, taskset.rows.where(row)
         rendered.append(text.chat.render(messages, tools))
         ids = text.chat.ids_of_text(rendered[-1], messages)
         sizes.append(len(ids))
@@ -124,6 +132,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         text.chat.hides_replies,
         shows_pictures,
         unknown,
+        other_role,
         text.chat.split_mark,
     )
 
@@ -246,8 +255,8 @@ def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
 
 
 def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[Problem]:
-    """Return a problem for each taskset whose prompts are all too long or without a token, or show
-    pictures to an engine or a trainer that takes none.
+    """Return a problem for each taskset whose prompts are all too long or without a token, have
+    other roles than the chat template, or show pictures to an engine or a trainer that takes none.
     """
     seeing = [name for name, prompts in encoded if prompts.shows_pictures]
     blind = [problem for name in seeing[:1] for problem in _blind(plan, name)]
@@ -270,7 +279,15 @@ def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[
         for name, prompts in encoded
         if min(prompts.sizes) > longest_prompt(plan)
     ]
-    return [*blind, *empty[:1], *long]
+    roles = [
+        Problem(
+            "",
+            f"{where}: a message has the role '{role}', which the chat template does not know: "
+            f"expected '{OTHER_ROLES[role]}'",
+        )
+        for role, where in (prompts.other_role for _, prompts in encoded if prompts.other_role)
+    ]
+    return [*blind, *empty[:1], *roles, *long]
 
 
 def _blind(plan: Plan, name: str) -> list[Problem]:

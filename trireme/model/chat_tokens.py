@@ -128,7 +128,8 @@ class ChatTokens:
             self._options["chat_template"] = chat_template
         if enable_thinking is not None:
             self._options["enable_thinking"] = enable_thinking
-        self._has_template = bool(chat_template or tokenizer.chat_template)
+        self._template = str(chat_template or tokenizer.chat_template or "")
+        self._has_template = bool(self._template)
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
         # n rollouts of a task begin with the same prompt
@@ -246,6 +247,12 @@ class ChatTokens:
             return self.render(asked, [_PLACEHOLDER_TOOL]) == self.render(asked)
         except ValueError:
             return False  # it refuses placeholders, so nothing is known
+
+    def names_role(self, role: str) -> bool:
+        """Return True if the template has a case for that role: others it writes as they are, or
+        leaves out.
+        """
+        return any(f"{quote}{role}{quote}" in self._template for quote in "'\"")
 
     def in_known_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages with the role `developer`, OpenAI's newer name for it, as `system` if the
