@@ -17,7 +17,9 @@ from sqlalchemy import MetaData, insert, text
 
 from tests.buffer.samples import run, sample, step_of, uids
 from tests.limits import HANG_S
+from tests.postgres import PASSWORD, Server
 from trireme.buffer import rows as rows_module
+from trireme.buffer import table as table_module
 from trireme.buffer.blocks import BLOCKS, stored_experiences
 from trireme.buffer.limit import fitting
 from trireme.buffer.queue import QueueBuffer
@@ -141,6 +143,40 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("postgres").database()
 
 
+def test_a_server_of_a_copy_that_is_away_is_waited_for(
+    postgres: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the store on the same server is; an outage of a second ended the run."""
+    url = postgres.database()
+    record = Record(database=url, patience=HANG_S, limit=1e6)
+    record._write(step_of(1))
+    with ThreadPoolExecutor() as pool:
+        with postgres.away():
+            writing = pool.submit(record._write, step_of(2))
+            time.sleep(0.5)
+            assert not writing.done()
+        writing.result(HANG_S)
+    postgres.end_connections()
+    record._write(step_of(3))
+    record.close()
+    engine = open_database(url, MetaData())
+    with engine.connect() as connection:
+        ids = list(connection.scalars(text("SELECT msg_id FROM experiences ORDER BY id")))
+    engine.dispose()
+    assert ids == [uid for step in (1, 2, 3) for uid in uids(step_of(step))]
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("is unreachable, waiting for it for" in line for line in told) == 1
+    assert sum("is reachable again" in line for line in told) == 1
+    assert not any(PASSWORD in line for line in told)
+
+    record = Record(database=url, patience=0.1)
+    record.rewind(3)
+    with postgres.away(), pytest.raises(OSError, match=r"gresql.* cannot be written") as error:
+        record._write(step_of(4))
+    assert PASSWORD not in str(error.value)
+    record.close()
+
+
 @pytest.mark.parametrize("kind", ["rows", "lines"])
 def test_a_second_job_does_not_take_the_copy_of_another(
     shared: str, tmp_path: Path, kind: str
@@ -169,7 +205,7 @@ def test_a_second_job_does_not_take_the_copy_of_another(
     for resumes in (False, True):
         with pytest.raises(ValueError, match=taken) as refused:
             claim(jobs[1], resumes)
-        assert "s3cret" not in str(refused.value)
+        assert PASSWORD not in str(refused.value)
     jobs[0].rmdir()  # renamed, or deleted
     with pytest.raises(ValueError, match=taken):
         claim(jobs[1])
@@ -226,7 +262,7 @@ def test_copies_that_remove_each_others_rows_do_not_wait_for_each_other(
     """One removes what it writes again, and meanwhile another removes the same at its limit."""
     first, second = (Record(database=shared, limit=limit) for limit in (1e9, 1_000.0))
     first._write(of_explorer("first", 1))
-    real, begun = rows_module.one_at_a_time, threading.Event()
+    real, begun = table_module.one_at_a_time, threading.Event()
 
     def late(connection: Any, what: str) -> None:
         if threading.current_thread().name.startswith("first"):
@@ -234,7 +270,7 @@ def test_copies_that_remove_each_others_rows_do_not_wait_for_each_other(
             time.sleep(0.5)  # in which the other removes them
         real(connection, what)
 
-    monkeypatch.setattr(rows_module, "one_at_a_time", late)
+    monkeypatch.setattr(table_module, "one_at_a_time", late)
     with ThreadPoolExecutor(thread_name_prefix="first") as pool:
         again = pool.submit(first._write, of_explorer("first", 1))
         assert begun.wait(HANG_S)

@@ -43,15 +43,17 @@ class Record:
         limit: float = math.inf,
         sampled: bool = False,
         messages: bool = False,
+        patience: float = 0.0,
     ) -> None:
         """`database` is a URL, `lines` a `.jsonl` file. Both are made when first written.
 
         `limit`: bytes of either; `sampled`: at the limit a sample remains, not the newest;
-        `messages`: the lines include them.
+        `messages`: the lines include them; `patience`: seconds for which a database's server that
+        goes away is waited for.
         """
         self._line = with_messages if messages else summary
         self._limit = limit
-        self._rows = None if database is None else RowTable(database, limit, sampled)
+        self._rows = None if database is None else RowTable(database, limit, sampled, patience)
         self._lines = LineFile(lines, limit, sampled) if lines is not None else None
         self._path = lines
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")

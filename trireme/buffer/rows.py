@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from sqlalchemy import (
     make_url,
     select,
 )
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, DBAPIError
 
 from trireme.buffer.blocks import BLOCKS, TABLE
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
@@ -34,8 +35,8 @@ from trireme.buffer.table import (
     block_table,
     experience_table,
     first_line,
+    in_turn,
     is_damaged,
-    one_at_a_time,
     open_database,
     row_of,
 )
@@ -60,9 +61,14 @@ Refuse = Callable[[str, str | None, bool], None]
 class RowTable:
     """A table of experiences, which is made when first written."""
 
-    def __init__(self, url: str, limit: float = math.inf, sampled: bool = False) -> None:
-        """`limit`: bytes of all rows; `sampled`: at the limit a sample remains, not the newest."""
+    def __init__(
+        self, url: str, limit: float = math.inf, sampled: bool = False, patience: float = 0.0
+    ) -> None:
+        """`limit`: bytes of all rows; `sampled`: at the limit a sample remains, not the newest;
+        `patience`: seconds for which a server that goes away is waited for.
+        """
         self._url = url
+        self._patience = patience
         self._limit = limit
         self._sampled = sampled
         self._bytes: int | None = None
@@ -114,7 +120,7 @@ class RowTable:
 
         try:
             self._change(write)
-        except DatabaseError as error:
+        except DBAPIError as error:
             raise OSError(
                 f"the copy of experiences in {hide_passwords(self._url)} cannot be written: "
                 f"{error.orig}"
@@ -184,11 +190,17 @@ class RowTable:
 
     def _in_turn(self, change: Callable[[Connection], None]) -> None:
         """Make a change once no other process makes one: the blocks' numbers follow one another,
-        and two that removed each other's rows would wait for each other without end.
+        and two that removed each other's rows would wait for each other without end. If the server
+        goes away, it is made again: all changes may be repeated.
         """
-        with self._open().begin() as connection:
-            one_at_a_time(connection, BLOCKS)
+        attempts = count()
+
+        def attempt(connection: Connection) -> None:
+            if next(attempts):
+                self._bytes = None  # whether the last attempt was made is not known
             change(connection)
+
+        in_turn(self._open(), BLOCKS, attempt, patience=self._patience)
 
     def _last(self, connection: Connection) -> tuple[int, int]:
         """Return the numbers of the newest row and the newest block; 0 if there is none."""

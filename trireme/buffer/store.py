@@ -80,7 +80,8 @@ class Store(Protocol):
 
 
 def copy_limits(plan: Plan) -> dict[str, Any]:
-    """Return a copy's limits, as options of a Record."""
+    """Return a copy's limits, as options of a Record: bytes, and seconds without its server."""
     pipeline = plan.config.data_processor.experience_pipeline
     limit = pipeline.copy_limit_mb * 1e6 or math.inf
-    return {"limit": limit, "sampled": pipeline.copy_policy == "sampled"}
+    patience = plan.config.buffer.trainer_input.experience_buffer.max_read_timeout
+    return {"limit": limit, "sampled": pipeline.copy_policy == "sampled", "patience": patience}

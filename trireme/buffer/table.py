@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from trireme.text import storable
 
 logger = get_logger("queue_experience_buffer")
 
+RETRY_SECONDS = 0.5
+"""Seconds between two tries to reach a server that has gone away."""
 BUSY_SECONDS = 60
 """Seconds that a process waits for another's transaction."""
 
@@ -229,6 +232,35 @@ def one_at_a_time(connection: Connection, what: str) -> None:
     if connection.dialect.name == "postgresql":
         key = zlib.crc32(what.encode())
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
+
+
+def in_turn(
+    engine: Engine, what: str, change: Callable[[Connection], None], *, patience: float
+) -> None:
+    """Make a change in a transaction, once no other one does `what`. If the server goes away, it is
+    waited for `patience` seconds, and the change is made again: it may have been made already.
+    """
+    since, away = time.monotonic(), False
+    while True:
+        try:
+            with engine.begin() as connection:
+                one_at_a_time(connection, what)
+                change(connection)
+        except DBAPIError as error:
+            if not is_away(error) or time.monotonic() - since >= patience:
+                raise
+            if not away:
+                away = True
+                logger.warning(
+                    "database '%s' is unreachable, waiting for it for %g s at most "
+                    "(max_read_timeout): %s",
+                    engine.url.render_as_string(), patience, first_line(error),
+                )  # fmt: skip
+            time.sleep(RETRY_SECONDS)
+        else:
+            if away:
+                logger.warning("database '%s' is reachable again", engine.url.render_as_string())
+            return
 
 
 def _make_tables(engine: Engine, metadata: MetaData) -> None:
