@@ -397,8 +397,13 @@ def test_stale_experiences_are_dropped_and_counted():
 
 
 def test_last_ones_that_are_all_stale_are_no_batch():
-    with pytest.raises(EOFError):
+    with pytest.raises(EOFError) as end:
         asyncio.run(staleness(max_staleness=1).take(Once(0, 1), 2, version=3))
+    (said,) = end.value.__notes__
+    assert said.startswith("the last 2 experiences (2 groups) were not trained: they were more ")
+    with pytest.raises(EOFError) as end:
+        asyncio.run(staleness(max_staleness=1).take(Once(), 2, version=3))
+    assert not hasattr(end.value, "__notes__")
 
 
 @advantage("rank")

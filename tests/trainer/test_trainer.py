@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.limits import HANG_S
+from trireme.buffer.buffer import Closed
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
@@ -514,6 +515,31 @@ def test_its_events_are_the_steps_what_they_learned_from_and_the_checkpoints() -
     kinds = [(type(event), event.step) for event in said]
     steps = [(kind, step) for step in (1, 2, 3) for kind in (Trained, StepDone)]
     assert kinds == [*steps[:4], (Saved, 2), *steps[4:], (Saved, 3)]
+
+
+def test_what_no_step_learns_from_at_the_end_is_said() -> None:
+    """Stale experiences after the last train step were in no metric and no line."""
+
+    async def main() -> SimpleNamespace:
+        made = await make(3)
+        take = made.buffer.take
+
+        async def noted(*args: Any, **options: Any) -> list[Experience]:
+            try:
+                return await take(*args, **options)
+            except Closed as end:
+                end.add_note("the last 2 experiences were not trained")
+                raise
+
+        made.buffer.take = noted
+        try:
+            await asyncio.wait_for(made.trainer.train(), HANG_S)
+        finally:
+            made.trainer.device.close()
+        return made
+
+    said = [event.text for event in asyncio.run(main()).said if isinstance(event, Noted)]
+    assert said == ["the last 2 experiences were not trained"]
 
 
 def test_a_pair_counts_the_tokens_of_both_its_sequences() -> None:

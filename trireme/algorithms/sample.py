@@ -66,7 +66,17 @@ async def staleness_control(
     kept: list[Experience] = []
     stale: list[Experience] = []
     while not kept:  # if the last ones are all stale, the next take reports the end
-        for experience in await buffer.take(num, oldest=oldest):
+        try:
+            taken = await buffer.take(num, oldest=oldest)
+        except EOFError as end:
+            if stale:  # no train step has them in its metrics
+                end.add_note(
+                    f"the last {len(stale)} experiences ({len({e.eid.tid for e in stale})} groups) "
+                    f"were not trained: they were more than max_staleness ({max_staleness:g}) "
+                    "versions old"
+                )
+            raise
+        for experience in taken:
             (stale if experience.is_older(oldest) else kept).append(experience)
     return kept, {
         "sample/dropped_stale": float(len(stale)),

@@ -157,7 +157,8 @@ class Trainer:
                 began = time.monotonic()
                 try:
                     sample = await self._take()
-                except Closed:
+                except Closed as end:
+                    self._note_end(end)
                     break
                 if sample is not None:
                     await self._train_on(*sample, waited=time.monotonic() - began)
@@ -212,6 +213,12 @@ class Trainer:
         if self.turn is not None:
             await self.turn()
         return batch, metrics | self.buffer.metrics()
+
+    def _note_end(self, end: Closed) -> None:
+        """Report what the algorithm says of experiences that no train step learns from."""
+        for note in getattr(end, "__notes__", ()):
+            logger.info(note)
+            self.emit(Noted(note))
 
     async def _stop_here(self) -> None:
         if self.step > self._saved:
