@@ -2,9 +2,11 @@ from io import StringIO
 
 import pytest
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
 from tests.config.made import config_of, values
 from trireme.cli.check import check
+from trireme.cli.main import app
 from trireme.config import ConfigError, load_config
 from trireme.launch.check import checked
 from trireme.monitor.terminal import Terminal
@@ -166,3 +168,24 @@ def test_a_model_of_someone_elses_has_to_answer(tmp_path):
     code, text = printed(tmp_path / "config.yaml", f"explorer.auxiliary_models=[{judge}]")
     assert code == 1
     assert "explorer.auxiliary_models[0] (judge) at http://127.0.0.1:1/v1 does not answer" in text
+
+
+def test_a_missing_file_is_told_with_the_script_that_may_make_it(tmp_path):
+    """The sentence named the path alone, and the reader looked for the script in a README."""
+    config_of(tmp_path, values(tmp_path))
+    path, script = tmp_path / "config.yaml", tmp_path / "make_sums.py"
+    script.touch()
+    taskset = "buffer.explorer_input.taskset.path"
+    code, text = printed(path, f"{taskset}={tmp_path}/sums_assets/train.jsonl")
+    made = f"what is missing may be made by `python {script}`: run it first\n"
+    assert code == 1 and text.endswith(f"problem: {made}")
+    words = [f"--config={path}", f"{taskset}={tmp_path}/sums_assets/train.jsonl"]
+    done = CliRunner().invoke(app, ["run", *words])
+    assert done.exit_code == 2 and done.output.endswith(made)
+    text = printed(path, f"{taskset}={tmp_path}/arithmetic_assets/train.jsonl")[1]
+    assert text.endswith("may be made by `python -m trireme.demo.prepare`: run it first\n")
+    # mistyped, another run's checkpoint, and a problem of another kind
+    (tmp_path / "train.jsonl").touch()
+    for other in (f"{taskset}={tmp_path}/tarin.jsonl", "model.model_path=./c/global_step_2/actor"):
+        assert "may be made by" not in printed(path, other)[1]
+    assert "may be made by" not in printed(path, "buffer.batch_size=0")[1]

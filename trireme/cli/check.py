@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trireme.checkpoint.layout import JobFolder
-from trireme.cli.arguments import Given, with_flags
+from trireme.cli.arguments import Given
+from trireme.cli.makers import in_full
 from trireme.config import ConfigError, Plan
 from trireme.config.memory import in_gib
 from trireme.config.plan import unmet
@@ -60,7 +61,7 @@ def check(
             console.print(Text(f"note: {no_hub}: only this machine is looked at", "dim"))
         stages = [made.stage for made in parts]
         problems = merge_problems(stages, [one.problems for one in completed])
-    sentences = [str(problem) for problem in with_flags(problems, flags)]
+    sentences = [str(problem) for problem in in_full(problems, config=config, flags=flags)]
     if not sentences:
         sentences = show_first_rows(plans, completed, console)
     show_problems(sentences, console)

@@ -23,6 +23,8 @@ from trireme.registry import did_you_mean
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".safetensors", ".gz")
 INDEX = "model.safetensors.index.json"
+NOT_HERE = "is not a file or folder here"
+"""What is said of a local path that is missing."""
 Shape = tuple[int, ...]
 
 
@@ -42,8 +44,8 @@ def located(path: str, kind: Literal["models", "datasets"]) -> Path | None:
     ):
         if path.startswith("$"):
             name = path.strip("${}")
-            raise ValueError(f"is not a file or folder here; did you mean '${{oc.env:{name}}}'?")
-        raise ValueError(f"is not a file or folder here{near_path(local)}")
+            raise ValueError(f"{NOT_HERE}; did you mean '${{oc.env:{name}}}'?")
+        raise ValueError(f"{NOT_HERE}{near_path(local)}")
     return _in_cache(path, kind)
 
 

@@ -13,9 +13,9 @@ from trireme.cli.arguments import (
     Strict,
     WithFlags,
     Words,
-    with_flags,
     yaml_and_keys,
 )
+from trireme.cli.makers import in_full
 from trireme.text import say
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -50,6 +50,6 @@ def run(
         compare=compare,
         fresh=fresh,
         strict=strict,
-        named=partial(with_flags, flags=ctx.obj),
+        named=partial(in_full, config=config, flags=ctx.obj),
     )
     raise typer.Exit(code)
