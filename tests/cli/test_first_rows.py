@@ -71,6 +71,23 @@ def test_a_role_that_the_template_does_not_know_is_a_problem(
     assert checked(tmp_path, good, *words, knows)[0] == 0
 
 
+def test_an_option_that_a_built_in_workflow_never_reads_is_noted_before_a_run(
+    tmp_path: Path, good: dict[str, Any]
+) -> None:
+    """It was reported at the first step alone."""
+    taskset = "buffer.explorer_input.taskset"
+    boxed = f"{taskset}.default_workflow_type=math_boxed_workflow"
+    ours = f"{taskset}.default_reward_fn_type=math_boxed_reward"
+    reads = f"{taskset}.workflow_args={{with_think: true, format_score_coef: 0.2}}"
+    assert "has no effect" not in checked(tmp_path, good, boxed, ours, reads)[1]
+    wrong = f"{taskset}.workflow_args={{with_thnk: true}}"
+    code, output = checked(tmp_path, good, boxed, ours, wrong)
+    said = "sums: no workflow reads workflow_args.with_thnk, so that it has no effect: did you mean"
+    assert code == 0 and f"{said} 'with_think'?" in output
+    # a reward of the user's may read it: that is known at the first step
+    assert "has no effect" not in checked(tmp_path, good, boxed, wrong)[1]
+
+
 def test_prompts_that_are_too_long(tmp_path: Path, good: dict[str, Any]) -> None:
     code, output = checked(tmp_path, good, "model.max_prompt_tokens=10")
     assert code == 1

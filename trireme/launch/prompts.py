@@ -20,10 +20,9 @@ from trireme.explorer.runner import TEACHER_PROMPT
 from trireme.launch.data import Text, make_text
 from trireme.launch.engines import teacher_len
 from trireme.launch.parts import tried
-from trireme.model.chat_tokens import as_given
 from trireme.task import Task
 from trireme.usercode import fault_of
-from trireme.workflows.workflow import resolve
+from trireme.workflows.examine import first_messages, unread_arguments
 
 ROWS = 64
 MOST_UNKNOWN = 0.1
@@ -53,6 +52,8 @@ class Prompts(NamedTuple):
     """Whether a prompt shows a picture."""
     unknown: int = 0
     """Tokens that stand for text which the vocabulary does not cover."""
+    unread: tuple[tuple[str, str], ...] = ()
+    """The options of `workflow_args` that no workflow reads, each with the nearest one or ""."""
     other_role: tuple[str, str] | None = None
     """A role of ShareGPT's that the chat template does not know, and the row that has it."""
     split_mark: tuple[str, int] | None = None
@@ -100,11 +101,13 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
     deadline = time.monotonic() + SECONDS
     drops_tools = shows_pictures = False
     other_role: tuple[str, str] | None = None
+    unread: dict[str, str] | None = None
     unknown, unknown_id = 0, text.tokenizer.unk_token_id
     for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
         read = partial(_read_of_row, text.chat.read, taskset.rows.where(row))
+        task = taskset.task(0, 0, row)
         try:
-            asked = first_messages(taskset.task(0, 0, row), read)
+            asked = first_messages(task, read)
         except ValueError as error:
             if fault_of(error) is not None or taskset.rows.where(row) in str(error):
                 raise
@@ -112,6 +115,12 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         if asked is None:
             return None
         messages, tools = asked
+        passed_by = unread_arguments(task)
+        unread = {
+            key: near
+            for key, near in (passed_by if unread is None else unread).items()
+            if key in passed_by
+        }
         for role in (message["role"] for message in messages if other_role is None):
             if role in OTHER_ROLES and not text.chat.names_role(role):
                 other_role = role, taskset.rows.where(row)
@@ -132,6 +141,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         text.chat.hides_replies,
         shows_pictures,
         unknown,
+        tuple((unread or {}).items()),
         other_role,
         text.chat.split_mark,
     )
@@ -143,19 +153,6 @@ def _read_of_row(read: Callable[[Any], Any], where: str, source: Any) -> Any:
         return read(source)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def first_messages(
-    task: Task,
-    read: Callable[[Any], Any] = as_given,
-) -> tuple[list[dict[str, Any]], Any] | None:
-    """Return the messages and tools of a task's first call; None if only its workflow knows.
-    `read` reads pictures; by default they stay as the row has them.
-
-    Raises ValueError if its workflow cannot make any from the row.
-    """
-    spec = resolve(task.workflow)
-    return None if spec.first_prompt is None else spec.first_prompt(task, read)
 
 
 def check_template(
@@ -236,6 +233,11 @@ def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
     text = too_long(plan, name, prompts)
     if text is not None and min(prompts.sizes) <= longest_prompt(plan):  # otherwise it is a problem
         notes.append(f"{text}: the longest has {max(prompts.sizes)}")
+    for key, near in prompts.unread:
+        hint = f": did you mean '{near}'?" if near else ""
+        notes.append(
+            f"{name}: no workflow reads workflow_args.{key}, so that it has no effect{hint}"
+        )
     if prompts.hides_replies:
         notes.append(HIDES_REPLIES)
     if prompts.split_mark is not None:

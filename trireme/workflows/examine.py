@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from trireme.algorithms.recipes import Recipe
 from trireme.config import Plan
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.envs.env import refuse_missing
+from trireme.model.chat_tokens import as_given
+from trireme.registry import REWARDS
 from trireme.rewards.grouped import is_grouped
 from trireme.rewards.reward import resolve as resolve_reward
+from trireme.task import Task, without_effect
 from trireme.workflows.workflow import WorkflowSpec, resolve
 
 
@@ -67,3 +71,31 @@ def _examine_rows(taskset: Taskset | Mixture) -> None:
                 spec.examine(task)
             except ValueError as error:
                 raise ValueError(f"{one.rows.where(index)}: {error}") from error
+
+
+def first_messages(
+    task: Task,
+    read: Callable[[Any], Any] = as_given,
+) -> tuple[list[dict[str, Any]], Any] | None:
+    """Return the messages and tools of a task's first call; None if only its workflow knows.
+    `read` reads pictures; by default they stay as the row has them.
+
+    Raises ValueError if its workflow cannot make any from the row.
+    """
+    spec = resolve(task.workflow)
+    return None if spec.first_prompt is None else spec.first_prompt(task, read)
+
+
+def unread_arguments(task: Task) -> dict[str, str]:
+    """Return the options of `workflow_args` that one of the kernel's workflows has not read when it
+    has made the first prompt of a task: it reads none later. Each has the nearest one that it asked
+    for, or "". Empty for other workflows, and for a user's reward.
+    """
+    reward = task.reward_fn
+    if isinstance(reward, str):
+        reward = REWARDS.get(reward)
+    ours = "trireme.workflows.", "trireme.rewards."
+    for code in (resolve(task.workflow).code, *([] if reward is None else [reward])):
+        if not str(getattr(code, "__module__", "")).startswith(ours):
+            return {}
+    return without_effect([task])
