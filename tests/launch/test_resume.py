@@ -20,6 +20,7 @@ from trireme.cli.run import run as command
 from trireme.config import ConfigError, Plan, load_config
 from trireme.launch.check import examine, make_plans
 from trireme.launch.resume import ADAPTER_BASE, continued, made_with, refuse_meaningless
+from trireme.task import Task
 
 STORE = "buffer.trainer_input.experience_buffer.storage_type"
 LINEAR = "algorithm.optimizer={lr: 1e-3, lr_scheduler_type: linear, min_lr_ratio: 0}"
@@ -117,6 +118,24 @@ def test_a_run_whose_rows_are_too_long_says_that_it_made_fewer_steps(
     words = [*supervised, store, "buffer.train_batch_size=4"]
     assert command(tmp_path / "config.yaml", words, ()) == 0
     assert "the data set ended with train step 1 of 4: " in capsys.readouterr().out
+
+
+def of_every_second(task: Task, answer: str) -> float:
+    """Reward the length of the replies to every second task; the others have equal rewards."""
+    return float(len(answer) * (int(task.task_id) % 2))
+
+
+def test_a_run_whose_groups_are_left_out_says_that_it_made_fewer_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    reward = f"buffer.explorer_input.default_reward_fn_type={__name__}:of_every_second"
+    words = ["algorithm.algorithm_type=dapo", "buffer.total_steps=2", reward]
+    assert command(tmp_path / "config.yaml", words, ()) == 0
+    shown = capsys.readouterr().out
+    assert "the rollouts ended with train step 1 of 2: groups that are left out" in shown
+    assert "run 1/2  " in shown
 
 
 def rates_of(folder: Path) -> list[float]:

@@ -170,6 +170,21 @@ def test_a_run_that_has_ended_early_has_no_time_left() -> None:
     assert text.getvalue().endswith("rft 2/9  1.00 s/step\n")
 
 
+def test_the_last_step_of_a_run_that_has_ended_early_is_shown_without_a_terminal_too() -> None:
+    console, clock, text = make_console()
+    console.stage("rft", 9)
+    for step in (1, 2):
+        clock.now += 1
+        console.step("trainer", step, {})
+    console.close()
+    console.finish(Summary(wall_s=3))
+    assert [line for line in text.getvalue().splitlines() if line.startswith("rft")] == [
+        "rft: 9 steps",
+        "rft 1/9",
+        "rft 2/9  1.00 s/step",
+    ]
+
+
 def test_a_terminal_shows_progress_a_rollout_and_lasting_lines() -> None:
     console, clock, text = make_console(live=True)
     console.stage("rft", 3)

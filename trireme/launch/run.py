@@ -239,11 +239,17 @@ async def run_plan(
     elif stage.resumed is not None and result.steps == result.resumed_from:
         result.idle = True
         console.note(nothing_left(plan, result.steps))
-    elif plan.store.kind == "file" and result.steps < (plan.steps.train or 0):
+    elif plan.mode in ("both", "train") and result.steps < (plan.steps.train or 0):
+        read = plan.store.kind == "file"
+        which = "the data set" if read else "the rollouts"
+        why = (
+            "rows that leave nothing to train"
+            if read
+            else "groups that are left out, of equal rewards for example, and failed rollouts"
+        )
         console.note(
-            f"the data set ended with train step {result.steps} of {plan.steps.train}: rows that "
-            "leave nothing to train make the steps fewer, and the learning rate's schedule was for "
-            "all of them"
+            f"{which} ended with train step {result.steps} of {plan.steps.train}: {why} make the "
+            "steps fewer, and the learning rate's schedule was for all of them"
         )
     return result
 

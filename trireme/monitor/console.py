@@ -120,7 +120,7 @@ class Console:
         first_of_part = self._begun.setdefault(part, step)
         due = (counts or (first and step > first_of_part)) and now - self._last_line >= self.every
         if not self.live and (done or due):
-            self._last_line = now
+            self._last_line, self._printed = now, self._step
             self.progress(self._progress_line())
 
     def progress(self, text: str) -> None:
@@ -182,18 +182,21 @@ class Console:
             self.output.print(row, soft_wrap=True)
 
     def close(self) -> None:
-        """Remove the live display; its last state stays as a line."""
+        """Remove the live display; the last step's line is printed if it has not been."""
         if self._display is not None:
             self._display.stop()
             self._display = None
-            if self._step is not None:
-                self.note(self._progress_line(ended=True))
+        if self._step != self._printed:
+            self._printed = self._step
+            self.progress(self._progress_line(ended=True))
 
     def _begin(self, name: str, total_steps: int | None, by: str) -> None:
         self._name = name
         self._total = total_steps
         self._by = by
         self._step: int | None = None
+        self._printed: int | None = None
+        """The step of the last line of progress."""
         self._begun: dict[str, int] = {}
         """The first step of each part."""
         self._metrics: dict[str, float] = {}

@@ -60,6 +60,7 @@ class CellConsole(Console):
 
     def close(self) -> None:
         """Keep the last line of progress above what follows."""
+        super().close()
         if self._progress:
             self.note(self._progress.partition("\n")[0])
         self._progress = self._rollout = ""
