@@ -193,6 +193,20 @@ def test_a_reward_of_trl_runs_as_it_is(prompt: Any) -> None:
     assert len(judged(made, "one", "four")) == 2
 
 
+@pytest.mark.parametrize(
+    ("batch", "most", "told"), [(3, 10, (2, 10)), ("3/held_out", 10, (3, 10)), (0, None, (0, -1))]
+)
+def test_a_reward_of_trl_and_ms_swift_is_told_how_far_the_training_is(
+    batch: int | str, most: int | None, told: tuple[int, int]
+) -> None:
+    def schedule(completions: list[str], **named: Any) -> list[float]:
+        state = named["trainer_state"]
+        assert (state.global_step, state.max_steps) == told
+        return [0.0] * len(completions)
+
+    judged(task(schedule, batch_id=batch, total_steps=most), "one", "four")
+
+
 def test_a_column_called_completion_is_not_what_the_model_said() -> None:
     """As in a data set of prompts and completions that is trained by reinforcement."""
 

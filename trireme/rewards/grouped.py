@@ -347,11 +347,12 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
 
 
 def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the keyword arguments of a reward function: lists, except for the two that are
+    """Return the keyword arguments of a reward function: lists, except for the three that are
     shared.
     """
     cells = [_cells(task, row) for row in rows]
-    columns: dict[str, Any] = {name: [row[name] for row in cells] for name in cells[0]}
+    columns: dict[str, Any] = {"trainer_state": _progress(task)}
+    columns |= {name: [row[name] for row in cells] for name in cells[0]}
     columns["completions"] = [row.completion for row in rows]
     columns["completion_ids"] = columns["response_token_ids"]
     columns["prompts"] = [task.prompt] * len(rows)
@@ -364,6 +365,18 @@ def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
         for row in rows
     }
     return columns
+
+
+def _progress(task: Task) -> SimpleNamespace:
+    """Return how many steps were done before a task, and how many the run has (-1: unknown), by the
+    names of transformers' TrainerState.
+    """
+    step, _, evaluation = str(task.batch_id).partition("/")
+    done, most = int(step) if evaluation else max(int(step) - 1, 0), task.total_steps
+    return SimpleNamespace(
+        global_step=done if most is None else min(done, most),
+        max_steps=-1 if most is None else most,
+    )
 
 
 def _cells(task: Task, row: Row) -> dict[str, Any]:
