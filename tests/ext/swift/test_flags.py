@@ -271,6 +271,14 @@ def test_the_pages_on_ms_swift_list_every_flag(page: Path) -> None:
     assert {name for table in tables for name in table} - listed == set()
 
 
+def test_flags_of_ms_swifts_own_scripts_and_of_earlier_versions_are_taken(keys: Any) -> None:
+    words = "--fp16 true --add_version false --ds3_gather_for_generation false --run_name small"
+    config, notes = keys("run.yaml", *words.split(), "--scale_rewards", "false")
+    assert config.name == "small"
+    assert config.algorithm.advantage_fn_args["norm_by_std"] is False
+    assert "--add_version has no effect here: --output_dir is the folder of the run" in notes
+
+
 def test_every_documented_flag_is_taken_or_told_what_to_set_instead() -> None:
     named = flag_names
     taken = {*named.KEYS, *named.IDLE, *named.TASKSETS, *named.TRANSLATED}

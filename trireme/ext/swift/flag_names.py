@@ -26,6 +26,7 @@ KEYS = {
     "dataset": f"{INPUT}.taskset.path",
     "output_dir": "checkpoint_root_dir",
     "seed": "seed",
+    "run_name": "name",
     "rlhf_type": "algorithm.algorithm_type",
     "num_iterations": "algorithm.num_iterations",
     "sync_ref_model": "algorithm.sync_ref_model",
@@ -132,6 +133,19 @@ IDLE = {
     "wandb_log_unique_prompts": "all completions are in buffer/explorer_output.db",
     "eval_on_start": "explorer.eval_on_startup sets it",
     "logging_first_step": "every step is logged",
+    "fp16": "see --torch_dtype",
+    "add_version": "--output_dir is the folder of the run, which the same command resumes",
+    "ds3_gather_for_generation": "weights are sent in shards",
+    "remove_unused_columns": "rewards and schedulers see every column",
+    "logging_dir": "metrics lie in the run's folder, below monitor",
+    "lazy_tokenize": "rows are read as they are",
+    "strict": "a row that cannot be read is refused before the run",
+    "create_checkpoint_symlink": "latest_checkpointed_iteration.txt names the newest one",
+    "ddp_backend": "ranks talk by NCCL on GPUs, and by gloo on a CPU",
+    "save_on_each_node": "a checkpoint is one folder",
+    "disable_tqdm": "progress is a line every few seconds where there is no terminal",
+    "use_logits_to_keep": "the loss never holds the logits of all tokens at once",
+    "vllm_mm_processor_cache_gb": "prompts are text",
 }
 """Flags that are accepted without effect, each with the reason."""
 _LOSSES = {
@@ -167,6 +181,8 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "group": {"advantage_fn_args.std_cal_level": "group"},
         "batch": {"advantage_fn_args.std_cal_level": "batch"},
         "none": {"advantage_fn_args.norm_by_std": False},
+        "true": {"advantage_fn_args.std_cal_level": "group"},  # of earlier versions
+        "false": {"advantage_fn_args.norm_by_std": False},
         "gdpo": {"advantage_fn": "gdpo"},
     },
     "dynamic_sample": {
@@ -303,6 +319,14 @@ ELSEWHERE = {
         _MEGATRON,
     ),
     "router_replay_mode": "algorithm.enable_router_replay=true, which replays the engine's experts",
+    "custom_register_path": "--external_plugins, for a file of your own",
+    "vllm_engine_kwargs": "explorer.rollout_model.extra_engine_args",
+    "vllm_quantization": "nothing: the engine samples with the weights that are trained",
+    "use_rslora": "model.lora_configs=[{use_rslora: true}]",
+    "use_dora": "model.lora_configs=[{use_dora: true}]",
+    "modules_to_save": "nothing: only the adapter's matrices are trained",
+    "lr_scheduler_kwargs": "algorithm.optimizer.min_lr_ratio, with --lr_scheduler_type cosine",
+    "structured_outputs_regex": "nothing: replies are sampled without constraints",
     "push_to_hub": "nothing: trireme convert writes a folder to upload",
 }
 """Unsupported flags, with their replacement; a name that ends in * stands for all that begin so."""
@@ -316,7 +340,7 @@ SWITCHES = ("gradient_checkpointing", "sync_ref_model", "freeze_vit", "freeze_al
 SWITCHES += ("vllm_enforce_eager", "vllm_enable_prefix_caching", "enable_thinking")
 SWITCHES += ("fipo_clip_high_only", "rlsd_negative_only", "chord_enable_phi_function")
 SWITCHES += ("dataset_shuffle", "freeze_llm")
-SWITCHES += tuple(name for name, choices in CHOICES.items() if "true" in choices)
+SWITCHES += tuple(name for name, choices in CHOICES.items() if {*choices} == {"true", "false"})
 """Flags that are true or false."""
 
 
