@@ -179,6 +179,11 @@ def test_every_cause_is_seen_here() -> None:
     assert list(SEEN) == [cause.name for cause in CAUSES]
 
 
+def test_rewards_of_steps_before_the_last_are_rewards_too() -> None:
+    stepwise = ZERO | {"experience_pipeline__reward_mean": 0.04}
+    assert not said(Watchdog(), course("explorer", 1, stepwise, 60))
+
+
 @pytest.mark.parametrize("name", SEEN)
 def test_a_cause_is_said_once_with_what_to_do(name: str) -> None:
     part, start, changed, text = SEEN[name]

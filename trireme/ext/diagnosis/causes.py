@@ -120,6 +120,8 @@ def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     if course.best > limit:
         return None  # rewards that were there and went away are another cause
+    if any(values(rows, "experience_pipeline/reward_mean")):
+        return None  # of single steps: those of rollouts are their last steps'
     beside = ": the model learns from the teacher only" if facts.teacher_beside else ""
     return f"every reward of {span(rows)} is 0{beside}"
 
