@@ -26,7 +26,14 @@ from trireme.experience import Experience, python_number
 from trireme.pictures import Picture
 from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
 from trireme.rewards.orm import ORM, Unscored, Value
-from trireme.rewards.reward import examine_columns, lacks_truth, no_truth, number, score
+from trireme.rewards.reward import (
+    examine_columns,
+    lacks_truth,
+    no_truth,
+    number,
+    score,
+    wants_all_turns,
+)
 from trireme.rewards.reward import resolve as resolve_single
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
@@ -54,6 +61,13 @@ class Row:
     """The samples of a trajectory that was split."""
     pictures: Mapping[str, Picture] = field(default_factory=dict)
     """Those that `messages` name, by digest."""
+    all_turns: str = ""
+    """The text from the first reply to the end of the last, the results of tools included."""
+
+    @property
+    def whole(self) -> str:
+        """`all_turns`, or the reply where there is only one."""
+        return self.all_turns or self.completion
 
 
 @dataclass(frozen=True)
@@ -190,10 +204,12 @@ class Judge:
         if function.each:
             models = columns["auxiliary_models"]
             notes: list[dict[str, float]] = [{} for _ in rows]
+            whole = wants_all_turns(function.call)
+            answers = [row.whole if whole else row.completion for row in rows]
             scored = await first_failure(
                 *(
-                    score(task, row.completion, function.call, row.tokens, models, notes=noted)
-                    for row, noted in zip(rows, notes, strict=True)
+                    score(task, answer, function.call, row.tokens, models, notes=noted)
+                    for row, answer, noted in zip(rows, answers, notes, strict=True)
                 )
             )
             return [
@@ -488,10 +504,13 @@ def _as_row(trajectory: Sequence[Experience]) -> Row:
 
 
 def _as_part(experience: Experience) -> Row:
-    text = experience.info.get("completion", experience.response_text)
-    versions, eid = experience.versions, experience.eid
+    text = str(experience.info.get("completion", experience.response_text) or "")
+    versions, eid, everything = experience.versions, experience.eid, experience.response_text or ""
+    turns = "rollout_infos" in experience.info  # an agent's output is no part of the dialogue
+    end = everything.rfind(text) + len(text)  # the template's end of the turn is cut off
     return Row(
-        completion=str(text or ""),
+        completion=text,
+        all_turns=everything[:end] if turns and text in everything else "",
         messages=list(experience.messages or []),
         is_truncated=experience.truncate_status is not None,
         infos=dict(experience.info.get("rollout_infos") or {}),

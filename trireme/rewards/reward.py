@@ -32,7 +32,7 @@ NOTE = "note/"
 _NAMED = ("response", "truth", "prompt", "task")
 _GIVEN = ("response_token", "auxiliary_models", "workdir")
 """The data that are passed by name, and are not options."""
-_NEEDS_TRUTH, _EXAMINE = "needs_truth", "examine_row"
+_NEEDS_TRUTH, _EXAMINE, _ALL_TURNS = "needs_truth", "examine_row", "judges_all_turns"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -224,6 +224,19 @@ def needs_truth(reward: F) -> F:
     """
     setattr(reward, _NEEDS_TRUTH, True)
     return reward
+
+
+def judges_all_turns(reward: F) -> F:
+    """Decorator: a reward function whose answer is the text of all turns, and not the last reply
+    alone.
+    """
+    setattr(reward, _ALL_TURNS, True)
+    return reward
+
+
+def wants_all_turns(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward is one of `judges_all_turns`."""
+    return getattr(_inner(reward), _ALL_TURNS, False)
 
 
 def examined_by(look: Callable[[Task], Any]) -> Callable[[F], F]:

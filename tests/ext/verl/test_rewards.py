@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from trireme.experience import Experience
+from trireme.rewards.grouped import Judge, reward_group
 from trireme.rewards.reward import resolve, score
 from trireme.task import Task
 from trireme.usercode import fault_of
@@ -48,6 +50,28 @@ def test_the_score_of_a_dictionary_counts_and_the_rest_are_metrics() -> None:
         return {"score": 0.5, "acc": True, "pred": solution_str}
 
     assert scored(compute_score) == ({"score": 0.5}, {"acc": 1.0})
+
+
+def test_in_a_conversation_the_text_is_that_of_all_turns() -> None:
+    said: list[str] = []
+
+    def compute_score(solution_str: str, ground_truth: str) -> float:
+        said.append(solution_str)
+        return 1.0
+
+    def last(task: Task, answer: str) -> float:
+        said.append(answer)
+        return 1.0
+
+    talk = "ask<|end|><|tool|>7<|end|><|assistant|>42"
+    turns = Experience([1, 2], prompt_length=1, response_text=f"{talk}<|end|>")
+    turns.info |= {"completion": "42", "rollout_infos": {"num_turns": 2}}
+    program = Experience([1, 2], prompt_length=1, response_text="7 42")
+    program.info |= {"completion": "42"}  # the output of an agent
+    for experience in (turns, program):
+        task = Task(ROW)
+        asyncio.run(reward_group(Judge.of([compute_score, last]), task, [experience], []))
+    assert said == [talk, "42", "42", "42"]
 
 
 def test_a_row_without_a_reward_model_has_its_truth_elsewhere() -> None:

@@ -1,5 +1,5 @@
 """verl rewards: makes a reward of a function in verl's form, `compute_score(data_source,
-solution_str, ground_truth, extra_info)`.
+solution_str, ground_truth, extra_info)`. In a conversation `solution_str` is the text of all turns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from trireme.registry import signature_of
-from trireme.rewards.reward import NOTE
+from trireme.rewards.reward import NOTE, judges_all_turns
 from trireme.task import Task
 
 _NEEDED = ("solution_str", "ground_truth")
@@ -74,4 +74,4 @@ def _described(reward: Callable[..., Any], function: Callable[..., Any]) -> Call
     }
     for name, value in facts.items():
         setattr(reward, name, value)
-    return reward
+    return judges_all_turns(reward)
