@@ -47,6 +47,9 @@ freq = 1
 
 [trainer.loss]
 kl_tau = 0.01
+token_mask_high = 8.0
+geo_mask_low = 0.1
+ratio_type = "token"
 
 [ckpt]
 interval = 5
@@ -74,6 +77,10 @@ ANSWERS = {
     "trainer.model.ac": "did you mean 'trainer.enable_gradient_checkpointing'?",
     "trainer.model": "use Trireme's keys, which docs/migrate/prime_rl.md lists",
     "trainer.loss.kl_tau": "did you mean 'algorithm.policy_loss_fn_args.kl_tau'?",
+    "trainer.loss.token_mask_high": "use algorithm.rollout_correction: {rollout_rs: token, rol",
+    "trainer.loss.geo_mask_low": "use algorithm.rollout_correction: {rollout_rs: geometric, rollout"
+    "_rs_threshold_lower}",
+    "trainer.loss.ratio_type": "use algorithm.policy_loss_fn: gspo, for sequence",
     "ckpt.interval": "did you mean 'trainer.save_interval'?",
     "ckpt.skip_optimizer": "no key replaces it: a checkpoint holds all that a resume needs",
     "inference.vllm.tensor_parallel_size": (

@@ -103,7 +103,8 @@ actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.engine_kwargs.vllm.seed=
 actor_rollout_ref.rollout.val_kwargs.n=4 reward_model.enable=true
 ref.log_prob_micro_batch_size=4 engine_kwargs.vllm=null trainer.total_epochs=3
 ray_kwargs.ray_init.num_cpus=4 reward.custom_reward_function.path=x.py trainer.val_only=true
-trainer.rollout_data_dir=x +algorithm.filter_groups.enable=true"""
+trainer.rollout_data_dir=x +algorithm.filter_groups.enable=true trainer.resume_mode=disable
+actor_rollout_ref.rollout.mode=async"""
 
 
 def test_verls_own_command_line_is_answered_key_by_key(tmp_path: Path) -> None:
@@ -125,6 +126,8 @@ def test_verls_own_command_line_is_answered_key_by_key(tmp_path: Path) -> None:
         "reward": "use a reward in buffer.explorer_input.default_reward_fn_type",
         "trainer.val_only": "use the command: trireme eval",
         "trainer.rollout_data_dir": "no key replaces it: all rollouts are stored",
+        "trainer.resume_mode": "use continue_from_checkpoint: false, for disable",
+        "actor_rollout_ref.rollout.mode": "no key replaces it: every engine serves",
         "algorithm.filter_groups": "use algorithm.algorithm_type: dapo",
     }
     _, problems = read_config(file, COMMAND_LINE.split())

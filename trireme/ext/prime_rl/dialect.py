@@ -27,6 +27,7 @@ _STALENESS = (
     "algorithm.sample_strategy: staleness_control, and "
     "algorithm.sample_strategy_args.max_staleness, with synchronizer.sync_style: fully_async"
 )
+_MASK = "algorithm.rollout_correction: {{rollout_rs: {level}, rollout_rs_threshold{end}}}"
 _PATHS = {
     "max_steps": "trainer.total_steps",
     "seq_len": "model.max_model_len",
@@ -77,6 +78,15 @@ _PATHS = {
         f"loss.{name}": f"algorithm.policy_loss_fn_args.{name}"
         for name in ("kl_tau", "dppo_mask_low", "dppo_mask_high")
     },
+    **{
+        f"loss.{name}_{side}": _MASK.format(level=level, end=end)
+        for name, level in (
+            *(("token_mask", "token"), ("mask_ratio", "token")),
+            *(("sequence_mask", "sequence"), ("geo_mask", "geometric")),
+        )
+        for side, end in (("high", ""), ("low", "_lower"))
+    },
+    "loss.ratio_type": "algorithm.policy_loss_fn: gspo, for sequence",
     "loss.adv_tau": "no key: advantages have the weight 1",
     "enable_router_replay": "algorithm.enable_router_replay",
     "max_concurrent_runs": "a command for each run",

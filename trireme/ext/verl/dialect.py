@@ -251,8 +251,11 @@ _PATHS = {
         "no key: all rollouts are stored, for `trireme view`",
     ),
     "trainer.val_only": "the command: trireme eval",
-    "trainer.resume_mode": "no key: the same command resumes",
-    "trainer.resume_from_path": "no key: the same command resumes",
+    "trainer.resume_mode": "continue_from_checkpoint: false, for disable; the same command resumes",
+    "trainer.resume_from_path": "no key: the same command resumes the run of its name",
+    f"{_ROLLOUT}.mode": "no key: every engine serves its requests one by one",
+    f"{_ROLLOUT}.load_format": "no key: engines load the model, and then what is trained",
+    f"{_ROLLOUT}.update_weights_bucket_megabytes": "no key: weights travel in buckets",
 }
 """Our keys for dotted names, beyond those of `READ_AS`."""
 _SECTIONS = ("actor_rollout_ref", "critic", "custom_reward_function", "data", "global_profiler")
