@@ -95,6 +95,17 @@ def test_a_class_that_can_repeat_gives_all_runs() -> None:
     assert [e.eid.run for e in found] == [2, 3, 4]
 
 
+class RepeatsByArguments(Repeats):
+    def run(self) -> list[Experience]:
+        return self.model.chat([user(self.task_desc)], **self.rollout_args)
+
+
+def test_rollout_args_of_a_class_that_can_repeat_ask_for_all_runs() -> None:
+    found = call(RepeatsByArguments, ["a", "b"], n=2, key=(0, 0, 0))
+    assert [e.eid.run for e in found] == [0, 1]
+    assert "n" not in TASK.rollout_args
+
+
 class RepeatsWithoutIds(Repeats):
     def run(self) -> list[Experience]:
         replies = super().run()
