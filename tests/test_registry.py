@@ -69,6 +69,27 @@ def test_a_misspelt_file_gets_the_nearest_one(
             make().get(path)
 
 
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("./scores.py:right", "did you mean 'scores:right'?"),
+        ("{cwd}/scores.py:right", "did you mean 'scores:right'?"),
+        ("rewards/scores.py:right", "did you mean 'rewards.scores:right'?"),
+        (
+            "/elsewhere/scores.py:right",
+            "expected 'scores:right', and plugins: [/elsewhere/scores.py]",
+        ),
+    ],
+)
+def test_a_path_of_a_file_is_told_what_to_write_for_it(
+    path: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="there is no module") as raised:
+        make().get(path.format(cwd=tmp_path))
+    assert instead in str(raised.value)
+
+
 def test_a_file_in_the_working_folder_is_found_by_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

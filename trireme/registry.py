@@ -307,6 +307,9 @@ def _import_path(path: str, *, kind: str) -> Any:
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a module in the folder from which the run is started
+    nowhere = f"{kind} '{path}': there is no module '{module_name}'"
+    if _is_file(module_name):
+        raise ValueError(f"{nowhere}{_of_file(module_name, attribute)}")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
@@ -314,10 +317,7 @@ def _import_path(path: str, *, kind: str) -> Any:
             if needs := missing_module(module_name):
                 raise ValueError(f"{kind} '{path}' {needs}") from error
             if error.name and f"{module_name}.".startswith(f"{error.name}."):
-                raise ValueError(
-                    f"{kind} '{path}': there is no module '{module_name}'"
-                    f"{_near_module(module_name, attribute)}"
-                ) from error
+                raise ValueError(f"{nowhere}{_near_module(module_name, attribute)}") from error
         if module_name.startswith(_OURS):
             raise
         raise _load_error(f"{kind} '{path}'", module_name, error) from error
@@ -341,10 +341,21 @@ def _load_error(what: str, module: str, error: BaseException) -> ValueError:
     return ValueError(f"{what}: module '{module}' fails to load: {text}{place}")
 
 
+def _is_file(name: str) -> bool:
+    return name.endswith(".py") or "/" in name
+
+
+def _of_file(name: str, attribute: str) -> str:
+    """Return what to write for a file: its module, and where it lies elsewhere a plug-in."""
+    file = os.path.relpath(name.removesuffix(".py"))
+    if file.startswith(os.pardir):
+        module = f"{os.path.basename(file)}:{attribute}"
+        return f"; for a file elsewhere, expected '{module}', and plugins: [{name}]"
+    return f"; did you mean '{file.replace(os.sep, '.')}:{attribute}'?"
+
+
 def _near_module(name: str, attribute: str) -> str:
     """Suggest a file of Python in a user's folder, or a look at the path if none is similar."""
-    if name.endswith(".py"):
-        return f"; did you mean '{name.removesuffix('.py')}:{attribute}'?"
     libraries = (sys.prefix, sys.base_prefix)
     folders = [folder for folder in sys.path if not folder.startswith(libraries)]
     names = [file for folder in folders if os.path.isdir(folder) for file in os.listdir(folder)]
