@@ -52,6 +52,24 @@ def test_the_score_of_a_dictionary_counts_and_the_rest_are_metrics() -> None:
     assert scored(compute_score) == ({"score": 0.5}, {"acc": 1.0})
 
 
+def test_a_function_of_batches_gets_a_batch_of_one() -> None:
+    def compute_score_batch(
+        data_sources: list[str], solution_strs: list[str], ground_truths: list[str],
+        extra_infos: list[Any], scale: float = 1.0, **rest: Any,
+    ) -> list[Any]:  # fmt: skip
+        assert (data_sources, extra_infos, rest) == (["sums"], [{"level": 2}], {})
+        pairs = zip(solution_strs, ground_truths, strict=True)
+        return [{"score": scale * (said == truth), "acc": said == truth} for said, truth in pairs]
+
+    assert scored(compute_score_batch, scale=0.5) == ({"score": 0.5}, {"acc": 1.0})
+
+    def nothing(solution_strs: list[str], ground_truths: list[str]) -> float:
+        return 1.0
+
+    with pytest.raises(ValueError, match=r"reward 'nothing' gave 1\.0: expected a list of 1"):
+        scored(nothing)
+
+
 def test_in_a_conversation_the_text_is_that_of_all_turns() -> None:
     said: list[str] = []
 

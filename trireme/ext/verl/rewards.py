@@ -1,20 +1,25 @@
 """verl rewards: makes a reward of a function in verl's form, `compute_score(data_source,
 solution_str, ground_truth, extra_info)`. In a conversation `solution_str` is the text of all turns.
+
+A function of verl's batches, `(data_sources, solution_strs, ground_truths, extra_infos)`, is called
+with a batch of one.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
 from trireme.registry import signature_of
 from trireme.rewards.reward import NOTE, judges_all_turns
 from trireme.task import Task
+from trireme.usercode import Refused
 
 _NEEDED = ("solution_str", "ground_truth")
 _GIVEN = ("data_source", *_NEEDED, "extra_info")
+_GIVEN_BATCH = tuple(f"{name}s" for name in _GIVEN)
 
 
 def as_reward(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -22,8 +27,10 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any] | None:
     beyond verl's are options.
     """
     parameters = signature_of(function).parameters
-    if not set(_NEEDED) <= set(parameters):
+    batch = {f"{name}s" for name in _NEEDED} <= set(parameters)
+    if not batch and not set(_NEEDED) <= set(parameters):
         return None
+    names = _GIVEN_BATCH if batch else _GIVEN
     collects = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
     def arguments(task: Task, answer: str) -> dict[str, Any]:
@@ -31,18 +38,23 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any] | None:
         model = row.get("reward_model")
         truth = model.get("ground_truth") if isinstance(model, Mapping) else task.truth
         values = (row.get("data_source"), answer, truth, row.get("extra_info"))
-        given = dict(zip(_GIVEN, values, strict=True))
+        given = dict(zip(names, ([v] for v in values) if batch else values, strict=True))
         return {name: value for name, value in given.items() if collects or name in parameters}
+
+    def parts(scored: Any) -> Any:
+        if batch and (not isinstance(scored, Sequence) or len(scored) != 1):
+            raise Refused(f"reward '{function.__name__}' gave {scored!r:.60}: expected a list of 1")
+        return _parts(scored[0] if batch else scored)
 
     if inspect.iscoroutinefunction(function):
 
         async def waiting(task: Task, answer: str, **options: Any) -> Any:
-            return _parts(await function(**arguments(task, answer), **options))
+            return parts(await function(**arguments(task, answer), **options))
 
         return _described(waiting, function)
 
     def plain(task: Task, answer: str, **options: Any) -> Any:
-        return _parts(function(**arguments(task, answer), **options))
+        return parts(function(**arguments(task, answer), **options))
 
     return _described(plain, function)
 
@@ -65,7 +77,7 @@ def _described(reward: Callable[..., Any], function: Callable[..., Any]) -> Call
     options = [
         one if one.kind is one.VAR_KEYWORD else one.replace(kind=one.KEYWORD_ONLY)
         for one in signature_of(function).parameters.values()
-        if one.name not in _GIVEN and one.kind is not one.VAR_POSITIONAL
+        if one.name not in _GIVEN + _GIVEN_BATCH and one.kind is not one.VAR_POSITIONAL
     ]
     facts = {
         "__name__": function.__name__,
