@@ -26,14 +26,7 @@ from trireme.experience import Experience, python_number
 from trireme.pictures import Picture
 from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
 from trireme.rewards.orm import ORM, Unscored, Value
-from trireme.rewards.reward import (
-    examine_columns,
-    lacks_truth,
-    no_truth,
-    number,
-    score,
-    wants_all_turns,
-)
+from trireme.rewards.reward import examine_columns, lacks_truth, no_truth, number, score
 from trireme.rewards.reward import resolve as resolve_single
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
@@ -62,12 +55,8 @@ class Row:
     pictures: Mapping[str, Picture] = field(default_factory=dict)
     """Those that `messages` name, by digest."""
     all_turns: str = ""
-    """The text from the first reply to the end of the last, the results of tools included."""
-
-    @property
-    def whole(self) -> str:
-        """`all_turns`, or the reply where there is only one."""
-        return self.all_turns or self.completion
+    """The text from the first reply to the end of the last, the results of tools included; empty:
+    there was one reply."""
 
 
 @dataclass(frozen=True)
@@ -204,12 +193,14 @@ class Judge:
         if function.each:
             models = columns["auxiliary_models"]
             notes: list[dict[str, float]] = [{} for _ in rows]
-            whole = wants_all_turns(function.call)
-            answers = [row.whole if whole else row.completion for row in rows]
             scored = await first_failure(
                 *(
-                    score(task, answer, function.call, row.tokens, models, notes=noted)
-                    for row, answer, noted in zip(rows, answers, notes, strict=True)
+                    score(
+                        *(task, row.completion, function.call, row.tokens, models),
+                        notes=noted,
+                        all_turns=row.all_turns,
+                    )
+                    for row, noted in zip(rows, notes, strict=True)
                 )
             )
             return [

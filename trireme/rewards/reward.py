@@ -126,16 +126,20 @@ async def score(
     workdir: str | None = None,
     notes: dict[str, float] | None = None,
     named: Mapping[str, Any] | None = None,
+    all_turns: str = "",
 ) -> dict[str, float]:
     """The parts that `reward` gives an answer. Raises Refused for what is not finite numbers.
 
     A part `note/NAME` does not count: it goes into `notes`, as NAME.
 
+    `all_turns` is the text of a conversation, the answer of a reward of `judges_all_turns`.
     `tokens` are the ids that were sampled, `models` the auxiliary ones, `workdir` the folder that a
     program had for its rollout. A class form is also given what it names of `named`, which goes
     before the task's.
     """
     name = _name(reward)
+    if all_turns and getattr(_inner(reward), _ALL_TURNS, False):
+        answer = all_turns
     more = {"response_token": tokens, "auxiliary_models": models, "workdir": workdir}
     absent = ""
     if task.truth is None:
@@ -232,11 +236,6 @@ def judges_all_turns(reward: F) -> F:
     """
     setattr(reward, _ALL_TURNS, True)
     return reward
-
-
-def wants_all_turns(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward is one of `judges_all_turns`."""
-    return getattr(_inner(reward), _ALL_TURNS, False)
 
 
 def examined_by(look: Callable[[Task], Any]) -> Callable[[F], F]:
