@@ -36,6 +36,9 @@ id = "reverse-text"
 [orchestrator.concurrency]
 max_inflight = 64
 
+[orchestrator.buffer]
+easy_threshold = 0.9
+
 [trainer.optim]
 lr = 3e-6
 
@@ -73,6 +76,7 @@ ANSWERS = {
     "orchestrator.train.sampling.max_completion_tokens": "did you mean 'model.max_response_tokens'",
     "orchestrator.train.env": "use buffer.explorer_input.taskset with default_workflow_type",
     "orchestrator.concurrency": "did you mean 'explorer.runner_per_model'?",
+    "orchestrator.buffer.easy_threshold": "use the operator reward_std_filter in data_processor",
     "trainer.optim.lr": "did you mean 'algorithm.optimizer.lr'?",
     "trainer.model.ac": "did you mean 'trainer.enable_gradient_checkpointing'?",
     "trainer.model": "use Trireme's keys, which docs/migrate/prime_rl.md lists",

@@ -145,7 +145,9 @@ _PATHS = {
     "orchestrator.filters": "operators in data_processor.experience_pipeline.operators",
     "orchestrator.seed": "seed",
     **{
-        f"buffer.{name}": f"{_TASKSET}.data_selector"
+        f"buffer.{name}": "the operator reward_std_filter in "
+        "data_processor.experience_pipeline.operators, or "
+        f"{_TASKSET}.data_selector: {{selector_type: difficulty_based}}"
         for name in ("easy_threshold", "hard_threshold", "easy_fraction", "hard_fraction")
     },
     "buffer.online_difficulty_filtering": "the operator reward_std_filter in "
