@@ -31,7 +31,7 @@ from trireme.registry import WORKFLOWS, refuse_unknown_options
 from trireme.rewards.reward import number
 from trireme.serialize import JSON_FIELDS, TEXT_FIELDS
 from trireme.syntax import source_of
-from trireme.task import Args, Task
+from trireme.task import Task
 from trireme.usercode import Refused, refuse_signature
 from trireme.workflows.classes import Workflow, run_method
 
@@ -414,8 +414,8 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
         single = copy.copy(task)  # whose sections are this rollout's own: see `for_rollout`
         single.repeat_times = repeat_times
         if can_repeat and isinstance(args := single.rollout_args, dict):
-            # for chat(messages, **self.rollout_args)
-            single.rollout_args = Args.named("rollout_args", {**args, "n": repeat_times})
+            single.rollout_args = copy.copy(args)  # for chat(messages, **self.rollout_args)
+            single.rollout_args["n"] = repeat_times
         instance = cls(task=single, model=model, auxiliary_models=model.auxiliary or None)
         if can_repeat:
             instance.set_repeat_times(repeat_times, run_id_base)
