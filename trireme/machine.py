@@ -17,7 +17,7 @@ def cores(root: Path = ROOT) -> int:
     Kubernetes), which torch does not see: on a machine of 64 cores it takes 64 threads for the time
     of 4.
     """
-    found = [float(os.cpu_count() or 1)]
+    found: list[float] = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):  # Linux alone
         found = [len(os.sched_getaffinity(0))]
     for group in _groups("cpu", root):  # microseconds of processor time, in each period

@@ -57,10 +57,8 @@ def test_on_a_cpu_it_is_the_machines_memory_that_a_plan_has_to_fit_into(
     tmp_path, machine, monkeypatch
 ):
     machine(0)
-    has = {"GiB": 64}
-    monkeypatch.setattr(
-        "trireme.machine.memory", lambda: None if has["GiB"] is None else has["GiB"] * GIB
-    )
+    has: dict[str, int | None] = {"bytes": 64 * GIB}
+    monkeypatch.setattr("trireme.machine.memory", lambda: has["bytes"])
     tokens = "trainer.max_token_len_per_gpu=4096"
 
     def drafted(*given):
@@ -74,14 +72,14 @@ def test_on_a_cpu_it_is_the_machines_memory_that_a_plan_has_to_fit_into(
     (plan,) = noted.plans
     assert not noted.problems and any("trainer needs 149.4 GiB" in note for note in plan.notes)
     assert plan.memory.gradient_checkpointing, "it is short of room for activations, too"
-    for enough in (256, None):  # activations are stored; without a size nothing is said
-        has["GiB"] = enough
+    for enough in (256 * GIB, None):  # activations are stored; without a size nothing is said
+        has["bytes"] = enough
         found = drafted()
         (plan,) = found.plans
         assert not found.problems and not plan.memory.gradient_checkpointing
         assert plan.lengths.max_token_len == 4096
     needed = sum(plan.memory.needs.values())
-    has["GiB"] = needed // GIB
+    has["bytes"] = needed - GIB
     found = drafted()
     (plan,) = found.plans
     assert not found.problems and plan.memory.gradient_checkpointing
