@@ -358,8 +358,8 @@ def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
     shared.
     """
     cells = [_cells(task, row) for row in rows]
-    columns: dict[str, Any] = {"trainer_state": _progress(task)}
-    columns |= {name: [row[name] for row in cells] for name in cells[0]}
+    columns: dict[str, Any] = {name: [row[name] for row in cells] for name in cells[0]}
+    columns.setdefault("trainer_state", _progress(task))  # the data set may have its own
     columns["completions"] = [row.completion for row in rows]
     columns["completion_ids"] = columns["response_token_ids"]
     columns["prompts"] = [task.prompt] * len(rows)
