@@ -182,8 +182,14 @@ def test_a_missing_file_is_told_with_the_script_that_may_make_it(tmp_path):
     words = [f"--config={path}", f"{taskset}={tmp_path}/sums_assets/train.jsonl"]
     done = CliRunner().invoke(app, ["run", *words])
     assert done.exit_code == 2 and done.output.endswith(made)
-    text = printed(path, f"{taskset}={tmp_path}/arithmetic_assets/train.jsonl")[1]
-    assert text.endswith("may be made by `python -m trireme.demo.prepare`: run it first\n")
+    demo = f"{tmp_path}/arithmetic_assets/seed"
+    for seed, flag in ((0, ""), (3, " --seed 3")):
+        text = printed(path, f"{taskset}={demo}_{seed}/train.jsonl")[1]
+        assert text.endswith(
+            f"may be made by `python -m trireme.demo.prepare{flag}`: run it first\n"
+        )
+    # the demo's module does not make this one, and was named
+    assert printed(path, f"{taskset}={demo}_0/pairs.jsonl")[1].endswith(f"problem: {made}")
     # mistyped, another run's checkpoint, and a problem of another kind
     (tmp_path / "train.jsonl").touch()
     for other in (f"{taskset}={tmp_path}/tarin.jsonl", "model.model_path=./c/global_step_2/actor"):

@@ -5,6 +5,7 @@ Examples have theirs next to the YAML; the demo's tasks and model have a module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from trireme.cli.arguments import Given, with_flags
 from trireme.config import Problem
 from trireme.config.lookup import NOT_HERE
 
-_DEMO = "arithmetic_assets"
-"""The folder that `trireme.demo.prepare` makes."""
+_DEMO = re.compile(
+    r"arithmetic_assets(/seed_(?P<seed>\d+))?(/(model|(train|test|solved)\.jsonl))?\) "
+)
+"""What `trireme.demo.prepare` makes: other files of that folder are made by an example's script."""
 _OF_OTHERS = ("; did you mean", "global_step_")
 """What shows that a path is mistyped, or another run's checkpoint."""
 _SCRIPTS = ("make_*.py", "prepare*.py", "get_*_data.py")
@@ -31,8 +34,11 @@ def in_full(
         for problem in out
         if NOT_HERE in problem.text and not any(word in problem.text for word in _OF_OTHERS)
     ]
-    demo = [text for text in missing if _DEMO in text]
-    commands = ["python -m trireme.demo.prepare"] * bool(demo)
+    demo = [made for text in missing if (made := _DEMO.search(text))]
+    seeds = sorted({int(made["seed"] or 0) for made in demo})
+    commands = [
+        f"python -m trireme.demo.prepare{f' --seed {seed}' if seed else ''}" for seed in seeds
+    ]
     if config is not None and len(missing) > len(demo):
         scripts = {path for name in _SCRIPTS for path in config.parent.glob(name)}
         commands += [f"python {script}" for script in sorted(scripts)]
