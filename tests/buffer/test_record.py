@@ -213,6 +213,17 @@ def test_a_second_job_does_not_take_the_copy_of_another(
     claim(jobs[1]).close()
 
 
+def test_a_job_is_the_same_by_whichever_path_its_folder_is_named(tmp_path: Path) -> None:
+    """It was another's after `checkpoint_root_dir` had become a link to it, or a path with `..`."""
+    (tmp_path / "jobs/one").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("jobs")
+    for job in ("jobs/one", "link/one", "jobs/../jobs/one"):
+        record = Record(database=f"sqlite:///{tmp_path / 'copy.db'}", lines=tmp_path / "copy.jsonl")
+        record.claim(tmp_path / job, key="path", resumes=True)
+        record._write(step_of(1))
+        record.close()
+
+
 def test_a_copy_that_names_no_job_is_that_of_a_run_which_resumes(tmp_path: Path) -> None:
     url, lines = f"sqlite:///{tmp_path / 'copy.db'}", tmp_path / "copy.jsonl"
     record = Record(database=url, lines=lines)

@@ -13,13 +13,13 @@ def refuse_other(
     copy_: str, owner: str | None, filled: bool, *, job: Path, key: str, resumes: bool
 ) -> None:
     """Raise ValueError if the copy, named by `key` of the YAML, is not that of the job in folder
-    `job`. `owner` is the folder that the copy names, None if it names none; `filled`: it has
-    experiences.
+    `job`, resolved. `owner` is the folder that the copy names, None if it names none; `filled`: it
+    has experiences.
 
     A job that resumes owns a copy without an owner, as earlier versions left it, and one whose
     owner's folder is gone: its own was renamed.
     """
-    if owner == str(job) or not (owner or filled):
+    if not (owner or filled) or (owner and Path(owner).resolve() == job):
         return
     if resumes and (owner is None or not Path(owner).is_dir()):
         return

@@ -82,7 +82,7 @@ class Record:
         """Make the copy, named by `key` of the YAML, that of the job in folder `job`. Raises
         ValueError if it lies outside that folder and is another job's.
         """
-        self._pending.append(self._thread.submit(self._claim, job.absolute(), key, resumes))
+        self._pending.append(self._thread.submit(self._claim, job.resolve(), key, resumes))
         self.flush()
 
     def rewind(self, step: int) -> None:
@@ -129,7 +129,7 @@ class Record:
         refuse = partial(refuse_other, job=job, key=key, resumes=resumes)
         copies = (self._rows, self._rows and self._rows.path), (self._lines, self._path)
         for copy_, path in copies:
-            if copy_ is not None and not (path and path.resolve().is_relative_to(job.resolve())):
+            if copy_ is not None and not (path and path.resolve().is_relative_to(job)):
                 copy_.claim(job, refuse)
 
     def _rewind(self, step: int) -> None:
