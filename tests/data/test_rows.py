@@ -220,9 +220,10 @@ def test_a_slice_of_a_split(tmp_path: Path) -> None:
 
 def test_a_file_is_one_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Any name was accepted, and all rows were read."""
-    path = tmp_path / "sums-held_out_test.jsonl"
+    path = tmp_path / "hard-ones" / "sums-held_out_test.jsonl"
     write_jsonl(path, TEST)
-    for split in ("train", "test", "test[:1]", "held", "sums-held_out_test"):
+    own = "train", "all", "test", "test[:1]", "held", "held_out", "hard", "sums-held_out_test"
+    for split in own:
         assert list(load_rows(path, split=split)) == TEST[: 1 if "[" in split else None]
     assert not caplog.records
     for wrong, near in (("tset", "; did you mean 'test'"), ("trian[:2]", "; did you mean 'train'")):

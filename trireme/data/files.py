@@ -76,14 +76,17 @@ def chosen_rows(split: re.Match[str], rows: int) -> range:
 
 
 def _check_split(file: Path, split: str) -> None:
-    """Check the split that is named for a single file, all of whose rows are read: `train`, or the
-    one in the file's name. Another usual name is a warning. Raises ValueError for other names.
+    """Check the split that is named for a single file, all of whose rows are read: `train`, `all`,
+    or one in the name of the file or its folder. Another usual name is a warning. Raises ValueError
+    for other names.
     """
-    words = re.split(r"[^a-z0-9]+", file.stem.lower())
-    named = {"train", file.stem, *words, _split_of(Path(file.name)) or "train"}
-    usual = [*_SPLIT_WORDS, *(word for known in _SPLIT_WORDS.values() for word in known)]
-    if split in named:
+    word = rf"(?<![a-z0-9]){re.escape(split.lower())}(?![a-z0-9])"
+    names = file.stem.lower(), file.parent.name.lower()
+    if split in ("train", "all", _split_of(Path(*file.parts[-2:]))):
         return
+    if any(re.search(word, name) for name in names):
+        return
+    usual = [*_SPLIT_WORDS, *(word for known in _SPLIT_WORDS.values() for word in known)]
     if split not in usual:
         hint = did_you_mean(split, usual) or "."
         raise ValueError(
