@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trireme.experience import Experience
@@ -63,11 +64,22 @@ def test_a_function_of_batches_gets_a_batch_of_one() -> None:
 
     assert scored(compute_score_batch, scale=0.5) == ({"score": 0.5}, {"acc": 1.0})
 
-    def nothing(solution_strs: list[str], ground_truths: list[str]) -> float:
-        return 1.0
+    def array(solution_strs: list[str], ground_truths: list[str]) -> Any:
+        return np.array([0.5 for _ in solution_strs])
 
-    with pytest.raises(ValueError, match=r"reward 'nothing' gave 1\.0: expected a list of 1"):
-        scored(nothing)
+    assert scored(array) == ({"array": 0.5}, {})
+
+    def wrong(solution_strs: list[str], ground_truths: list[str], scores: Any = None) -> Any:
+        return scores
+
+    for scores, shown in (
+        (1.0, r"1\.0"),
+        ([1, 2], r"\[1, 2\]"),
+        ({"score": 1}, "{'score': 1}"),
+        (np.ones(()), "array"),
+    ):
+        with pytest.raises(ValueError, match=rf"'wrong' gave {shown}.*: expected a list of 1"):
+            scored(wrong, scores=scores)
 
 
 def test_in_a_conversation_the_text_is_that_of_all_turns() -> None:

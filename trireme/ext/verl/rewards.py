@@ -8,7 +8,7 @@ with a batch of one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -42,9 +42,7 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any] | None:
         return {name: value for name, value in given.items() if collects or name in parameters}
 
     def parts(scored: Any) -> Any:
-        if batch and (not isinstance(scored, Sequence) or len(scored) != 1):
-            raise Refused(f"reward '{function.__name__}' gave {scored!r:.60}: expected a list of 1")
-        return _parts(scored[0] if batch else scored)
+        return _parts(_only(scored, function) if batch else scored)
 
     if inspect.iscoroutinefunction(function):
 
@@ -57,6 +55,16 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any] | None:
         return parts(function(**arguments(task, answer), **options))
 
     return _described(plain, function)
+
+
+def _only(scored: Any, function: Callable[..., Any]) -> Any:
+    """Return what a function of batches gave its only answer: in a list, an array or a tensor."""
+    try:
+        (one,) = [] if isinstance(scored, Mapping | str) else scored
+    except (TypeError, ValueError) as error:  # not one, or nothing that has items
+        text = f"reward '{function.__name__}' gave {scored!r:.60}: expected a list of 1"
+        raise Refused(text) from error
+    return one
 
 
 def _parts(scored: Any) -> Any:
