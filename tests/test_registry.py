@@ -79,12 +79,16 @@ def test_a_misspelt_file_gets_the_nearest_one(
             "/elsewhere/scores.py:right",
             "expected 'scores:right', and plugins: [/elsewhere/scores.py]",
         ),
+        ("~/scores.py:right", "expected 'scores:right', and plugins: [/home/me/scores.py]"),
+        ("scores.py", "did you mean 'scores:NAME'?"),
+        ("rewards/scores.py", "did you mean 'rewards.scores:NAME'?"),
     ],
 )
 def test_a_path_of_a_file_is_told_what_to_write_for_it(
     path: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
     with pytest.raises(ValueError, match="there is no module") as raised:
         make().get(path.format(cwd=tmp_path))
     assert instead in str(raised.value)

@@ -237,10 +237,12 @@ class Registry(MutableMapping[str, Any]):
 
 
 def is_path(key: str) -> bool:
-    """Return whether a key is `package.module.Name` or `module:name`; a hub id with a dot, and a
-    number, are neither.
+    """Return whether a key is `package.module.Name`, `module:name` or a file of Python; a hub id
+    with a dot, and a number, are none of them.
     """
-    return ":" in key or ("." in key and "/" not in key and not key[0].isdecimal())
+    if ":" in key or key.endswith(".py"):
+        return True
+    return "." in key and "/" not in key and not key[0].isdecimal()
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{}'?") -> str:
@@ -304,12 +306,13 @@ def lazy_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 def _import_path(path: str, *, kind: str) -> Any:
     """Import the object at `package.module.Name` or `module:name`."""
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    whole = ":" in path or path.endswith(".py")  # a file of which no function is named
+    module_name, _, attribute = path.partition(":") if whole else path.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a module in the folder from which the run is started
     nowhere = f"{kind} '{path}': there is no module '{module_name}'"
     if _is_file(module_name):
-        raise ValueError(f"{nowhere}{_of_file(module_name, attribute)}")
+        raise ValueError(f"{nowhere}{_of_file(module_name, attribute or 'NAME')}")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
@@ -347,6 +350,7 @@ def _is_file(name: str) -> bool:
 
 def _of_file(name: str, attribute: str) -> str:
     """Return what to write for a file: its module, and where it lies elsewhere a plug-in."""
+    name = os.path.expanduser(name)
     file = os.path.relpath(name.removesuffix(".py"))
     if file.startswith(os.pardir):
         module = f"{os.path.basename(file)}:{attribute}"
