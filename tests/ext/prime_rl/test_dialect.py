@@ -52,6 +52,7 @@ freq = 1
 kl_tau = 0.01
 token_mask_high = 8.0
 geo_mask_low = 0.1
+sequence_mask_high = 100.0
 ratio_type = "token"
 
 [ckpt]
@@ -84,7 +85,9 @@ ANSWERS = {
     "trainer.loss.token_mask_high": "use algorithm.rollout_correction: {rollout_rs: token, rol",
     "trainer.loss.geo_mask_low": "use algorithm.rollout_correction: {rollout_rs: geometric, rollout"
     "_rs_threshold_lower}",
-    "trainer.loss.ratio_type": "use algorithm.policy_loss_fn: gspo, for sequence",
+    # prime-rl's mask is of the largest ratio, and its ratio a product
+    "trainer.loss.sequence_mask_high": "no key replaces it: a reply is left out for all of",
+    "trainer.loss.ratio_type": "no key replaces it: ratios are of tokens; the nearest to sequence",
     "ckpt.interval": "did you mean 'trainer.save_interval'?",
     "ckpt.skip_optimizer": "no key replaces it: a checkpoint holds all that a resume needs",
     "inference.vllm.tensor_parallel_size": (

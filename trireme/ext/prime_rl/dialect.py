@@ -81,12 +81,19 @@ _PATHS = {
     **{
         f"loss.{name}_{side}": _MASK.format(level=level, end=end)
         for name, level in (
-            *(("token_mask", "token"), ("mask_ratio", "token")),
-            *(("sequence_mask", "sequence"), ("geo_mask", "geometric")),
+            ("token_mask", "token"),
+            ("mask_ratio", "token"),
+            ("geo_mask", "geometric"),
         )
         for side, end in (("high", ""), ("low", "_lower"))
     },
-    "loss.ratio_type": "algorithm.policy_loss_fn: gspo, for sequence",
+    **{
+        f"loss.sequence_mask_{side}": "no key: a reply is left out for all of its ratios together "
+        "(rollout_rs: geometric or sequence), not for the largest or smallest"
+        for side in ("high", "low")
+    },
+    "loss.ratio_type": "no key: ratios are of tokens; the nearest to sequence, a reply's product "
+    "of them, is its root, algorithm.policy_loss_fn: gspo",
     "loss.adv_tau": "no key: advantages have the weight 1",
     "enable_router_replay": "algorithm.enable_router_replay",
     "max_concurrent_runs": "a command for each run",
