@@ -279,6 +279,13 @@ def test_flags_of_ms_swifts_own_scripts_and_of_earlier_versions_are_taken(keys: 
     assert "--add_version has no effect here: --output_dir is the folder of the run" in notes
 
 
+def test_what_flags_of_pictures_are_told_is_true_of_models_that_see(keys: Any) -> None:
+    """Both were told that prompts are text."""
+    words = "--vllm_limit_mm_per_prompt {} --vllm_mm_processor_cache_gb 0"
+    _, notes = keys("run.yaml", *words.split())
+    assert notes.count("picture") == 2
+
+
 def test_every_documented_flag_is_taken_or_told_what_to_set_instead() -> None:
     named = flag_names
     taken = {*named.KEYS, *named.IDLE, *named.TASKSETS, *named.TRANSLATED}

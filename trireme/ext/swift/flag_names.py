@@ -81,7 +81,7 @@ IDLE = {
     "vllm_server_pass_dataset": "the columns of the data set always reach the scheduler",
     "vllm_enable_lora": "engines are set up for the adapter in model.lora_configs",
     "vllm_max_lora_rank": "engines are set up for the adapter in model.lora_configs",
-    "vllm_limit_mm_per_prompt": "prompts are text",
+    "vllm_limit_mm_per_prompt": "a prompt may show as many pictures as vLLM takes by default",
     "vllm_disable_custom_all_reduce": "give it in explorer.rollout_model.extra_engine_args",
     "sleep_level": "an engine that shares its device with the trainer takes turns with it",
     "offload_model": "see trainer.offload",
@@ -145,7 +145,7 @@ IDLE = {
     "save_on_each_node": "a checkpoint is one folder",
     "disable_tqdm": "progress is a line every few seconds where there is no terminal",
     "use_logits_to_keep": "the loss never holds the logits of all tokens at once",
-    "vllm_mm_processor_cache_gb": "prompts are text",
+    "vllm_mm_processor_cache_gb": "vLLM gets pictures prepared, and needs no cache for that",
 }
 """Flags that are accepted without effect, each with the reason."""
 _LOSSES = {
