@@ -228,7 +228,9 @@ def test_a_copy_that_names_no_job_is_that_of_a_run_which_resumes(tmp_path: Path)
     url, lines = f"sqlite:///{tmp_path / 'copy.db'}", tmp_path / "copy.jsonl"
     record = Record(database=url, lines=lines)
     record._write(step_of(1))
-    with pytest.raises(ValueError, match=r"copy\.db has experiences of another job, and this run"):
+    with pytest.raises(
+        ValueError, match=r"copy\.db has experiences but names no job, and this run"
+    ):
         record.claim(tmp_path / "job", key="path", resumes=False)
     record.claim(tmp_path / "job", key="path", resumes=True)
     record.claim(tmp_path / "job", key="path", resumes=False)

@@ -23,7 +23,7 @@ def refuse_other(
         return
     if resumes and (owner is None or not Path(owner).is_dir()):
         return
-    whose = f"is the copy of the job in {owner}" if owner else "has experiences of another job"
+    whose = f"is the copy of the job in {owner}" if owner else "has experiences but names no job"
     raise ValueError(
         f"{key}: {copy_} {whose}, and this run, in {job}, would remove them: expected a path that "
         "no other job has, or that copy moved away"
