@@ -77,3 +77,7 @@ def test_whole_copies_keep_their_values_and_name() -> None:
         assert type(args) is WatchedKeys and args == GIVEN
         with pytest.raises(KeyError, match=r"workflow_args has no 'tow' .did you mean 'two'"):
             args["tow"]
+
+
+def test_a_column_is_not_hidden_by_what_a_task_knows_of_its_run() -> None:
+    assert Task({"total_steps": 7}).total_steps == 7

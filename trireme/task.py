@@ -170,8 +170,8 @@ class Task:
     batch_id: int | str = 0
     task_id: int | str = 0
     index: dict[str, int] = field(default_factory=dict)
-    total_steps: int | None = None
-    """The explore steps of the run, if their number is known."""
+    num_explore_steps: int | None = None
+    """Those of the run, if their number is known."""
 
     def __post_init__(self) -> None:
         """Copy the sections of the YAML: values that a workflow sets in a task's stay there."""

@@ -204,7 +204,7 @@ def test_a_reward_of_trl_and_ms_swift_is_told_how_far_the_training_is(
         assert (state.global_step, state.max_steps) == told
         return [0.0] * len(completions)
 
-    judged(task(schedule, batch_id=batch, total_steps=most), "one", "four")
+    judged(task(schedule, batch_id=batch, num_explore_steps=most), "one", "four")
 
 
 def test_a_column_called_completion_is_not_what_the_model_said() -> None:

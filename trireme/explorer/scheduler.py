@@ -86,12 +86,12 @@ class Scheduler:
         report_interval: float = 0.0,
         further: Callable[[Task], Sequence[Any]] | None = None,
         close_last: Callable[[], Awaitable[None]] | None = None,
-        total_steps: int | None = None,
+        num_explore_steps: int | None = None,
     ) -> None:
         """`report_interval`: seconds between log lines with the state of each runner; 0: none.
 
         `further` makes the auxiliary models that judge a task's rollouts. `close_last` releases
-        what the rollouts used, once none is left. `total_steps` is what each task has by that name.
+        what the rollouts used, once none is left. Each task gets `num_explore_steps`.
         """
         self._runners = list(runners)
         self._max_repeats = max_repeats_per_runner
@@ -99,7 +99,7 @@ class Scheduler:
         self._report_interval = report_interval
         self._further = further
         self._close_last = close_last
-        self._total_steps = total_steps
+        self._num_steps = num_explore_steps
         self._places: dict[int, _Place] = {}
         """By the runner's number."""
         self._running: set[asyncio.Task[Outcome]] = set()
@@ -131,7 +131,7 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         batch = self._batches.setdefault(batch_id, [])
         for task in tasks:
-            task.batch_id, task.total_steps = batch_id, self._total_steps
+            task.batch_id, task.num_explore_steps = batch_id, self._num_steps
             spec = resolve(task.workflow)
             shares = []
             for runs in split(task.repeat_times, self._max_repeats):

@@ -272,7 +272,7 @@ def make_scheduler(
         report_interval=explorer.runner_state_report_interval,
         further=make_further if auxiliary else None,
         close_last=addresses.close,
-        total_steps=min(filter(None, (plan.steps.explore, plan.steps.train)), default=None),
+        num_explore_steps=min(filter(None, (plan.steps.explore, plan.steps.train)), default=None),
     )
 
 

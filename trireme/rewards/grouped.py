@@ -379,7 +379,7 @@ def _progress(task: Task) -> SimpleNamespace:
     names of transformers' TrainerState.
     """
     step, _, evaluation = str(task.batch_id).partition("/")
-    done, most = int(step) if evaluation else max(int(step) - 1, 0), task.total_steps
+    done, most = int(step) if evaluation else max(int(step) - 1, 0), task.num_explore_steps
     return SimpleNamespace(
         global_step=done if most is None else min(done, most),
         max_steps=-1 if most is None else most,
