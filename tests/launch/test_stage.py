@@ -26,6 +26,7 @@ from trireme.config import ConfigError, Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch import run as run_module
 from trireme.launch.check import make_plans
+from trireme.launch.explorer_side import explore_steps
 from trireme.launch.listeners import RunListener
 from trireme.launch.open_run import open_run
 from trireme.launch.results import StageResult, changed_example, explored, summarise
@@ -43,6 +44,22 @@ def plan_of(folder: Path, *overrides: str) -> Plan:
     path.write_text(yaml.safe_dump(small_config(folder)))
     [plan] = make_plans(load_config(path, overrides))
     return plan
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("buffer.total_steps=4", 4),
+        ("buffer.total_steps=4 buffer.train_batch_size=32", 4),  # it was 2, reached halfway
+        ("buffer.total_steps=8 buffer.train_batch_size=32 trainer.total_steps=3", 6),
+        ("buffer.total_steps=4 buffer.train_batch_size=8 trainer.total_steps=3", 2),
+        ("buffer.total_steps=2 buffer.train_batch_size=8", 2),
+    ],
+)
+def test_the_steps_that_rewards_are_told_are_explore_steps(
+    words: str, steps: int, tmp_path: Path
+) -> None:
+    assert explore_steps(plan_of(tmp_path, *words.split())) == steps
 
 
 def test_the_summary_of_a_resumed_run_begins_where_its_first_start_did(tmp_path: Path) -> None:

@@ -272,8 +272,22 @@ def make_scheduler(
         report_interval=explorer.runner_state_report_interval,
         further=make_further if auxiliary else None,
         close_last=addresses.close,
-        num_explore_steps=min(filter(None, (plan.steps.explore, plan.steps.train)), default=None),
+        num_explore_steps=explore_steps(plan),
     )
+
+
+def explore_steps(plan: Plan) -> int | None:
+    """Return how many explore steps a run has, of one experience for each rollout: those that its
+    train steps need may be fewer than the tasks give. None: not known.
+
+    Of a stage that reads a file the evaluations count train steps, and so do these.
+    """
+    steps = plan.steps
+    needed = steps.train
+    if needed is not None and plan.store.kind != "file" and not steps.whole:
+        explored, learned = steps.sizes
+        needed = -(-(needed - steps.earlier) * learned // explored)
+    return min(filter(None, (steps.explore, needed)), default=None)
 
 
 def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
