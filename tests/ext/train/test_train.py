@@ -335,6 +335,21 @@ def test_a_process_has_one_run_at_a_time(tiny_dir: Path, tmp_path: Path) -> None
         assert refused and run.metrics["rollout/failed/error"] == [0.0]
 
 
+def test_a_run_that_is_interrupted_before_it_begins_leaves_room_for_the_next(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each later call said that a run had not ended, until Python was started anew."""
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"buffer": {"total_steps": 1, "batch_size": 2}, "reward": varied}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("trireme.ext.train.train.in_notebook", interrupted)
+        start(tiny_dir, tmp_path, **options)
+    assert start(tiny_dir, tmp_path, **options).metrics["step"] == [1.0]
+
+
 def trireme_steps(root: Path) -> list[int]:
     folders = (root / "python" / "mine").glob("global_step_*")
     return sorted(int(folder.name.rpartition("_")[2]) for folder in folders)

@@ -12,8 +12,8 @@ import inspect
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,12 +45,12 @@ BATCH_SIZE = 32
 REPEAT_TIMES = 8
 TOOLS_WORKFLOW = "multi_turn_scheduler"
 WAKE_S = 0.2
+"""A signal may reach another thread than the one that waits, which then sees it when it wakes."""
 _one_run = threading.Lock()
 """Locked while a run is under way. Two would set and reset the same environment variables, by which
 each ends the processes that its rollouts leave; write into each other's log; and load models at the
 same time, which transformers cannot.
 """
-"""A signal may reach another thread than the one that waits, which then sees it when it wakes."""
 Tasks = str | Path | Iterable[Any]
 RewardSpec = str | Callable[..., Any] | Mapping[str, Any]
 """A reward: its name, the function, or a mapping of either as `name`, `weight` and options."""
@@ -451,15 +451,26 @@ def _show(console: Console) -> None:
         console.show()
 
 
-def _in_thread(plans: list[Plan]) -> Summary:
-    """Run the stages in a thread. KeyboardInterrupt: it was asked to end, and has ended. Raises
-    RuntimeError while another run is under way, such as one that did not end in its time.
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Be the only run of this process meanwhile. Raises RuntimeError while another is under way,
+    such as one that did not end in its time.
     """
     if not _one_run.acquire(blocking=False):
         raise RuntimeError(
             "another run of this process has not ended: expected one at a time; start each of "
             "several in a process of its own"
         )
+    try:
+        yield
+    finally:
+        _one_run.release()
+
+
+def _in_thread(plans: list[Plan]) -> Summary:
+    """Run the stages in a thread. KeyboardInterrupt: it was asked to end, and has ended. Raises
+    RuntimeError while another run is under way.
+    """
     stop, summaries, failed = Stop(), list[Summary](), list[BaseException]()
     ended = threading.Event()  # an interrupted `Thread.join` takes a living thread for ended
 
@@ -467,14 +478,14 @@ def _in_thread(plans: list[Plan]) -> Summary:
 
     def work() -> None:
         try:
-            for note in dict.fromkeys(note for plan in plans for note in plan.notes):
-                console.note(note)
-            summaries.append(run_stages(plans, console=console, stop=stop))
+            with _alone():
+                for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+                    console.note(note)
+                summaries.append(run_stages(plans, console=console, stop=stop))
         except BaseException as error:
             failed.append(error)
         finally:
             console.close()
-            _one_run.release()
             ended.set()
 
     with console.warnings() if isinstance(console, CellConsole) else nullcontext():
