@@ -72,12 +72,22 @@ MEMINFO = "MemTotal:       16777216 kB\nMemFree:         1024 kB\nSwapTotal:    
     ("groups", "files", "gib"),
     [
         ("0::/\n", {}, 18),
-        ("0::/a\n", {"a/memory.max": "max\n", "memory.max": f"{4 * 2**30}\n"}, 4),
-        ("3:memory:/a\n1:cpu:/b\n", {"memory/a/memory.limit_in_bytes": f"{2 * 2**30}\n"}, 2),
+        ("0::/a\n", {"a/memory.max": "max\n", "memory.max": f"{4 * 2**30}\n"}, 6),
+        ("0::/\n", {"memory.max": f"{4 * 2**30}\n", "memory.swap.max": "0\n"}, 4),
+        ("0::/\n", {"memory.max": f"{4 * 2**30}\n", "memory.swap.max": "max\n"}, 6),
+        ("3:memory:/a\n1:cpu:/b\n", {"memory/a/memory.limit_in_bytes": f"{2 * 2**30}\n"}, 4),
+        (
+            "3:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": f"{2 * 2**30}\n",
+                "memory/memory.memsw.limit_in_bytes": f"{3 * 2**30}\n",
+            },
+            3,
+        ),
         ("3:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 18),
     ],
 )
-def test_memory_is_the_machines_with_its_swap_or_the_smallest_limit_of_its_groups(
+def test_memory_is_the_machines_with_its_swap_or_the_smallest_limit_of_its_groups_with_theirs(
     root: Path, groups: str, files: dict[str, str], gib: int
 ) -> None:
     files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}

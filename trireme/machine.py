@@ -30,17 +30,22 @@ def cores(root: Path = ROOT) -> int:
 
 def memory(root: Path = ROOT) -> int | None:
     """Return the bytes that this process may use at most: the machine's memory with its swap space,
-    or less if its control groups grant it less memory. None: not known.
+    or less if its control groups grant it less; their limits of memory are without swap space, of
+    which it has more (Docker's `--memory` alone grants as much again). None: not known.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         kibibytes = dict(line.split(":", 1) for line in lines)
         names = "MemTotal", "SwapTotal"
-        found = [1024 * sum(int(kibibytes[name].removesuffix("kB")) for name in names)]
+        whole, swap = (1024 * int(kibibytes[name].removesuffix("kB")) for name in names)
     except (OSError, KeyError, ValueError):  # Linux alone has it
         return None
+    found = [whole + swap]
     for group in _groups("memory", root):
-        found += _numbers(group / "memory.max") or _numbers(group / "memory.limit_in_bytes")
+        more = min([swap, *_numbers(group / "memory.swap.max")])
+        limits = _numbers(group / "memory.max") or _numbers(group / "memory.limit_in_bytes")
+        found += [limit + more for limit in limits]
+        found += _numbers(group / "memory.memsw.limit_in_bytes")  # version 1: of both together
     return min(found)
 
 
