@@ -388,8 +388,8 @@ def _moments(optimizer: OptimizerConfig) -> int:
 
 
 def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free: int) -> Findings:
-    """Report too little memory as a problem, or as a note if the user wants to try, or if only keys
-    and values lack room: replies may be short.
+    """Report too little memory as a problem, or as a note if the user wants to try, if the run is
+    for GPUs that are not here, or if only keys and values lack room: replies may be short.
     """
     findings = Findings()
     short = sum(needs.values()) - free
@@ -406,6 +406,8 @@ def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free:
     )
     if stage.config.ignore_validator_suggestions:
         findings.note(f"trainer {text} (ignore_validator_suggestions)")
+    elif not on_gpu and stage.config.cluster.gpu_per_node:  # perhaps it is only checked here
+        findings.note(f"trainer {text}; the GPUs of cluster.gpu_per_node are not here")
     elif short <= needs["engine's cache"]:
         findings.note(f"trainer {text}, and so do replies that end early")
     else:
