@@ -66,9 +66,13 @@ def test_a_role_that_the_template_does_not_know_is_a_problem(
     assert code == 1
     assert f"row 2 ({path}, line 3): a message has the role 'human', which the chat" in output
     assert "template does not know: expected 'user'" in " ".join(output.split())
-    template = "{% for m in messages %}{% if m.role == 'human' %}{{ m.content }}{% endif %}\n"
-    knows = f'model.custom_chat_template="{template}{{% endfor %}}"'
-    assert checked(tmp_path, good, *words, knows)[0] == 0
+    for each, reply in (
+        ("{% if m.role == 'human' %}{{ m.content }}{% endif %}\n", ""),
+        ("{{ m.role }}: {{ m.content }}\n", "gpt: "),  # ShareGPT's own names, as they are
+    ):
+        template = f"{{% for m in messages %}}{each}{{% endfor %}}{reply}"
+        knows = f'model.custom_chat_template="{template}"'
+        assert checked(tmp_path, good, *words, knows)[0] == 0
 
 
 def test_an_option_that_a_built_in_workflow_never_reads_is_noted_before_a_run(

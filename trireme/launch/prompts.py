@@ -122,7 +122,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
             if key in passed_by
         }
         for role in (message["role"] for message in messages if other_role is None):
-            if role in OTHER_ROLES and not text.chat.names_role(role):
+            if role in OTHER_ROLES and not text.chat.names_role(*OTHER_ROLES):
                 other_role = role, taskset.rows.where(row)
         rendered.append(text.chat.render(messages, tools))
         ids = text.chat.ids_of_text(rendered[-1], messages)

@@ -248,11 +248,11 @@ class ChatTokens:
         except ValueError:
             return False  # it refuses placeholders, so nothing is known
 
-    def names_role(self, role: str) -> bool:
-        """Return True if the template has a case for that role: others it writes as they are, or
-        leaves out.
+    def names_role(self, *roles: str) -> bool:
+        """Return True if the template names one of these roles, in a case for it or where a reply
+        begins: others it writes as they are, or leaves out.
         """
-        return any(f"{quote}{role}{quote}" in self._template for quote in "'\"")
+        return any(re.search(rf"\b{role}\b", self._template) for role in roles)
 
     def in_known_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages with the role `developer`, OpenAI's newer name for it, as `system` if the
