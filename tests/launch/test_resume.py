@@ -138,6 +138,18 @@ def test_a_run_whose_groups_are_left_out_says_that_it_made_fewer_steps(
     assert "run 1/2  " in shown
 
 
+def test_tasks_that_give_fewer_steps_than_the_most_leave_none_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said that groups were left out or rollouts failed, and none had."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(small_config(tmp_path)))
+    words = ["buffer.total_steps=1", "trainer.total_steps=9"]
+    assert command(tmp_path / "config.yaml", words, ()) == 0
+    shown = capsys.readouterr().out
+    assert "trainer.total_steps (9): the tasks give 1" in " ".join(shown.split())
+    assert "run 1/9  " in shown and "left out" not in shown
+
+
 def rates_of(folder: Path) -> list[float]:
     """Return the learning rate of each train step of the job."""
     lines = (JobFolder(folder / "checkpoints/tests/job").monitor / "metrics.jsonl").open()

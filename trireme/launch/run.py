@@ -12,6 +12,7 @@ time, so that a rise by reinforcement cannot be due to too little supervised tra
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -239,7 +240,7 @@ async def run_plan(
     elif stage.resumed is not None and result.steps == result.resumed_from:
         result.idle = True
         console.note(nothing_left(plan, result.steps))
-    elif plan.mode in ("both", "train") and result.steps < (plan.steps.train or 0):
+    elif plan.mode in ("both", "train") and result.steps < _steps_to_make(plan):
         read = plan.store.kind == "file"
         which = "the data set" if read else "the rollouts"
         why = (
@@ -252,6 +253,18 @@ async def run_plan(
             "steps fewer, and the learning rate's schedule was for all of them"
         )
     return result
+
+
+def _steps_to_make(plan: Plan) -> int:
+    """Return the train steps that a plan announces; fewer than `trainer.total_steps` if its tasks
+    do not give as many, of which it has a note.
+    """
+    steps = plan.steps
+    train = steps.train or 0
+    if plan.mode == "train" or steps.explore is None:
+        return train
+    explored, trained = steps.sizes
+    return min(train, math.ceil(steps.explore * explored / trained) + steps.earlier)
 
 
 def nothing_left(plan: Plan, steps: int) -> str:
