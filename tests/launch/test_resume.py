@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import read_manifest
 from trireme.cli.run import run as command
 from trireme.config import ConfigError, Plan, load_config
+from trireme.engines.engine import EngineTraits
 from trireme.launch.check import examine, make_plans
+from trireme.launch.explorer_side import make_scheduler
 from trireme.launch.resume import ADAPTER_BASE, continued, made_with, refuse_meaningless
 from trireme.task import Task
 
@@ -148,6 +151,19 @@ def test_tasks_that_give_fewer_steps_than_the_most_leave_none_out(
     shown = capsys.readouterr().out
     assert "trainer.total_steps (9): the tasks give 1" in " ".join(shown.split())
     assert "run 1/9  " in shown and "left out" not in shown
+
+
+@pytest.mark.parametrize(("size", "limit", "steps"), [(32, None, 4), (8, 6, 3), (16, 9, 4)])
+def test_a_task_knows_how_many_explore_steps_the_run_has(
+    tmp_path: Path, size: int, limit: int | None, steps: int
+) -> None:
+    """Of 16 rollouts each; it was told the train steps where these were fewer."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(small_config(tmp_path)))
+    words = [f"buffer.train_batch_size={size}", f"trainer.total_steps={limit or 'null'}"]
+    [plan] = examine(tmp_path / "config.yaml", words)[0]
+    engine: Any = SimpleNamespace(traits=EngineTraits())
+    text: Any = SimpleNamespace(chat=None)
+    assert make_scheduler(plan, "", engine, text, None)._total_steps == steps
 
 
 def rates_of(folder: Path) -> list[float]:

@@ -65,6 +65,34 @@ class Steps:
         """Return the experiences of an explore step and of a train step."""
         return [self.batch_size * self.repeat_times, self.own_batch]
 
+    @property
+    def _compared(self) -> list[int]:
+        """Return the sizes of steps, of which equal ones follow one another if a train step learns
+        from an explore step.
+        """
+        return [1, 1] if self.whole else self.sizes
+
+    @property
+    def train_given(self) -> int | None:
+        """Return the train steps that the explore steps give, with one experience per rollout; None
+        if their number is not known.
+        """
+        if self.explore is None:
+            return None
+        explored, trained = self._compared
+        return math.ceil(self.explore * explored / trained) + self.earlier
+
+    @property
+    def explore_needed(self) -> int | None:
+        """Return the explore steps of the run: fewer than the tasks give where the train steps need
+        fewer. None if their number is not known.
+        """
+        explored, trained = self._compared
+        needed = None
+        if self.train is not None:
+            needed = math.ceil((self.train - self.earlier) * trained / explored)
+        return min(filter(None, (self.explore, needed)), default=None)
+
 
 def lengths_of(stage: StageFacts) -> tuple[Lengths, Findings]:
     """Decide the lengths that the user did not set: prompt and response share `max_model_len`."""

@@ -277,17 +277,10 @@ def make_scheduler(
 
 
 def explore_steps(plan: Plan) -> int | None:
-    """Return how many explore steps a run has, of one experience for each rollout: those that its
-    train steps need may be fewer than the tasks give. None: not known.
-
-    Of a stage that reads a file the evaluations count train steps, and so do these.
+    """Return how many explore steps a run has; None: not known. Of a stage that reads a file the
+    evaluations count train steps, and so do these.
     """
-    steps = plan.steps
-    needed = steps.train
-    if needed is not None and plan.store.kind != "file" and not steps.whole:
-        explored, learned = steps.sizes
-        needed = -(-(needed - steps.earlier) * learned // explored)
-    return min(filter(None, (steps.explore, needed)), default=None)
+    return plan.steps.train if plan.store.kind == "file" else plan.steps.explore_needed
 
 
 def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:

@@ -12,7 +12,6 @@ time, so that a rise by reinforcement cannot be due to too little supervised tra
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -259,12 +258,8 @@ def _steps_to_make(plan: Plan) -> int:
     """Return the train steps that a plan announces; fewer than `trainer.total_steps` if its tasks
     do not give as many, of which it has a note.
     """
-    steps = plan.steps
-    train = steps.train or 0
-    if plan.mode == "train" or steps.explore is None:
-        return train
-    explored, trained = steps.sizes
-    return min(train, math.ceil(steps.explore * explored / trained) + steps.earlier)
+    train, given = plan.steps.train or 0, plan.steps.train_given
+    return train if plan.mode == "train" or given is None else min(train, given)
 
 
 def nothing_left(plan: Plan, steps: int) -> str:
