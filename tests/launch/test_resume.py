@@ -153,6 +153,18 @@ def test_tasks_that_give_fewer_steps_than_the_most_leave_none_out(
     assert "run 1/9  " in shown and "left out" not in shown
 
 
+def test_a_trainer_beside_an_explorer_that_makes_fewer_steps_does_not_blame_groups_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(small_config(tmp_path)))
+    shared = [f"{STORE}=sql", "buffer.trainer_input.experience_buffer.name=shared"]
+    shared.append("synchronizer.sync_style=explorer_driven")
+    for words in (["mode=explore", "buffer.total_steps=1"], ["mode=train"]):
+        assert command(tmp_path / "config.yaml", [*shared, *words], ()) == 0
+    said = "the rollouts ended with train step 1 of 4: fewer explore steps, groups that are left"
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("size", "limit", "steps"), [(32, None, 4), (8, 6, 3), (16, 9, 4)])
 def test_a_task_knows_how_many_explore_steps_the_run_has(
     tmp_path: Path, size: int, limit: int | None, steps: int

@@ -240,13 +240,12 @@ async def run_plan(
         result.idle = True
         console.note(nothing_left(plan, result.steps))
     elif plan.mode in ("both", "train") and result.steps < _steps_to_make(plan):
-        read = plan.store.kind == "file"
-        which = "the data set" if read else "the rollouts"
-        why = (
-            "rows that leave nothing to train"
-            if read
-            else "groups that are left out, of equal rewards for example, and failed rollouts"
-        )
+        which, why = "the data set", "rows that leave nothing to train"
+        if plan.store.kind != "file":
+            which = "the rollouts"
+            why = "groups that are left out, of equal rewards for example, and failed rollouts"
+            if plan.mode == "train":  # another command explores
+                why = f"fewer explore steps, {why}"
         console.note(
             f"{which} ended with train step {result.steps} of {plan.steps.train}: {why} make the "
             "steps fewer, and the learning rate's schedule was for all of them"
