@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -268,6 +271,24 @@ def test_a_keyboard_interrupt_that_no_signal_has_raised_ends_its_task_alone(
             stop.Stop().run(work())
     else:
         assert stop.Stop().run(work()) == "KeyboardInterrupt()"
+
+
+def test_an_exit_by_somebody_elses_handler_of_a_signal_ends_the_run() -> None:
+    """Such as the one that `ray.init` of a workflow installs for SIGTERM: it was ignored."""
+
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(number)
+
+    async def work() -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        await asyncio.sleep(2)
+
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with pytest.raises(SystemExit, match=str(signal.SIGUSR1.value)):
+            stop.Stop().run(work())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_exit_of_the_work_itself_is_its_end() -> None:

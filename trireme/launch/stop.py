@@ -7,9 +7,9 @@ Invariants:
   thread is woken by Python's handler in C, since the handler in Python waits for the main thread.
 - Child processes see their pipe close; files are renamed when they are whole and stores have
   transactions: ending at any instruction loses nothing that a resume does not redo.
-- A SystemExit, or a KeyboardInterrupt that no signal has raised, in a task or a callback that user
-  code began ends that alone, although asyncio lets it end the event loop: a run that ended so would
-  report success.
+- A SystemExit or KeyboardInterrupt that no signal's handler has raised, in a task or a callback
+  that user code began, ends that alone, although asyncio lets it end the event loop: a run that
+  ended so would report success.
 - Coroutines that still run when the work has ended are cancelled, and awaited for at most `LEFT_S`:
   one may ignore its cancellation, and the run ends all the same.
 """
@@ -256,10 +256,7 @@ def _to_its_end(loop: asyncio.AbstractEventLoop, work: asyncio.Task[T]) -> T:
         try:
             return loop.run_until_complete(work)
         except (SystemExit, KeyboardInterrupt) as error:
-            # a signal raises it where user code, or whoever runs us, has Python's handler
-            signalled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            signalled &= threading.current_thread() is threading.main_thread()
-            if work.done() or (isinstance(error, KeyboardInterrupt) and signalled):
+            if work.done() or _is_of_a_signal(error):
                 raise
             fault = fault_of(error, "user code")
             assert fault is not None
@@ -268,6 +265,19 @@ def _to_its_end(loop: asyncio.AbstractEventLoop, work: asyncio.Task[T]) -> T:
                 "fails, and the run continues",
                 fault.text, extra={"place": fault.place},
             )  # fmt: skip
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Return whether a signal's handler has raised it: one of user code or of a library, as a
+    cluster's client installs for SIGTERM, or Python's own for Ctrl-C.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = {*map(signal.getsignal, signal.valid_signals())}
+    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
+        return True  # which has no frame
+    code = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> int:
