@@ -68,6 +68,9 @@ def test_on_a_cpu_it_is_the_machines_memory_that_a_plan_has_to_fit_into(
     assert said.startswith("trainer needs 149.4 GiB") and "GPU" not in said
     assert "of memory, and this machine or container has 64.0 GiB" in said
     assert "model.lora_configs or a smaller" in said
+    ranks = drafted("cluster.launcher=ray", "cluster.gpu_per_node=3")
+    (said,) = [note for note in ranks.plans[0].notes if "missing" in note]
+    assert "for each of 2 ranks, and this machine or container has 32.0 GiB for each rank" in said
     noted = drafted("ignore_validator_suggestions=true")
     (plan,) = noted.plans
     assert not noted.problems and any("trainer needs 149.4 GiB" in note for note in plan.notes)

@@ -334,7 +334,7 @@ def plan_memory(
             f"{in_gib(needs)} fit{again} (trainer.enable_gradient_checkpointing)"
         )
     if free is not None and sum(needs.values()) > free:
-        findings.add(_say_what_is_short(stage, needs, use, free))
+        findings.add(_say_what_is_short(stage, places, needs, use, free))
     return MemoryPlan(needs, use.checkpointing, share), findings
 
 
@@ -387,7 +387,9 @@ def _moments(optimizer: OptimizerConfig) -> int:
     return 0 if optimizer.optimizer_type == "sgd" else 2
 
 
-def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free: int) -> Findings:
+def _say_what_is_short(
+    stage: StageFacts, places: Places, needs: dict[str, int], use: Use, free: int
+) -> Findings:
     """Report too little memory as a problem, or as a note if the user wants to try, if the run is
     for GPUs that are not here, or if only keys and values lack room: replies may be short.
     """
@@ -399,8 +401,9 @@ def _say_what_is_short(stage: StageFacts, needs: dict[str, int], use: Use, free:
     ways += ["model.lora_configs"] if use.trains_all else []
     each = f" for each of {use.ranks} ranks" * (use.ranks > 1)
     what, has = ("a GPU", "a GPU has") if on_gpu else ("memory", "this machine or container has")
+    share = " for each rank" * (not on_gpu and places.trainer_ranks > 1)
     text = (
-        f"needs {in_gib(needs)} of {what}{each}, and {has} {free / GIB:.1f} GiB: "
+        f"needs {in_gib(needs)} of {what}{each}, and {has} {free / GIB:.1f} GiB{share}: "
         f"{short / GIB:.1f} GiB are missing; {''.join(f'{way} or ' for way in ways)}a smaller "
         f"trainer.max_token_len_per_gpu ({use.tokens}) takes less"
     )
