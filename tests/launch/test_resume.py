@@ -175,7 +175,7 @@ def test_a_task_knows_how_many_explore_steps_the_run_has(
     [plan] = examine(tmp_path / "config.yaml", words)[0]
     engine: Any = SimpleNamespace(traits=EngineTraits())
     text: Any = SimpleNamespace(chat=None)
-    assert make_scheduler(plan, "", engine, text, None)._total_steps == steps
+    assert make_scheduler(plan, "", engine, text, None)._num_steps == steps
 
 
 def rates_of(folder: Path) -> list[float]:

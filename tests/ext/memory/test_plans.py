@@ -75,6 +75,10 @@ def test_on_a_cpu_it_is_the_machines_memory_that_a_plan_has_to_fit_into(
     (plan,) = noted.plans
     assert not noted.problems and any("trainer needs 149.4 GiB" in note for note in plan.notes)
     assert plan.memory.gradient_checkpointing, "it is short of room for activations, too"
+    has["bytes"] = sum(plan.memory.needs.values()) - GIB  # of a micro-batch, which is an estimate
+    close = drafted()
+    assert not close.problems and any("may be too high" in note for note in close.plans[0].notes)
+    has["bytes"] = 64 * GIB
     for_gpus = drafted("cluster.gpu_per_node=8")  # checked where there are none
     assert not for_gpus.problems
     (said,) = [note for note in for_gpus.plans[0].notes if "missing" in note]

@@ -41,6 +41,8 @@ _OF_STEPS = (
     "gradients", "gathered", "activations", "their gradients", "logits", "merged adapter",
 )  # fmt: skip
 """The parts that exist only while a trainer computes."""
+_OF_MICRO_BATCHES = ("activations", "their gradients", "logits")
+"""Those that are estimates: on a CPU half as much again as a process was seen to need."""
 _LIBRARIES = {"cpu": 460 * 2**20, "cuda": GIB}
 """Bytes of a process before it has a model: on a CPU Python, torch and transformers, on a GPU CUDA
 and its libraries."""
@@ -391,7 +393,8 @@ def _say_what_is_short(
     stage: StageFacts, places: Places, needs: dict[str, int], use: Use, free: int
 ) -> Findings:
     """Report too little memory as a problem, or as a note if the user wants to try, if the run is
-    for GPUs that are not here, or if only keys and values lack room: replies may be short.
+    for GPUs that are not here, if only keys and values lack room (replies may be short), or on a
+    CPU if only a micro-batch does.
     """
     findings = Findings()
     short = sum(needs.values()) - free
@@ -413,6 +416,13 @@ def _say_what_is_short(
         findings.note(f"trainer {text}; the GPUs of cluster.gpu_per_node are not here")
     elif short <= needs["engine's cache"]:
         findings.note(f"trainer {text}, and so do replies that end early")
+    elif not on_gpu and short <= sum(
+        needs.get(name, 0) for name in (*_OF_MICRO_BATCHES, "engine's cache")
+    ):
+        findings.note(
+            f"trainer {text}; the estimate may be too high, and the system ends a run that has no "
+            "memory left"
+        )
     else:
         findings.problem(
             "trainer", f"{text}; ignore_validator_suggestions: true makes this estimate a note"
