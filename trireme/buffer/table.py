@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     Column,
@@ -45,6 +46,7 @@ from trireme.text import storable
 
 logger = get_logger("queue_experience_buffer")
 
+Result = TypeVar("Result")
 RETRY_SECONDS = 0.5
 """Seconds between two tries to reach a server that has gone away."""
 BUSY_SECONDS = 60
@@ -240,27 +242,52 @@ def in_turn(
     """Make a change in a transaction, once no other one does `what`. If the server goes away, it is
     waited for `patience` seconds, and the change is made again: it may have been made already.
     """
-    since, away = time.monotonic(), False
+    where, away = engine.url.render_as_string(), False
+
+    def work() -> None:
+        with engine.begin() as connection:
+            one_at_a_time(connection, what)
+            change(connection)
+
+    def note(error: DBAPIError) -> None:
+        nonlocal away
+        if not away:
+            away = True
+            logger.warning(
+                "database '%s' is unreachable, waiting for it for %g s at most "
+                "(max_read_timeout): %s",
+                where, patience, first_line(error),
+            )  # fmt: skip
+
+    persist(work, patience=patience, note=note)
+    if away:
+        logger.warning("database '%s' is reachable again", where)
+
+
+def persist(
+    work: Callable[[], Result],
+    *,
+    patience: float,
+    note: Callable[[DBAPIError], None],
+    retry_seconds: float = RETRY_SECONDS,
+    gives_up: threading.Event | None = None,
+) -> Result:
+    """Return what transactions give; if their server goes away, run them again until it is back.
+    They may have been committed already.
+
+    `note` hears of each error that means so. Raises the last one after `patience` seconds, or once
+    `gives_up` is set.
+    """
+    gives_up = gives_up or threading.Event()
+    since = time.monotonic()
     while True:
         try:
-            with engine.begin() as connection:
-                one_at_a_time(connection, what)
-                change(connection)
+            return work()
         except DBAPIError as error:
-            if not is_away(error) or time.monotonic() - since >= patience:
+            if not is_away(error) or gives_up.is_set() or time.monotonic() - since >= patience:
                 raise
-            if not away:
-                away = True
-                logger.warning(
-                    "database '%s' is unreachable, waiting for it for %g s at most "
-                    "(max_read_timeout): %s",
-                    engine.url.render_as_string(), patience, first_line(error),
-                )  # fmt: skip
-            time.sleep(RETRY_SECONDS)
-        else:
-            if away:
-                logger.warning("database '%s' is reachable again", engine.url.render_as_string())
-            return
+            note(error)
+            gives_up.wait(retry_seconds)
 
 
 def _make_tables(engine: Engine, metadata: MetaData) -> None:

@@ -10,13 +10,12 @@ module's own.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from types import FunctionType
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -142,8 +141,8 @@ def keep_kernels_on_gpus(model: nn.Module) -> None:
             continue
         names = vars(sys.modules[kind.__module__])
         for name, function in [*names.items()]:
-            wraps = isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
-            if wraps and function not in _BY_DEVICE:
+            wrapper = isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
+            if wrapper and function not in _BY_DEVICE:
                 names[name] = _by_device(function)
 
 
@@ -152,7 +151,7 @@ def _by_device(kernel: FunctionType) -> FunctionType:
     plain: Any = inspect.unwrap(kernel)
     known = inspect.signature(plain).parameters
 
-    @functools.wraps(kernel)
+    @wraps(kernel)
     def choose(*args: Any, **options: Any) -> Any:
         given = (*args, *options.values())
         if any(isinstance(one, Tensor) and one.is_cuda for one in given):

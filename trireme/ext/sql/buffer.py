@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -43,7 +42,7 @@ from trireme.buffer.buffer import (
     WallClock,
     of_versions,
 )
-from trireme.buffer.table import first_line, is_away, open_database, row_of
+from trireme.buffer.table import first_line, is_away, open_database, persist, row_of
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
 from trireme.ext.sql.claims import Claims, Reuse
@@ -334,32 +333,31 @@ class SqlBuffer:
         Raises TimeoutError if it is away for `max_read_timeout` seconds, the database's error once
         `gives_up` is set, and OSError for a full disk and the like.
         """
-        gives_up = gives_up or threading.Event()
-        since = time.monotonic()
-        while True:
-            try:
-                with self._database.begin() as connection:
-                    result = attempt(connection)
-            except DBAPIError as error:
-                if isinstance(error, OperationalError) and not is_away(error):
-                    raise OSError(
-                        f"buffer '{self.name}': its database {self._where} cannot be used: "
-                        f"{first_line(error)}"
-                    ) from error
-                if not is_away(error) or gives_up.is_set():
-                    raise
-                if time.monotonic() - since >= self._timeout:
-                    raise TimeoutError(
-                        f"buffer '{self.name}': its database {self._where} was unreachable for "
-                        f"{self._timeout:g} s (max_read_timeout): {first_line(error)}"
-                    ) from error
-                self._note_away(error)
-                gives_up.wait(max(self._retry_seconds, POLL_FIRST))
-            else:
-                if self._away:
-                    self._away = False
-                    logger.warning("buffer '%s': its database is reachable again", self.name)
-                return result
+
+        def work() -> Result:
+            with self._database.begin() as connection:
+                return attempt(connection)
+
+        database = f"buffer '{self.name}': its database {self._where}"
+        retry_seconds = max(self._retry_seconds, POLL_FIRST)
+        try:
+            result = persist(
+                work, patience=self._timeout, note=self._note_away,
+                retry_seconds=retry_seconds, gives_up=gives_up,
+            )  # fmt: skip
+        except DBAPIError as error:
+            if isinstance(error, OperationalError) and not is_away(error):
+                raise OSError(f"{database} cannot be used: {first_line(error)}") from error
+            if not is_away(error) or (gives_up is not None and gives_up.is_set()):
+                raise
+            raise TimeoutError(
+                f"{database} was unreachable for {self._timeout:g} s (max_read_timeout): "
+                f"{first_line(error)}"
+            ) from error
+        if self._away:
+            self._away = False
+            logger.warning("buffer '%s': its database is reachable again", self.name)
+        return result
 
     def _note_away(self, error: DBAPIError) -> None:
         # it may or may not be committed: unknown claims are released
