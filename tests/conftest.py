@@ -33,6 +33,16 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker that dies fails one test: see schedule.py."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.schedule import FileScheduling
+
+    return FileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, visibly, where torch has none; files begin with the longest:
     those that have a test marked `slow`, then the other whole runs. TRIREME_ONLY: a word of the
