@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -219,8 +219,9 @@ def test_python_does_not_end_a_thread_whose_rollout_is_over(seconds: str, end: s
     assert (said, process.returncode) == (end, 3)
 
 
+@pytest.mark.parametrize("run", [stop.Stop().run, stop.run_to_its_end])
 def test_an_exit_of_a_task_of_its_own_ends_neither_the_run_nor_what_else_goes_on(
-    caplog: pytest.LogCaptureFixture,
+    run: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """asyncio ends the loop by it: the run would have ended at once, with success."""
 
@@ -244,7 +245,7 @@ def test_an_exit_of_a_task_of_its_own_ends_neither_the_run_nor_what_else_goes_on
         assert isinstance(forgotten.exception(), SystemExit)
         return said
 
-    assert stop.Stop().run(work()) == ["it raised 3", "the other went on"]
+    assert run(work()) == ["it raised 3", "the other went on"]
     texts = [record.getMessage() for record in caplog.records]
     assert [text.split(" in a task ")[0] for text in texts] == [
         *("user code raised SystemExit: 0",) * 2,

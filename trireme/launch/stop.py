@@ -27,6 +27,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -142,7 +143,7 @@ class Stop:
             self._task = loop.create_task(work)
             if self.number is not None:
                 self._stop_work()
-            return _to_its_end(loop, self._task)
+            return _to_its_end(partial(loop.run_until_complete, self._task), self._task)
         except (asyncio.CancelledError, Stopped):
             if self.number is None:
                 raise
@@ -161,16 +162,8 @@ class Stop:
             self._loop.call_soon_threadsafe(self._stop_work)
 
     def ended(self, code: int) -> int:
-        """Return the exit code; if coroutines are left, or code hangs in a thread, exit at once.
-        Python would throw into the ones, and end the others, which aborts the process if one is in
-        a function of torch.
-        """
-        if self._abandoned or code_hangs():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            end_now()
-            os._exit(code)
-        return code
+        """Return the exit code; if coroutines are left, or code hangs in a thread, exit at once."""
+        return ended(code, abandoned=self._abandoned > 0)
 
     def hears(self, number: int) -> bool:
         """Return whether a signal's handler is this one's, or a LoopWatch's around it."""
@@ -250,11 +243,46 @@ def _write(text: str) -> None:
             os.write(2, text.encode())
 
 
-def _to_its_end(loop: asyncio.AbstractEventLoop, work: asyncio.Task[T]) -> T:
-    """Run the loop until `work` is done, also past what ends another task or a callback."""
+def ended(code: int, *, abandoned: bool = False) -> int:
+    """Return a command's exit code; if coroutines are `abandoned`, or code hangs in a thread, exit
+    at once. Python would throw into the ones, and end the others, which aborts the process if one
+    is in a function of torch.
+    """
+    if abandoned or code_hangs():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end_now()
+        os._exit(code)
+    return code
+
+
+def run_to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a command's `work` on a new event loop, as `asyncio.run` does, also past a SystemExit in
+    a task that user code began: the command would end as if it had succeeded.
+    """
+
+    with asyncio.Runner() as runner:
+        task = runner.get_loop().create_task(work)
+        return _to_its_end(lambda: runner.run(_ended(task)), task)
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:  # by Ctrl-C
+        task.cancel()
+        await asyncio.wait({task})
+        raise
+
+
+def _to_its_end(run: Callable[[], object], work: asyncio.Task[T]) -> T:
+    """Let `run` run the loop until `work` is done, also past what ends another task or a
+    callback.
+    """
     while True:
         try:
-            return loop.run_until_complete(work)
+            run()
+            return work.result()
         except (SystemExit, KeyboardInterrupt) as error:
             if work.done() or _is_of_a_signal(error):
                 raise

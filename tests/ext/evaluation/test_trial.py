@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,22 @@ def test_debug_takes_the_flags_that_run_and_check_take(tmp_path: Path) -> None:
     assert "num_turns 2" in done.output and "rewards/accuracy 0" in done.output
     done = CliRunner().invoke(app, [*words, "--max_turn", "2"])
     assert done.exit_code == 2 and "did you mean --max_turns?" in done.output
+
+
+def test_an_exit_in_a_task_of_the_workflows_own_is_a_failure_of_the_workflow(
+    tiny_dir: Path,
+) -> None:
+    """asyncio ended `trireme debug` by it, with exit code 0 and without a word."""
+
+    async def leaves(task: Task, model: trireme.Model) -> list[trireme.Experience]:
+        async def part() -> None:
+            sys.exit(0)
+
+        await asyncio.create_task(part())
+        return model.experiences(reward=1.0)
+
+    with pytest.raises(TrialFailed, match="failed: SystemExit: 0"):
+        trireme.try_workflow(leaves, "?", model=tiny_dir, replies=["1"], **SMALL)
 
 
 def test_tools_are_no_argument_of_a_trial(tiny_dir: Path) -> None:

@@ -6,7 +6,6 @@ API, or a list of replies, which needs no weights.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 import logging
@@ -40,6 +39,7 @@ from trireme.launch.data import Text, make_text
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary
 from trireme.launch.explorer_side import make_scheduler
 from trireme.launch.servers import engine_servers
+from trireme.launch.stop import run_to_its_end
 from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
@@ -117,7 +117,7 @@ def try_plan(
     """
 
     def work() -> Trial:
-        return asyncio.run(_try(plan, place, replies, rollouts))
+        return run_to_its_end(_try(plan, place, replies, rollouts))
 
     if running_loop() is None:
         return work()  # in this thread, so that a debugger's prompt works in a workflow
@@ -205,7 +205,7 @@ def evaluate(plan: Plan, *, rollouts: int | None = None, api: Api | None = None)
     Raises ValueError if there is no such taskset, RuntimeError if the engine or the API fails, or
     more rollouts do than `explorer.max_failures` allows.
     """
-    return asyncio.run(_evaluate(plan, rollouts, api))
+    return run_to_its_end(_evaluate(plan, rollouts, api))
 
 
 async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[Evaluated]:

@@ -23,6 +23,7 @@ from trireme.config.lookup import no_model, steady_positions
 from trireme.engines.make import EngineSpec
 from trireme.ext.remote.engine_host import EngineHost
 from trireme.ext.rollout_server.options import RolloutOptions
+from trireme.launch.stop import run_to_its_end
 from trireme.text import say
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -47,9 +48,9 @@ def rollout(options: RolloutOptions) -> int:
         kind = _examine_engine(options)
         with _listen(options.host, options.port) as listener:
             if not kind.own_python:
-                return asyncio.run(_serve(options, listener))
+                return run_to_its_end(_serve(options, listener))
         spec, _ = _spec(options)
-        return asyncio.run(serve_child(options, kind, spec, plugin_files(plugins)))
+        return run_to_its_end(serve_child(options, kind, spec, plugin_files(plugins)))
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         complain(str(error))
         return 2 if isinstance(error, ConfigError | ValueError) else 1
