@@ -12,11 +12,13 @@ import pytest
 
 from tests.limits import HANG_S
 from trireme.aio import (
+    CancelledElsewhere,
     OutOfTime,
     OwnThread,
     at_once,
     call_user,
     ended,
+    first_failure,
     in_time,
     is_async,
     one_by_one,
@@ -113,6 +115,18 @@ def test_what_begins_one_by_one_lets_others_in_between_and_ends_at_the_first_fai
             with pytest.raises(ValueError, match="bad"):
                 await one_by_one(work(name, wait) for name, wait in (("d", HANG_S), ("bad", 0.0)))
             assert asyncio.all_tasks() == tasks, "the others were cancelled, and have ended"
+
+    asyncio.run(main())
+
+
+def test_a_part_that_other_code_cancels_ends_all() -> None:
+    """The others were awaited to their ends, of which a run's other side has none without it."""
+
+    async def main() -> None:
+        cancelled = asyncio.ensure_future(asyncio.sleep(HANG_S))
+        asyncio.get_running_loop().call_later(0.05, cancelled.cancel)
+        with pytest.raises(CancelledElsewhere, match="a part of the run was cancelled by other"):
+            await first_failure(asyncio.sleep(HANG_S), cancelled)
 
     asyncio.run(main())
 

@@ -58,10 +58,23 @@ async def running(*work: Awaitable[Any]) -> AsyncIterator[Sequence[asyncio.Futur
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class CancelledElsewhere(RuntimeError):
+    """Code that did not begin a task has cancelled it, as user code does that cancels all tasks of
+    the event loop. Its argument says what was cancelled.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} was cancelled by other code: expected user code to cancel only the "
+            "tasks that it began, and never all of `asyncio.all_tasks()`"
+        )
+
+
 async def first_failure(
     *work: Awaitable[Any], consequence: type[Exception] | tuple[()] = ()
 ) -> list[Any]:
     """Return the results of all; the first that raises cancels the others and its error is raised.
+    Raises CancelledElsewhere for one that other code has cancelled.
 
     A `consequence` is raised only because another task has failed, and gives way to that one's
     error: their order is random, and over processes one may come without the other.
@@ -69,8 +82,10 @@ async def first_failure(
     if not work:
         return []
     async with running(*work) as tasks:
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        follows = [error for task in done if isinstance(error := _error(task), consequence)]
+        pending = {*tasks}
+        while pending and all(_error(task) is None for task in tasks):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        follows = [error for task in tasks if isinstance(error := _error(task), consequence)]
         for error in follows:
             if error.__cause__ is not None:
                 raise error.__cause__ from None
@@ -136,7 +151,9 @@ async def ended(future: asyncio.Future[Any], seconds: float) -> None:
 
 
 def _error(task: asyncio.Future[Any]) -> BaseException | None:
-    return task.exception() if task.done() and not task.cancelled() else None
+    if task.cancelled():
+        return CancelledElsewhere("a part of the run")
+    return task.exception() if task.done() else None
 
 
 Away = Callable[[Callable[[], Any]], Awaitable[Any]]

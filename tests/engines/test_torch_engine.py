@@ -624,6 +624,19 @@ def test_bad_prompts_and_a_broken_engine_say_so(tiny_dir: Path) -> None:
     run(tiny_dir, main)
 
 
+def test_user_code_that_cancels_all_tasks_ends_the_engine_and_nobody_waits_for_it(
+    tiny_dir: Path,
+) -> None:
+    async def main(engine: TorchEngine) -> None:
+        await engine.generate([5], Sampling(max_tokens=2))
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        with pytest.raises(RuntimeError, match="its task was cancelled by other code: expected"):
+            await engine.generate([5], Sampling(max_tokens=2))
+
+    run(tiny_dir, main)
+
+
 @pytest.mark.parametrize("where", ["in the model", "in the tokenizer"])
 def test_a_request_that_the_engine_cannot_run_ends_alone(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str

@@ -292,6 +292,16 @@ def test_an_exit_by_somebody_elses_handler_of_a_signal_ends_the_run() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_run_that_user_code_cancels_says_so() -> None:
+    async def work() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(HANG_S)
+
+    with pytest.raises(RuntimeError, match="the run was cancelled by other code: expected user"):
+        stop.Stop().run(work())
+
+
 def test_an_exit_of_the_work_itself_is_its_end() -> None:
     async def work() -> None:
         sys.exit(5)

@@ -31,7 +31,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-from trireme.aio import code_hangs
+from trireme.aio import CancelledElsewhere, code_hangs
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.log import get_logger
@@ -144,10 +144,12 @@ class Stop:
             if self.number is not None:
                 self._stop_work()
             return _to_its_end(partial(loop.run_until_complete, self._task), self._task)
-        except (asyncio.CancelledError, Stopped):
-            if self.number is None:
+        except (asyncio.CancelledError, Stopped) as error:
+            if self.number is not None:
+                raise KeyboardInterrupt from None
+            if isinstance(error, Stopped):
                 raise
-            raise KeyboardInterrupt from None
+            raise CancelledElsewhere("the run") from error
         finally:
             self.end_work = lambda: False
             self._loop = self._task = None
@@ -163,7 +165,7 @@ class Stop:
 
     def ended(self, code: int) -> int:
         """Return the exit code; if coroutines are left, or code hangs in a thread, exit at once."""
-        return ended(code, abandoned=self._abandoned > 0)
+        return exit_code(code, abandoned=self._abandoned > 0)
 
     def hears(self, number: int) -> bool:
         """Return whether a signal's handler is this one's, or a LoopWatch's around it."""
@@ -243,7 +245,7 @@ def _write(text: str) -> None:
             os.write(2, text.encode())
 
 
-def ended(code: int, *, abandoned: bool = False) -> int:
+def exit_code(code: int, *, abandoned: bool = False) -> int:
     """Return a command's exit code; if coroutines are `abandoned`, or code hangs in a thread, exit
     at once. Python would throw into the ones, and end the others, which aborts the process if one
     is in a function of torch.
@@ -263,10 +265,10 @@ def run_to_its_end(work: Coroutine[Any, Any, T]) -> T:
 
     with asyncio.Runner() as runner:
         task = runner.get_loop().create_task(work)
-        return _to_its_end(lambda: runner.run(_ended(task)), task)
+        return _to_its_end(lambda: runner.run(_finished(task)), task)
 
 
-async def _ended(task: asyncio.Task[Any]) -> None:
+async def _finished(task: asyncio.Task[Any]) -> None:
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:  # by Ctrl-C

@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trireme.aio import CancelledElsewhere
 from trireme.engines.adapter import adapter_over, is_adapter
 from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.device import Device
@@ -251,10 +252,11 @@ class TorchEngine:
                     self._give_out()
                 # Callers that just got a reply may send a request before the next advance.
                 await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:
-            self._failure = error
+            if self._closed:
+                raise
+            cancelled = isinstance(error, asyncio.CancelledError)
+            self._failure = error = CancelledElsewhere("its task") if cancelled else error
             for future in self._futures.values():
                 if not future.done():
                     future.set_exception(broken(error))

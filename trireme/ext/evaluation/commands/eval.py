@@ -22,7 +22,7 @@ def eval_command(ctx: typer.Context, options: EvalOptions) -> None:
     """
     from trireme.cli.run import add_plugin_dirs
     from trireme.ext.evaluation.evaluate import evaluate_models
-    from trireme.launch.stop import ended
+    from trireme.launch.stop import exit_code
 
     if options.tasks and ctx.obj:
         raise typer.BadParameter(
@@ -34,4 +34,4 @@ def eval_command(ctx: typer.Context, options: EvalOptions) -> None:
         raise typer.BadParameter("expected a YAML with eval_tasksets, or --tasks, and not both")
     add_plugin_dirs(options.plugin_dir or [])
     code = evaluate_models(replace(options, config=config, keys=keys), ctx.obj)
-    raise typer.Exit(ended(code))
+    raise typer.Exit(exit_code(code))
