@@ -37,3 +37,7 @@ class FileScheduling(LoadFileScheduling):
         if self.collection:
             for node in self.nodes:
                 self._reschedule(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        if node in self.registered_collections:  # another one that replaces a worker has not begun
+            super()._reschedule(node)
