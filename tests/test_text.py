@@ -114,7 +114,7 @@ def test_an_error_of_ours_and_of_libraries_commands_no_terminal(
 
     monkeypatch.setattr(cli, "app", fails)
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.command_line()
     said = capsys.readouterr().err
     assert ended.value.code == 1 and "ValueError: cut \\ud83d" in said
     assert commands_in(said) == set()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import trireme
 from tests.limits import HANG_S
-from trireme.cli.main import app, main
+from trireme.cli.main import app, command_line
 from trireme.registry import COMMANDS
 
 PLAIN = {"compare": False, "fresh": False, "strict": False}
@@ -132,7 +132,7 @@ def test_a_name_that_no_file_system_stores_is_an_error_and_no_traceback(
     Path("run.yaml").write_text("model: {model_path: none}")
     monkeypatch.setattr(sys, "argv", ["trireme", *words])
     with pytest.raises(SystemExit, match="2"):
-        main()
+        command_line()
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert said.startswith("error: ") and ": expected names of at most 255 bytes" in said

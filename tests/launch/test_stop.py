@@ -116,7 +116,7 @@ LATE = """
     import asyncio, atexit, sys, time, types
     from contextlib import suppress
     from trireme.aio import in_thread
-    from trireme.launch.stop import Stop
+    from trireme.launch.stop import Stop, leave_at_once
     sys.modules["trireme.trainer.trainer"] = types.ModuleType("small")  # the other loads torch
     sys.modules["trireme.trainer.trainer"].Stopped = InterruptedError
 
@@ -129,7 +129,8 @@ LATE = """
     stop = Stop()
     stop.run(work())
     atexit.register(print, "Python's end", file=sys.stderr)
-    sys.exit(stop.ended(3))
+    leave_at_once(3)
+    sys.exit(3)
 """
 
 

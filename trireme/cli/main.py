@@ -139,7 +139,18 @@ def program(
 
 
 def main() -> None:
-    """Run the command line: the entry point of both of its names."""
+    """Run the command line and end the process: the entry point of both of its names."""
+    try:
+        command_line()
+    except SystemExit as end:
+        # a command that runs nothing has not imported it
+        if stop := cast(Any, sys.modules.get("trireme.launch.stop")):
+            stop.leave_at_once(end.code if isinstance(end.code, int) else int(bool(end.code)))
+        raise
+
+
+def command_line() -> None:
+    """Run the command that the program's arguments name. Raises SystemExit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character must not end a run of hours

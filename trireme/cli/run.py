@@ -88,10 +88,10 @@ def run(
             complain(str(error))
             return 2
         # `made` holds the rows that were read, which stages reuse
-        return stop.ended(run_plans(made.plans, stop, compare_sft=compare))
+        return run_plans(made.plans, stop, compare_sft=compare)
     except KeyboardInterrupt:
         say(f"stopped by {stop.name}: {stop.what_is_left()}", file=sys.stderr)
-        return stop.ended(stop.code)
+        return stop.code
 
 
 @contextmanager

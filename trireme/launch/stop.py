@@ -68,8 +68,6 @@ class Stop:
         """Names what the work waits for, as a noun; empty if it cannot tell."""
         self.end_work: Callable[[], bool] = lambda: False
         """Asks the work to end by itself; False if it has nothing to save."""
-        self._abandoned = 0
-        """The number of coroutines that ignored their cancellation."""
         self._lock = threading.RLock()  # a handler may interrupt itself
         self._ending = threading.Lock()
         """Locked by the one thread that ends the process: two may receive a second Ctrl-C."""
@@ -153,7 +151,7 @@ class Stop:
         finally:
             self.end_work = lambda: False
             self._loop = self._task = None
-            self._abandoned += _close(loop)
+            _abandoned.extend(_close(loop))
             self.waits_for = lambda: ""  # else a stage's models stay through the next one
 
     def request(self) -> None:
@@ -162,10 +160,6 @@ class Stop:
         self._main_heard = self._thread_heard = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stop_work)
-
-    def ended(self, code: int) -> int:
-        """Return the exit code; if coroutines are left, or code hangs in a thread, exit at once."""
-        return exit_code(code, abandoned=self._abandoned > 0)
 
     def hears(self, number: int) -> bool:
         """Return whether a signal's handler is this one's, or a LoopWatch's around it."""
@@ -245,17 +239,16 @@ def _write(text: str) -> None:
             os.write(2, text.encode())
 
 
-def exit_code(code: int, *, abandoned: bool = False) -> int:
-    """Return a command's exit code; if coroutines are `abandoned`, or code hangs in a thread, exit
-    at once. Python would throw into the ones, and end the others, which aborts the process if one
-    is in a function of torch.
+def leave_at_once(code: int) -> None:
+    """End the process if coroutines of a run are left, or code hangs in a thread: Python would
+    throw into the ones, and end the others, which aborts the process if one is in a function of
+    torch. For the end of a command line: what runs in a notebook or a test goes on.
     """
-    if abandoned or code_hangs():
+    if _abandoned or code_hangs():
         sys.stdout.flush()
         sys.stderr.flush()
         end_now()
         os._exit(code)
-    return code
 
 
 def run_to_its_end(work: Coroutine[Any, Any, T]) -> T:
@@ -310,10 +303,8 @@ def _is_of_a_signal(error: BaseException) -> bool:
     return any(frame.f_code in code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _close(loop: asyncio.AbstractEventLoop) -> int:
-    """End what is left on a loop; returns the number of tasks that ignore it, which are
-    abandoned.
-    """
+def _close(loop: asyncio.AbstractEventLoop) -> list[str]:
+    """End what is left on a loop; returns where tasks are that ignore it, which are abandoned."""
     stuck: set[asyncio.Task[Any]] = set()
     try:
         left = asyncio.all_tasks(loop)
@@ -321,10 +312,9 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
             task.cancel()
         if left:
             _, stuck = loop.run_until_complete(asyncio.wait(left, timeout=LEFT_S))
-            for task in stuck:
+            for place in map(_place_of, stuck):
                 # the log is closed by now
-                say(f"warning: left running: {_place_of(task)} ignores its cancellation",
-                      file=sys.stderr)  # fmt: skip
+                say(f"warning: left running: {place} ignores its cancellation", file=sys.stderr)
             if stuck:  # do not report them again when they are destroyed
                 loop.set_exception_handler(lambda loop, context: None)
         with suppress(asyncio.TimeoutError):
@@ -334,7 +324,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
     finally:
         asyncio.set_event_loop(None)
         loop.close()
-    return len(stuck)
+    return [*map(_place_of, stuck)]
 
 
 def _place_of(task: asyncio.Task[Any]) -> str:
@@ -348,6 +338,8 @@ def _place_of(task: asyncio.Task[Any]) -> str:
     return line
 
 
+_abandoned: list[str] = []
+"""Where coroutines are that ignored their cancellation at a run's end."""
 _receiver: list[Stop] = []
 """The Stop that receives the signals; empty before the first."""
 _wakeup: list[socket.socket] = []

@@ -29,10 +29,9 @@ def debug(
 ) -> None:
     """Run one task, and print each token and whether it is trained."""
     from trireme.ext.evaluation.debug import debug as command
-    from trireme.launch.stop import exit_code
 
     config, keys = yaml_and_keys(config, words, ctx.obj)
     if config is None:
         raise typer.BadParameter("expected a YAML: trireme debug my.yaml")
     options = {"task": task, "rollouts": rollouts, "replies": reply or []}
-    raise typer.Exit(exit_code(command(config, keys, plugin_dir or [], **options)))
+    raise typer.Exit(command(config, keys, plugin_dir or [], **options))

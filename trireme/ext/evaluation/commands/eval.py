@@ -22,7 +22,6 @@ def eval_command(ctx: typer.Context, options: EvalOptions) -> None:
     """
     from trireme.cli.run import add_plugin_dirs
     from trireme.ext.evaluation.evaluate import evaluate_models
-    from trireme.launch.stop import exit_code
 
     if options.tasks and ctx.obj:
         raise typer.BadParameter(
@@ -33,5 +32,4 @@ def eval_command(ctx: typer.Context, options: EvalOptions) -> None:
     if (config is None) == (not options.tasks):
         raise typer.BadParameter("expected a YAML with eval_tasksets, or --tasks, and not both")
     add_plugin_dirs(options.plugin_dir or [])
-    code = evaluate_models(replace(options, config=config, keys=keys), ctx.obj)
-    raise typer.Exit(exit_code(code))
+    raise typer.Exit(evaluate_models(replace(options, config=config, keys=keys), ctx.obj))
