@@ -13,6 +13,7 @@ import pytest
 from tests.limits import HANG_S
 from trireme.aio import (
     CancelledElsewhere,
+    LoopWatch,
     OutOfTime,
     OwnThread,
     at_once,
@@ -24,6 +25,7 @@ from trireme.aio import (
     one_by_one,
     running,
 )
+from trireme.usercode import UserCode
 
 
 async def waits(value: int) -> int:
@@ -187,3 +189,25 @@ def test_only_the_end_of_its_time_is_out_of_time() -> None:
             await in_time(asyncio.sleep(HANG_S), 0.01)
 
     asyncio.run(main())
+
+
+WAITS = "`await asyncio.sleep(...)` or `await asyncio.to_thread(...)` there"
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "advice"),
+    [
+        ("workflow 'slow'", waits, f"use {WAITS}, or make it a plain `def`"),
+        ("reward 'slow'", waits, f"use {WAITS}"),
+        ("reward 'slow'", plain, f"make it `async def`, and use {WAITS}"),
+    ],
+)
+def test_who_blocks_the_event_loop_reads_what_helps(what: str, code: Any, advice: str) -> None:
+    """A plain reward was advised to be plain, and it runs on the event loop as well."""
+
+    async def main() -> str:
+        watch = LoopWatch(None)
+        watch.stop()
+        return watch._blocking(UserCode(what, code), 3)
+
+    assert asyncio.run(main()).endswith(f"rollout waits for it: {advice}")

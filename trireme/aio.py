@@ -370,10 +370,16 @@ class LoopWatch:
 
     def _blocking(self, part: UserCode, seconds: float) -> str:
         limit = "" if self._limit is None else " (explorer.max_timeout holds for what awaits)"
+        waits = "`await asyncio.sleep(...)` or `await asyncio.to_thread(...)`"
+        if not part.what.startswith("reward "):
+            advice = f"use {waits} there, or make it a plain `def`"
+        elif is_async(part.code):
+            advice = f"use {waits} there"
+        else:  # unlike a workflow, it runs where its workflow runs
+            advice = f"make it `async def`, and use {waits} there"
         return (
             f"{part.what} has blocked the event loop for {seconds:g} s{limit}, and every other "
-            "rollout waits for it: use `await asyncio.sleep(...)` or `await asyncio.to_thread(...)`"
-            " there, or make it a plain `def`"
+            f"rollout waits for it: {advice}"
         )
 
 
