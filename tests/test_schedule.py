@@ -12,8 +12,6 @@ import pytest
 
 from tests.limits import HANG_S
 
-pytest.importorskip("xdist")
-
 CONFTEST = "from tests.conftest import pytest_xdist_make_scheduler\n"
 PASSES = "def test_{}(): pass\n"
 DIES = "def test_dies():\n    import os\n    os._exit(1)\n"

@@ -6,6 +6,7 @@ sentence.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import reprlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from trireme.aio import CancelledElsewhere
 from trireme.pictures import Picture
 from trireme.registry import did_you_mean
 
@@ -317,7 +319,11 @@ class ServedEngine(Engine, Protocol):
 
 
 def broken(failure: BaseException) -> RuntimeError:
-    """Return the error that callers of an engine get once it has failed."""
+    """Return the error that callers of an engine get once it has failed. Cancelled, it has failed
+    as well: other code has done that.
+    """
+    if isinstance(failure, asyncio.CancelledError):
+        failure = CancelledElsewhere("its task")
     error = RuntimeError(f"the engine has failed: {type(failure).__name__}: {failure}")
     error.__cause__ = failure
     return error

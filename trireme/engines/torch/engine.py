@@ -20,7 +20,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trireme.aio import CancelledElsewhere
 from trireme.engines.adapter import adapter_over, is_adapter
 from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.device import Device
@@ -255,8 +254,7 @@ class TorchEngine:
         except BaseException as error:
             if self._closed:
                 raise
-            cancelled = isinstance(error, asyncio.CancelledError)
-            self._failure = error = CancelledElsewhere("its task") if cancelled else error
+            self._failure = error
             for future in self._futures.values():
                 if not future.done():
                     future.set_exception(broken(error))
