@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.limits import HANG_S
 from tests.tiny import make_model
@@ -161,6 +162,37 @@ def test_gradients_travel_between_copies_once_a_step(tmp_path):
     assert max(few[0] for few, _ in counted) == 1 < max(many[0] for _, many in counted)
     for few, many in counted:
         assert few[1:] == many[1:] and min(few[1:]) > 0  # a sum for each block, and the root
+
+
+def _idle_step(place: RankSpec | None, path: Path) -> list[Tensor]:
+    """Scores before and after a step in which no experience has an advantage: momentum alone moves
+    the weights. With ranks also whether each root group's weights are shards after scores.
+    """
+    ranks = Ranks(place) if place else None
+    backend = _make(path, {}, ranks)
+    recipe = get_recipe(SimpleNamespace(**FULL))
+    batch = flatten(experiences(1))
+    train_step(backend, recipe, experiences(), version=0)
+    before = backend.logprobs(batch)
+    idle = flatten(experiences()).select([])
+    backend.forward_backward(idle, lambda *_: pytest.fail("there is nothing to compute"))
+    backend.step()
+    out = [before, backend.logprobs(batch), backend.logprobs(batch, reference=True)]
+    if ranks is not None:
+        assert backend._reference is not None
+        for model in (backend.module, backend._reference.model):
+            assert all(isinstance(weight, DTensor) for weight in model.parameters())
+        ranks.close()
+    return out
+
+
+def test_scores_are_by_new_weights_after_a_step_without_a_gradient(tmp_path):
+    path = make_model(tmp_path / "model", tie=True)
+    expected = _idle_step(None, path)
+    assert (expected[1] - expected[0]).abs().max() > 1e-3
+    for got in run(_idle_step, tmp_path / "ranks", path):
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_ranks_that_each_hold_the_model_whole_learn_what_one_process_learns(tmp_path):

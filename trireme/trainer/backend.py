@@ -310,7 +310,7 @@ class Backend:
             batch = replace(batch, routed_experts=())
         compute = partial(self._logprobs, root, entropy=entropy)
         with self.adapter.reference() if start and self.adapter else nullcontext():
-            return self._team.scores(batch, compute, num=3 if entropy else 1)
+            return self._team.scores(batch, root, compute, num=3 if entropy else 1)
 
     def _logprobs(
         self, root: Root, part: Batch, *, entropy: bool = False

@@ -81,7 +81,7 @@ class Critic:
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """Return V of the state before each entry [M], on the CPU, equal on all ranks."""
-        return self._team.scores(batch, lambda part: [self._values(part)])[0]
+        return self._team.scores(batch, self._root, lambda part: [self._values(part)])[0]
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Do one optimizer step towards the batch's `returns` from its `values`; returns metrics.

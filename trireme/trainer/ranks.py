@@ -345,11 +345,17 @@ class Team:
             yield part
 
     def scores(
-        self, batch: Batch, compute: Callable[[Batch], Sequence[Tensor | None]], *, num: int = 1
+        self,
+        batch: Batch,
+        root: Root,
+        compute: Callable[[Batch], Sequence[Tensor | None]],
+        *,
+        num: int = 1,
     ) -> Tensor:
         """Return the `num` numbers of each entry, [num, M], on every rank's CPU.
 
-        `compute(part)` returns those of a micro-batch, in rows and blocks of rows [M of the part].
+        `compute(part)` returns those of a micro-batch, in rows and blocks of rows [M of the part],
+        through `root`.
         """
         out = torch.zeros(num, batch.num_tokens, dtype=torch.float32)
         numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
@@ -358,6 +364,10 @@ class Team:
             if part is not None and (self._ranks is None or self._ranks.sequence_rank == 0):
                 rows = torch.vstack([values for values in got if values is not None])
                 out[:, part.fields["entry"]] = rows.cpu()
+        if isinstance(root, FSDPModule):
+            # Without a backward pass its weights stay whole: they take memory, and a later forward
+            # pass would compute with them though an optimizer step has changed the shards.
+            root.reshard()
         if self._ranks is not None:
             dist.all_reduce(out)  # each entry is 0 on all ranks but one
         return out
