@@ -133,7 +133,7 @@ def test_the_peak_is_the_devices_or_the_users(monkeypatch):
         monkeypatch.setattr(measure.torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(cuda, half=True) == tflops * 1e12
         assert peak_flops(cuda, half=False) is None
-    for other in ("another", "NVIDIA RTX A1000 Laptop GPU"):
+    for other in ("another", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         monkeypatch.setattr(measure.torch.cuda, "get_device_name", lambda _, name=other: name)
         assert peak_flops(cuda, half=True) is None
     assert peak_flops(cuda, half=False, tflops=7) == 7e12

@@ -56,6 +56,8 @@ def peak_flops(device: torch.device, *, half: bool, tflops: float | None = None)
     if device.type != "cuda" or not half:
         return None
     name = torch.cuda.get_device_name(device)
+    if " MIG " in name:  # a slice of the device that the rest of the name says
+        return None
     return next((peak * 1e12 for known, peak in PEAKS if re.search(rf"{known}(?!\d)", name)), None)
 
 
