@@ -48,7 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Set]:
     """Sets what the driver says; torch is one for CUDA 13.0, and /dev has files of GPUs."""
     monkeypatch.setattr(gpus, "torch_cuda", lambda: (13, 0))
-    monkeypatch.setattr(gpus, "_has_files", lambda: True)
+    monkeypatch.setattr(gpus, "_has_files", lambda *_: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
 
@@ -127,6 +127,34 @@ def test_a_torch_without_cuda_is_known_by_its_own_file(
         file.write_text(text)
         assert gpus.torch_cuda() == version
     monkeypatch.setattr(gpus, "torch_cuda", lambda: None)
-    monkeypatch.setattr(gpus, "_has_files", lambda: True)
+    monkeypatch.setattr(gpus, "_has_files", lambda *_: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus_here() == Gpus() and why_no_gpu() == "its torch is built without CUDA"
+
+
+@pytest.mark.parametrize(
+    ("built", "system", "machine", "why"),
+    [
+        ("hip: Optional[str] = '6.4.43482'", "linux", "x86_64", "its torch is built for ROCm, and"),
+        ("hip: Optional[str] = None", "darwin", "arm64", "it is Apple's, and runs use NVIDIA GPUs"),
+        ("hip: Optional[str] = None", "darwin", "x86_64", ""),
+        ("hip: Optional[str] = None", "linux", "aarch64", ""),
+    ],
+)
+def test_a_gpu_of_another_maker_is_not_left_idle_in_silence(
+    built: str,
+    system: str,
+    machine: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "version.py").write_text(f"cuda: Optional[str] = None\n{built}\n")
+    spec: Any = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
+    monkeypatch.setattr(gpus, "find_spec", lambda name: spec)
+    monkeypatch.setattr(gpus.sys, "platform", system)
+    monkeypatch.setattr(gpus.platform, "machine", lambda: machine)
+    monkeypatch.setattr(gpus, "_has_files", lambda *names: "kfd" in names)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = why_no_gpu()
+    assert said.startswith(why) and bool(said) == bool(why) and num_gpus() == 0

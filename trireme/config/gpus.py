@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -45,8 +46,8 @@ _CODES = {
     999: "an unknown error of the driver",
 }
 """CUDA's error codes that installations end in."""
-_FILES = ("nvidia[0-9]*", "dxg")
-"""Devices of a GPU, on Linux and under WSL."""
+_FILES, _ROCM_FILES = ("nvidia[0-9]*", "dxg"), ("kfd", "dxg")
+"""Devices of a GPU that CUDA and ROCm use, on Linux and under WSL."""
 
 
 class Gpus(NamedTuple):
@@ -86,8 +87,15 @@ def gpus_here() -> Gpus:
 
 
 def why_no_gpu() -> str:
-    """Say why torch can use no GPU although the machine has the files of some; else ''."""
-    if _hidden() or not _has_files():
+    """Say why a run can use no GPU although the machine has one; else ''."""
+    if _hidden():
+        return ""
+    if re.search(r"^hip\b[^=]*=\s*['\"]", _torch_build(), re.MULTILINE):
+        on_rocm = "its torch is built for ROCm, and runs use NVIDIA GPUs alone"
+        return on_rocm if _has_files(*_ROCM_FILES) else ""
+    if (sys.platform, platform.machine()) == ("darwin", "arm64"):
+        return "it is Apple's, and runs use NVIDIA GPUs alone"
+    if not _has_files(*_FILES):
         return ""
     if torch_cuda() is None:
         return "its torch is built without CUDA"
@@ -96,15 +104,19 @@ def why_no_gpu() -> str:
 
 def torch_cuda() -> tuple[int, int] | None:
     """Return the version of CUDA that the installed torch is built for; None: for none."""
+    found = re.search(r"^cuda\b[^=]*=\s*['\"](\d+)\.(\d+)", _torch_build(), re.MULTILINE)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _torch_build() -> str:
+    """Return the file in which torch says what it is built for; '': there is none."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return None
+        return ""
     try:
-        text = Path(spec.origin).with_name("version.py").read_text()
+        return Path(spec.origin).with_name("version.py").read_text()
     except OSError:
-        return None
-    found = re.search(r"^cuda\b[^=]*=\s*['\"](\d+)\.(\d+)", text, re.MULTILINE)
-    return (int(found[1]), int(found[2])) if found else None
+        return ""
 
 
 def _hidden() -> bool:
@@ -113,8 +125,8 @@ def _hidden() -> bool:
     return visible is not None and visible.split(",")[0].strip() in ("", "-1")
 
 
-def _has_files() -> bool:
-    return any(True for name in _FILES for _ in Path("/dev").glob(name))
+def _has_files(*names: str) -> bool:
+    return any(True for name in names for _ in Path("/dev").glob(name))
 
 
 @lru_cache(maxsize=8)
