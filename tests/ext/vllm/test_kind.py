@@ -121,6 +121,22 @@ def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
     assert problems_of(tmp_path, VLLM, "cluster.launcher=ray") == [said]
 
 
+@pytest.mark.usefixtures("vllm")
+def test_engines_for_more_gpus_than_there_are_do_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
+    explores = "mode=explore", VLLM, f"{key('engine_num')}=2"
+    assert problems_of(tmp_path, *explores) == []
+    (said,) = problems_of(tmp_path, *explores, f"{key('tensor_parallel_size')}=2")
+    assert said == (
+        f"{key('engine_num')} (2) x tensor_parallel_size (2) takes 4 GPUs: expected at most the 2 "
+        "that can be used on this machine"
+    )
+    (said,) = problems_of(tmp_path, "mode=serve", VLLM, f"{key('data_parallel_size')}=3")
+    assert "(1) x data_parallel_size (3) takes 3 GPUs: expected" in said
+
+
 def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
     (said,) = problems_of(tmp_path, VLLM, f"{key('engine_python')}={sys.executable}")
     assert said.startswith(f"{key('engine_python')} is '{sys.executable}': expected a Python that")

@@ -29,6 +29,7 @@ from trireme.config.engine_kind import (
     Interpreter,
     records_routing,
     size_of,
+    sizes_of,
 )
 from trireme.config.lookup import LONG_ROPES, model_config, steady_positions
 from trireme.config.memory import GIB
@@ -184,6 +185,7 @@ class VllmKind:
             problems=[
                 *_check_arguments(config, vllm),
                 *_check_heads(config, gpus),
+                *_check_gpus(request),
                 *_check_temperatures(config),
                 *_check_routing(config),
                 *_check_ropes(config),
@@ -431,6 +433,23 @@ def _check_libraries(request: EngineRequest, vllm: Vllm) -> Iterator[Problem]:
             f"the same, since {why}. {INSTALL} there is the version that was tried; or set "
             f"{instead}",
         )
+
+
+def _check_gpus(request: EngineRequest) -> Iterator[Problem]:
+    """Find engines without a trainer that take more GPUs than this machine has. Beside a trainer
+    `_against` looks, and on a cluster its places are counted.
+    """
+    config, gpus, on_ray, colocated = request
+    model = config.explorer.rollout_model
+    taken = model.engine_num * size_of(model)
+    if not gpus or on_ray or colocated or config.mode == "both" or taken <= gpus:
+        return
+    sizes = (f" x {name} ({size})" for name, size in sizes_of(model).items() if size > 1)
+    yield Problem(
+        f"{KEY}.engine_num",
+        f"({model.engine_num}){''.join(sizes)} takes {taken} GPUs: expected at most the {gpus} "
+        "that can be used on this machine",
+    )
 
 
 def _check_temperatures(config: Config) -> Iterator[Problem]:
