@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from trireme.cli.main import app
+from trireme.engines.make import EngineSpec
 from trireme.ext.evaluation.chat import model_in
 
 
@@ -20,6 +22,22 @@ def test_lines_in_replies_out_until_an_empty_line(tiny_dir: Path) -> None:
     assert done.output.startswith(f"loading {tiny_dir}\nan empty line or Ctrl-D ends\n")
     assert CliRunner().invoke(app, words, input="1 + 2?\nand 3?\n").output == done.output
     assert len(done.output) > len(f"loading {tiny_dir}\nan empty line or Ctrl-D ends\n")
+
+
+@pytest.mark.parametrize(("gpus", "made"), [(0, ("cpu", "float32")), (1, ("cuda", "bfloat16"))])
+def test_on_a_gpu_a_model_takes_two_bytes_a_weight_as_in_its_run(
+    gpus: int, made: tuple[str, str], tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs: list[EngineSpec] = []
+
+    def make(spec: EngineSpec, *_: Any) -> None:
+        specs.append(spec)
+        raise ValueError("no engine here")
+
+    monkeypatch.setattr("trireme.engines.make.make_torch_engine", make)
+    monkeypatch.setattr("trireme.ext.evaluation.chat.num_gpus", lambda: gpus)
+    done = CliRunner().invoke(app, ["chat", str(tiny_dir)])
+    assert [(spec.device, spec.dtype) for spec in specs] == [made], done.output
 
 
 def test_the_newest_model_of_a_run_is_taken(

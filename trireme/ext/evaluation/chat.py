@@ -10,6 +10,7 @@ from typing import Any
 
 from trireme.checkpoint.layout import STEP_NAME, JobFolder
 from trireme.cli.run import complain
+from trireme.config.gpus import num_gpus
 from trireme.config.lookup import model_facts
 from trireme.text import say
 
@@ -68,7 +69,6 @@ def _talk(
     """Chat with the lines of standard input, read in the main thread, where Ctrl-C takes effect at
     once.
     """
-    import torch
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
@@ -84,8 +84,9 @@ def _talk(
     length = min(config.get("max_position_embeddings") or LONGEST, LONGEST)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     device = Device()
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = make_torch_engine(EngineSpec(str(folder), length, device=where), tokenizer, device)
+    where, dtype = ("cuda", "bfloat16") if num_gpus() else ("cpu", "float32")  # as in a run
+    spec = EngineSpec(str(folder), length, dtype=dtype, device=where)
+    engine = make_torch_engine(spec, tokenizer, device)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     model = Model(
         engine, ChatTokens(tokenizer), key=(0, 0, 0), sampling=sampling, max_model_len=length,
