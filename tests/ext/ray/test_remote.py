@@ -324,7 +324,7 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     kept |= {"HF_TOKEN": "secret", "VLLM_API_KEY": "secret", "HF_S3_SECRET": "secret"}
     for name, value in (steered | kept).items():
         monkeypatch.setenv(name, value)
-    plan: Any = SimpleNamespace(device="cuda", places=SimpleNamespace(per_node=8))
+    plan: Any = SimpleNamespace(device="cuda", places=SimpleNamespace(per_node=8, auxiliary=0))
     plan.sync = SimpleNamespace(takes_turns=False)
     trainer, engine = (environment_of(plan, trains=trains) for trains in (True, False))
     assert steered.items() <= trainer.items() and steered.items() <= engine.items()
@@ -337,6 +337,12 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     explorer = environment_of(plan, trains=False, explores=True)
     assert (explorer["TMPDIR"], explorer["OMP_NUM_THREADS"]) == ("/fast", "2")
     assert "MY_KEY" not in explorer and explorer["PYTHONPATH"] == engine["PYTHONPATH"]
+    assert explorer["CUDA_VISIBLE_DEVICES"] == ""  # else it sees the GPUs of all others
+    theirs["CUDA_VISIBLE_DEVICES"] = "7"
+    assert environment_of(plan, trains=False, explores=True)["CUDA_VISIBLE_DEVICES"] == "7"
+    del theirs["CUDA_VISIBLE_DEVICES"]
+    plan.places.auxiliary = 1  # of which Ray says the number
+    assert "CUDA_VISIBLE_DEVICES" not in environment_of(plan, trains=False, explores=True)
     plan.sync.takes_turns = True  # its memory is lent to the engine beside it
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment_of(plan, trains=True)
     plan.device = "cpu"

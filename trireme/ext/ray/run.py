@@ -363,6 +363,9 @@ def environment_of(plan: Plan, *, trains: bool, explores: bool = False) -> dict[
         if expands and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(variables):
             # micro-batches differ in size; the name that every torch knows
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if explores and not plan.places.auxiliary:
+            # it takes no GPU, and Ray 2.60 shows an actor without one those of all others
+            variables["CUDA_VISIBLE_DEVICES"] = ""
     return {
         "PYTHONPATH": python_path(),
         **variables,
