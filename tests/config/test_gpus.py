@@ -11,7 +11,14 @@ import pytest
 
 from tests.config.made import plan_of
 from trireme.config import gpus
-from trireme.config.gpus import Gpus, gpu_bytes, gpus_here, num_gpus, why_no_gpu
+from trireme.config.gpus import (
+    Gpus,
+    gpu_bytes,
+    gpus_here,
+    num_gpus,
+    oldest_capability,
+    why_no_gpu,
+)
 
 LIBRARY = """
 #include <stdlib.h>
@@ -26,6 +33,10 @@ int cuDeviceGetCount(int *count) { *count = number("FAKE_GPUS"); return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return 0; }
 int cuDeviceTotalMem_v2(size_t *size, int device) {
     *size = (size_t)(80 - 40 * device) << 30;
+    return 0;
+}
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 75 ? 9 - 2 * device : attribute == 76 ? 5 : -1;
     return 0;
 }
 """
@@ -64,8 +75,11 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Set]:
 
 def test_the_driver_says_how_many_gpus_there_are_and_how_large_the_smallest_is(driver: Set) -> None:
     assert gpus_here() == Gpus(2, 40 * 2**30) and not why_no_gpu()
+    assert oldest_capability() == (7, 5)
     driver(gpus=1)
-    assert (num_gpus(), gpu_bytes()) == (1, 80 * 2**30)
+    assert (num_gpus(), gpu_bytes(), oldest_capability()) == (1, 80 * 2**30, (9, 5))
+    driver(gpus=0)
+    assert oldest_capability() is None
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,21 @@ except OSError as error:
     print(json.dumps({"error": str(error)}))
     sys.exit()
 version, count, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+attribute_value = ctypes.c_int()
 cuda.cuDriverGetVersion(ctypes.byref(version))
 code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
-sizes = []
+sizes, capabilities = [], []
 for number in range(count.value):
     code = code or cuda.cuDeviceGet(ctypes.byref(device), number)
     code = code or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
     sizes.append(size.value)
-print(json.dumps({"driver": version.value, "code": code, "sizes": sizes}))
+    capability = []
+    for attribute in (75, 76):
+        code = code or cuda.cuDeviceGetAttribute(ctypes.byref(attribute_value), attribute, device)
+        capability.append(attribute_value.value)
+    capabilities.append(capability)
+found = {"sizes": sizes, "capabilities": capabilities}
+print(json.dumps({"driver": version.value, "code": code, **found}))
 """
 _CODES = {
     3: "the driver is not initialized",
@@ -63,6 +70,8 @@ class Driver(NamedTuple):
 
     sizes: tuple[int, ...] = ()
     """The memory of each GPU that it shows to this process."""
+    capabilities: tuple[tuple[int, int], ...] = ()
+    """The compute capability of each."""
     against: str = ""
     """The reason why torch can use none of them; '': it can."""
 
@@ -75,6 +84,15 @@ def num_gpus() -> int:
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU that a run can use on this machine; None: none."""
     return gpus_here().memory
+
+
+def oldest_capability() -> tuple[int, int] | None:
+    """Return the lowest compute capability of the GPUs that a run can use here; None: it can use
+    none.
+    """
+    if not num_gpus():
+        return None
+    return min(_ask(os.environ.get("CUDA_VISIBLE_DEVICES")).capabilities, default=None)
 
 
 def gpus_here() -> Gpus:
@@ -153,4 +171,5 @@ def _ask(visible: str | None) -> Driver:
         )
     if code := facts["code"]:
         return Driver(against=_CODES.get(code, f"the driver answers with error {code}"))
-    return Driver(tuple(facts["sizes"]), "" if facts["sizes"] else _CODES[100])
+    capabilities = tuple((major, minor) for major, minor in facts["capabilities"])
+    return Driver(tuple(facts["sizes"]), capabilities, "" if facts["sizes"] else _CODES[100])

@@ -137,6 +137,25 @@ def test_engines_for_more_gpus_than_there_are_do_not_start(
     assert "(1) x data_parallel_size (3) takes 3 GPUs: expected" in said
 
 
+@pytest.mark.usefixtures("vllm")
+def test_bfloat16_on_a_gpu_that_vllm_does_not_compute_it_on_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
+    explores = "mode=explore", VLLM
+    monkeypatch.setattr(vllm_kind, "oldest_capability", lambda: (8, 0))
+    assert problems_of(tmp_path, *explores) == []
+    monkeypatch.setattr(vllm_kind, "oldest_capability", lambda: (7, 5))
+    (said,) = problems_of(tmp_path, *explores, f"{key('dtype')}=auto")
+    assert said == (
+        f"{key('dtype')} is auto, on a GPU bfloat16, which vLLM computes from compute capability "
+        "8.0 on, and a GPU here has 7.5: expected float16 or float32, or engine_type torch"
+    )
+    assert problems_of(tmp_path, *explores, f"{key('dtype')}=float16") == []
+    (said,) = problems_of(tmp_path, *explores)
+    assert said.startswith(f"{key('dtype')} is bfloat16, which vLLM computes from")
+
+
 def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
     (said,) = problems_of(tmp_path, VLLM, f"{key('engine_python')}={sys.executable}")
     assert said.startswith(f"{key('engine_python')} is '{sys.executable}': expected a Python that")

@@ -31,6 +31,7 @@ from trireme.config.engine_kind import (
     size_of,
     sizes_of,
 )
+from trireme.config.gpus import oldest_capability
 from trireme.config.lookup import LONG_ROPES, model_config, steady_positions
 from trireme.config.memory import GIB
 from trireme.config.section import of
@@ -59,6 +60,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of a LoRA adapter that vLLM supports."""
 _WITHOUT_LORA = {"gpt2"}
 """Models for which vLLM supports no adapter."""
+_BFLOAT16 = (8, 0)
+"""The compute capability from which on vLLM computes bfloat16."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU has kernels for."""
 _PROBE = """
@@ -186,6 +189,7 @@ class VllmKind:
                 *_check_arguments(config, vllm),
                 *_check_heads(config, gpus),
                 *_check_gpus(request),
+                *_check_dtype(request),
                 *_check_temperatures(config),
                 *_check_routing(config),
                 *_check_ropes(config),
@@ -449,6 +453,23 @@ def _check_gpus(request: EngineRequest) -> Iterator[Problem]:
         f"{KEY}.engine_num",
         f"({model.engine_num}){''.join(sizes)} takes {taken} GPUs: expected at most the {gpus} "
         "that can be used on this machine",
+    )
+
+
+def _check_dtype(request: EngineRequest) -> Iterator[Problem]:
+    """Find bfloat16 on a GPU of this machine that vLLM does not compute it on."""
+    asked = request.config.explorer.rollout_model.dtype
+    if not request.gpus or request.spread or asked not in ("auto", "bfloat16"):
+        return
+    capability = oldest_capability()
+    if capability is None or capability >= _BFLOAT16:
+        return
+    what = "auto, on a GPU bfloat16" if asked == "auto" else asked
+    yield Problem(
+        f"{KEY}.dtype",
+        f"is {what}, which vLLM computes from compute capability {_BFLOAT16[0]}.{_BFLOAT16[1]} on, "
+        f"and a GPU here has {capability[0]}.{capability[1]}: expected float16 or float32, or "
+        "engine_type torch",
     )
 
 
