@@ -41,6 +41,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     (folder / "broken.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": \n')
     make_model(folder / "plain", template=None)
     (folder / "file").write_text("")
+    (folder / "other.jsonl").write_text("{}\n")
     return folder, config
 
 
@@ -116,6 +117,10 @@ CASES: dict[str, tuple[list[str], Callable[[Path], list[str]]]] = {
         ["algorithm.repeat_times=1"],
         lambda folder: ["algorithm.repeat_times is 1", "at least 2", "grpo"],
     ),
+    "another job's copy": (
+        ["buffer.trainer_input.experience_buffer.path={folder}/other.jsonl"],
+        lambda folder: ["experience_buffer.path", f"{folder}/other.jsonl", "names no job"],
+    ),
     "folder below a file": (
         ["checkpoint_root_dir={folder}/file/jobs"],
         lambda folder: ["checkpoint_root_dir", f"{folder}/file", "cannot be written"],
@@ -187,3 +192,22 @@ def test_a_full_disk_ends_the_run_and_leaves_no_half_file(tmp_path: Path, limit:
     if limit == min(FULL):  # with room again, the same command goes through
         done = run(tmp_path, config)
         assert done.returncode == 0, done.stderr
+
+
+def test_another_jobs_copy_on_a_server_is_refused_before_models_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file here plays a server's database, which `check` does not ask."""
+
+    def loaded(*_: Any) -> None:
+        raise AssertionError("models were loaded")
+
+    monkeypatch.setattr("trireme.launch.run.others_copies", lambda plans: [])
+    monkeypatch.setattr("trireme.launch.run.load_models", loaded)
+    other = write_jsonl(tmp_path / "other.jsonl", [{"eid": "1/0/0", "step": 1}])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(small_config(tmp_path)))
+    key = f"buffer.trainer_input.experience_buffer.path={other}"
+    words = ["run", "--config", str(tmp_path / "config.yaml"), key]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert f"{other} has experiences but names no job" in done.output

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.composites import make_composite
 from tests.config.made import config_of, values, write_model, write_rows
 from tests.e2e.job import write_jsonl
+from trireme.buffer.record import record_for
 from trireme.cli.check import check
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.tasksets import Taskset
 from trireme.demo.tiny_model import make_tokenizer
+from trireme.experience import EID, Experience
 from trireme.launch.check import draft
 from trireme.launch.data import make_text
 from trireme.launch.tasksets import make_eval_tasksets, make_training_taskset, rows_of
@@ -251,3 +255,54 @@ def test_rows_without_a_prompt_are_left_out_only_where_others_have_one(tmp_path:
     assert [row["seed"] for row in rows_of(section)] == [2]
     write_jsonl(path, [{"seed": 1}, {"seed": 2}])
     assert [row["seed"] for row in rows_of(section)] == [1, 2]
+
+
+@pytest.mark.parametrize("file", ["copy.db", "copy.jsonl"])
+@pytest.mark.parametrize(
+    "key", [f"{DATA}.path", "data_processor.experience_pipeline.input_save_path"]
+)
+def test_another_jobs_copy_is_refused_before_the_run(
+    checked: Any, tmp_path: Path, file: str, key: str
+) -> None:
+    """The queue's was refused once the models were loaded, and `check` passed both."""
+    path, job = tmp_path / file, tmp_path / "first"
+    job.mkdir()
+    assert "no problems" in checked(f"{key}={path}")  # there is none yet
+    record = record_for(str(path), tmp_path)
+    record.claim(job, key=key, resumes=False)
+    record._write([Experience(tokens=torch.tensor([1, 2]), prompt_length=1, eid=EID(1, 0, 0))])
+    text = f"problem: {key}: {path} is the copy of the job in {job}, and this run, in {tmp_path}"
+    assert text in checked(f"{key}={path}")  # while that job writes it
+    record.close()
+    before = sorted(tmp_path.iterdir())
+    assert text in checked(f"{key}={path}")
+    assert text in checked(f"{key}={os.path.relpath(path, tmp_path / 'out/p/n/buffer')}")
+    assert sorted(tmp_path.iterdir()) == before  # nothing is written
+    assert "no problems" in checked(f"{key}={path}", "mode=explore", f"{DATA}.storage_type=sql")
+    (tmp_path / "out/p/n/global_step_1").mkdir(parents=True)
+    (tmp_path / "out/p/n/global_step_1/.full_checkpoint").touch()
+    assert text in checked(f"{key}={path}")
+    job.rmdir()  # it was renamed: the run that resumes is that job
+    assert "no problems" in checked(f"{key}={path}")
+
+
+def test_two_stages_do_not_share_a_copy_outside_their_folders(tmp_path: Path) -> None:
+    def problems(*paths: str) -> list[str]:
+        stages = [
+            {
+                "stage_name": name,
+                "buffer": {"trainer_input": {"experience_buffer": {"path": path}}},
+            }
+            for name, path in zip(("one", "two"), paths, strict=True)
+        ]
+        config = config_of(tmp_path, values(tmp_path) | {"stages": stages})
+        return [str(problem) for problem in draft(config).problems]
+
+    shared = f"{tmp_path}/copy.db"
+    [problem] = problems(shared, f"sqlite:///{shared}")
+    assert problem.startswith(
+        f"{DATA}.path is one place outside the folders of the stages one and two"
+    )
+    assert len(problems("../../copy.db", "../../copy.db")) == 1  # next to both folders
+    assert not problems(shared, f"{tmp_path}/other.db")
+    assert not problems("copy.db", "copy.db")  # each is in its stage's folder

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
+from trireme.buffer.owner import owner_note
 from trireme.buffer.table import batch_number
 from trireme.experience import EID, Experience
 from trireme.files import append, json_or, read_jsonl, whole_lines, write_json, write_text
@@ -49,7 +50,7 @@ class LineFile:
         """Note in a file beside it that this is the copy of the job in that folder, unless it is
         refused as another's.
         """
-        note = self._path.with_name(f"{self._path.name}.owner.json")
+        note = owner_note(self._path)
         owner = json_or(note, dict[str, Any]()).get("job")
         refuse_other(str(self._path), owner, bool(self._known()))
         write_json(note, {"job": str(job)})

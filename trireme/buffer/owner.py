@@ -6,7 +6,16 @@ the same path would delete the first one's experiences.
 
 from __future__ import annotations
 
+import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+from trireme.buffer.blocks import TABLE
+
+OWNER = f"{TABLE}_owner"
+"""The table that names the job whose copy a database is."""
 
 
 def refuse_other(
@@ -25,6 +34,47 @@ def refuse_other(
         return
     whose = f"is the copy of the job in {owner}" if owner else "has experiences but names no job"
     raise ValueError(
-        f"{key}: {copy_} {whose}, and this run, in {job}, would remove them: expected a path that "
-        "no other job has, or that copy moved away"
+        f"{key}: {copy_} {whose}, and this run, in {job}, would remove its experiences: expected a "
+        "path that no other job has, or that copy moved away"
     )
+
+
+def owner_note(lines: Path) -> Path:
+    """Return the file that names the job whose copy a file of lines is."""
+    return lines.with_name(f"{lines.name}.owner.json")
+
+
+def owner_of(path: Path) -> tuple[str | None, bool]:
+    """Return the owner of the copy in a file, and whether it has experiences, as `refuse_other`
+    takes them, without changing it and without SQLAlchemy. One that cannot be read has neither: the
+    run finds out.
+    """
+    try:
+        if path.suffix in (".jsonl", ".json"):
+            return _owner_of_lines(path)
+        return _owner_of_rows(path)
+    except (OSError, ValueError, sqlite3.Error):
+        return None, False
+
+
+def _owner_of_lines(path: Path) -> tuple[str | None, bool]:
+    with open(path, "rb") as file:
+        filled = file.readline().endswith(b"\n")
+    try:
+        note: Any = json.loads(owner_note(path).read_bytes())
+    except (FileNotFoundError, ValueError):
+        note = None
+    return (note.get("job") if isinstance(note, dict) else None), filled
+
+
+def _owner_of_rows(path: Path) -> tuple[str | None, bool]:
+    # without a log of a run that writes it, a reader would make files beside the database
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as database:
+        named = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        tables = {name for (name,) in named}
+        job = f"SELECT job FROM {OWNER}"
+        owner = database.execute(job).fetchone() if OWNER in tables else None
+        row = f"SELECT id FROM {TABLE} LIMIT 1"
+        filled = TABLE in tables and database.execute(row).fetchone() is not None
+    return (owner[0] if owner else None), filled

@@ -31,6 +31,7 @@ from sqlalchemy.exc import DatabaseError, DBAPIError
 
 from trireme.buffer.blocks import BLOCKS, TABLE
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
+from trireme.buffer.owner import OWNER
 from trireme.buffer.table import (
     block_table,
     experience_table,
@@ -50,8 +51,6 @@ logger = get_logger("queue_experience_buffer")
 IDS_AT_ONCE = 500
 BLOCK_TOKENS = 2**16
 """Tokens from which on a block takes no further experience: who reads one reads all."""
-OWNER = f"{TABLE}_owner"
-"""The table that names the job whose copy it is."""
 ROW_BYTES = 250
 """Bytes of a row's ids, numbers and indexes."""
 Refuse = Callable[[str, str | None, bool], None]

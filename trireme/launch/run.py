@@ -29,6 +29,7 @@ from trireme.engines.device import ColocationLock, Device, return_freed_memory
 from trireme.engines.engine import ServedEngine
 from trireme.files import Unreadable, read_json, write_json
 from trireme.launch import GC_THRESHOLDS
+from trireme.launch.check import others_copies
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import load_models
 from trireme.launch.modes import run_mode
@@ -56,6 +57,8 @@ def run_stages(
 
     `compare_sft` spends the reinforcement stage's time on more supervised training as well.
     """
+    if problems := others_copies(plans):
+        raise ConfigError(problems)
     disable_progress_bar()  # the console shows progress; another bar would break its display
     started = time.monotonic()
     job = plans[0].root_dir
@@ -222,6 +225,8 @@ async def run_plan(
         with open_run(plan, model_path, device, console) as (stage, following):
             if plan.mode == "both" and not plan.places.spread:
                 _ = stage.raw_record  # another job's is refused before a model is loaded
+                if plan.store.kind == "queue":
+                    _ = stage.buffer
             if plan.places.spread:
                 result = await launcher_named(plan.places.launcher).run(stage, stop, measure_end)
             elif plan.engine.served:
