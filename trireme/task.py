@@ -320,6 +320,12 @@ def without_effect(tasks: Iterable[Task]) -> dict[str, str]:
     return {key: did_you_mean(key, missed, "{}") for key in have if key not in asked}
 
 
+def no_effect(taskset: str, key: str, near: str = "") -> str:
+    """Write the note on a key that `without_effect` returns for the tasks of a taskset."""
+    hint = f": did you mean '{near}'?" if near else ""
+    return f"{taskset}: no workflow reads workflow_args.{key}, so that it has no effect{hint}"
+
+
 def is_missing(value: Any) -> bool:
     """Return whether a row lacks a value: None, or NaN, which pandas has in its place."""
     return value is None or (isinstance(value, float) and math.isnan(value))

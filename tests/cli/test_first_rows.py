@@ -90,6 +90,11 @@ def test_an_option_that_a_built_in_workflow_never_reads_is_noted_before_a_run(
     assert code == 0 and f"{said} 'with_think'?" in output
     # a reward of the user's may read it: that is known at the first step
     assert "has no effect" not in checked(tmp_path, good, boxed, wrong)[1]
+    root = f"checkpoint_root_dir={tmp_path}/checkpoints"
+    words = [boxed, ours, wrong, root, "buffer.total_steps=1"]
+    done = CliRunner().invoke(app, ["run", "--config", str(tmp_path / "config.yaml"), *words])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("so that it has no effect") == 1  # not again at step 1
 
 
 def test_prompts_that_are_too_long(tmp_path: Path, good: dict[str, Any]) -> None:

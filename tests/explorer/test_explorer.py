@@ -27,6 +27,7 @@ from trireme.data.rows import Rows
 from trireme.engines.barrier import RolloutBarrier
 from trireme.explorer.explorer import LONG_WAIT_S, RolloutsFailed
 from trireme.monitor.events import Evaluated, Event, StepDone
+from trireme.task import no_effect
 
 
 async def explored(**options: Any) -> Any:
@@ -71,6 +72,25 @@ def test_arguments_that_no_workflow_reads_are_reported_once(
     if said:
         assert said[0].startswith("step 1: no workflow has read workflow_args.levl, ")
         assert said[0].endswith("effect: did you mean 'level'?") and said[1].endswith("effect")
+
+
+def test_an_argument_that_was_noted_before_the_run_is_not_reported_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each of those of built-in workflows was printed twice."""
+    arguments = {"levl": 2, "more": 3}
+    taskset = make_taskset(workflow=reads_one, workflow_args=arguments)
+    held_out = make_taskset(
+        workflow=reads_one, workflow_args=arguments, name="held_out", is_eval=True
+    )
+    notes = [no_effect("sums", "levl"), no_effect("held_out", "more", "mode")]
+    options: Any = {"evaluations": [held_out], "notes": notes, "eval_on_startup": True}
+    run(explored(taskset=taskset, **options))
+    said = [r.getMessage() for r in caplog.records if "so that it has no effect" in r.getMessage()]
+    assert [line.partition(", so")[0] for line in said] == [
+        "evaluation 'held_out' at step 0: no workflow has read workflow_args.levl",
+        "step 1: no workflow has read workflow_args.more",
+    ]
 
 
 def test_an_engine_that_waits_long_for_the_code_of_workflows_is_reported_once(

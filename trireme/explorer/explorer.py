@@ -43,7 +43,7 @@ from trireme.monitor.figures import in_words, reply_text, turns_of
 from trireme.pipeline.operators import pass_rates
 from trireme.pipeline.pipeline import Pipeline, left_out_by
 from trireme.sync.synchronizer import ExplorerSync
-from trireme.task import Task, without_effect
+from trireme.task import Task, no_effect, without_effect
 from trireme.usercode import with_place
 
 logger = get_logger("explorer")
@@ -90,6 +90,8 @@ class ExplorerSettings:
     """The share of a step's rollouts that may fail before the run stops."""
     max_pending: int = 1 << 30
     """How many steps may run at once."""
+    notes: Sequence[str] = ()
+    """The plan's notes: they were shown before the run, which does not repeat them."""
 
 
 class Explorer:
@@ -372,7 +374,9 @@ class Explorer:
         self._lost.add(wanted, causes)
 
     def _look_at_arguments(self, when: str, outcomes: Sequence[Outcome]) -> None:
-        """Report keys of `workflow_args` without an effect, once for each taskset."""
+        """Report keys of `workflow_args` without an effect, once for each taskset, unless a note of
+        the plan has.
+        """
         by_taskset: dict[tuple[bool, Any], list[Task]] = {}
         for outcome in outcomes:
             task = outcome.task
@@ -380,8 +384,14 @@ class Explorer:
             if outcome.experiences and taskset not in self._examined:
                 by_taskset.setdefault(taskset, []).append(task)
         self._examined.update(by_taskset)
-        for tasks in by_taskset.values():
+        mixed = self.taskset.tasksets if isinstance(self.taskset, Mixture) else [self.taskset]
+        each = [(False, one) for one in mixed] + [(True, one) for one in self.eval_tasksets]
+        names = {(is_eval, one.taskset_id): one.name for is_eval, one in each if one is not None}
+        for taskset, tasks in by_taskset.items():
             for key, near in without_effect(tasks).items():
+                noted = no_effect(names.get(taskset, ""), key)
+                if any(note.startswith(noted) for note in self.settings.notes):
+                    continue  # with another hint, perhaps
                 hint = f": did you mean '{near}'?" if near else ""
                 logger.warning(
                     "%s: no workflow has read workflow_args.%s, so that it has no effect%s",

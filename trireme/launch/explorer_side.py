@@ -69,6 +69,7 @@ class ExplorerSide:
             eval_prefix="bench" if plan.mode == "bench" else "eval",
             max_failures=config.max_failures,
             max_pending=_max_pending(plan),
+            notes=plan.notes,
         )
         self.explorer = Explorer(
             taskset=stage.taskset,

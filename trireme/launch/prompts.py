@@ -20,7 +20,7 @@ from trireme.explorer.runner import TEACHER_PROMPT
 from trireme.launch.data import Text, make_text
 from trireme.launch.engines import teacher_len
 from trireme.launch.parts import tried
-from trireme.task import Task
+from trireme.task import Task, no_effect
 from trireme.usercode import fault_of
 from trireme.workflows.examine import first_messages, unread_arguments
 
@@ -233,11 +233,7 @@ def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
     text = too_long(plan, name, prompts)
     if text is not None and min(prompts.sizes) <= longest_prompt(plan):  # otherwise it is a problem
         notes.append(f"{text}: the longest has {max(prompts.sizes)}")
-    for key, near in prompts.unread:
-        hint = f": did you mean '{near}'?" if near else ""
-        notes.append(
-            f"{name}: no workflow reads workflow_args.{key}, so that it has no effect{hint}"
-        )
+    notes += [no_effect(name, key, near) for key, near in prompts.unread]
     if prompts.hides_replies:
         notes.append(HIDES_REPLIES)
     if prompts.split_mark is not None:
