@@ -89,12 +89,19 @@ def test_on_a_cpu_it_is_the_machines_memory_that_a_plan_has_to_fit_into(
         (plan,) = found.plans
         assert not found.problems and not plan.memory.gradient_checkpointing
         assert plan.lengths.max_token_len == 4096
+        assert not any("recomputed" in note for note in plan.notes)
     needed = sum(plan.memory.needs.values())
     has["bytes"] = needed - GIB
     found = drafted()
     (plan,) = found.plans
     assert not found.problems and plan.memory.gradient_checkpointing
     assert sum(plan.memory.needs.values()) < needed - GIB
+    (said,) = [note for note in plan.notes if "recomputed" in note]
+    assert "(trainer.enable_gradient_checkpointing)" in said
+    assert f" do not fit into {(needed - GIB) / GIB:.1f} GiB" in said
+    assert "compiled passes are not used" in said  # they went without a word
+    asked = drafted("trainer.enable_gradient_checkpointing=true")
+    assert not any("recomputed" in note for note in asked.plans[0].notes)
 
 
 def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, machine):

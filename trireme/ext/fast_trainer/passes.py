@@ -36,6 +36,7 @@ logger = get_logger("trainer")
 MOST_WEIGHTS = 1 << 24
 """Numbers in a model's blocks, which are copied twice for a micro-batch; above it torch's products
 take most of a step."""
+RECOMPUTES = "trainer.enable_gradient_checkpointing, or too little memory without it"
 _AGREEMENT = 1e-4
 """Largest difference of hidden states and gradients from transformers' module, of the largest
 number of each."""
@@ -55,7 +56,8 @@ class CompiledPass:
         if (ours := hidden is not None) not in self._logged:
             self._logged.add(ours)
             whose = "compiled" if ours else "transformers' own"
-            logger.info("micro-batches are computed by %s passes", whose)
+            why = "" if ours or not _recomputes(base) else f": blocks are recomputed ({RECOMPUTES})"
+            logger.info("micro-batches are computed by %s passes%s", whose, why)
         return hidden
 
     def compute(self, base: Any, packed: PackedBatch) -> Tensor | None:
@@ -143,7 +145,7 @@ def _is_plain(base: Any, layers: Sequence[Layer]) -> bool:
     """
     if torch.is_autocast_enabled("cpu") or _is_watched():
         return False
-    if any(block.gradient_checkpointing and block.training for block in base.layers):
+    if _recomputes(base):
         return False
     projections = (part for layer in layers for product in layer.products for part in product.parts)
     if any(type(part) not in (nn.Linear, QuickLinear) for part in projections):
@@ -155,6 +157,11 @@ def _is_plain(base: Any, layers: Sequence[Layer]) -> bool:
         and one.is_contiguous()
         for one in base.parameters()
     )
+
+
+def _recomputes(base: Any) -> bool:
+    """Return whether a block's activations are computed again in the backward pass."""
+    return any(block.gradient_checkpointing and block.training for block in base.layers)
 
 
 def _is_watched() -> bool:

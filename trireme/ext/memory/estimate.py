@@ -327,6 +327,13 @@ def plan_memory(
     needs = memory_of(shape, use)
     unknown = free is None and device == "cuda"
     if asked is None and (unknown or (free is not None and sum(needs.values()) > free)):
+        if free is not None and device == "cpu":
+            findings.note(
+                f"trainer: activations are recomputed (trainer.enable_gradient_checkpointing), "
+                f"since {in_gib(needs)} do not fit into {free / GIB:.1f} GiB: that takes longer, "
+                "and a small model's compiled passes are not used; a smaller "
+                f"trainer.max_token_len_per_gpu ({use.tokens}) may fit without"
+            )
         use = replace(use, checkpointing=True)
         needs = memory_of(shape, use)
     if unknown:
