@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,14 @@ from tests.ext.multi_turn.test_scheduler import run, trained
 from tests.limits import HANG_S
 from tests.model.fake import TOKENIZER, Say, engine_of, make, user
 from trireme import ContextManager, Env, Experience, Task, context_managers, gym_envs
-from trireme.ext.multi_turn.gym_scheduler import OpenEnvScheduler
+from trireme.ext.multi_turn.gym_scheduler import LARGEST_INFO, OpenEnvScheduler
 from trireme.ext.multi_turn.scheduled import multi_turn_scheduler
 from trireme.model.model import Model
+from trireme.text import as_json
 
 ROW = {"messages": [user("<placeholder>")], "env_config": {"name": "guess", "secret": "3"}}
 CLOSED: list[Env] = []
+MORE = " … (999,000 more characters)"
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +134,57 @@ def test_rewards_see_what_the_environment_says_of_each_step() -> None:
     assert first == {"seed": 7, "map": [[1.0, 0.0], [0.0, 1.0]]} and "..." in second
     assert last == {"status": "goal", "env": str(Env)}
     assert experience.reward == 0.75 + 1.0
+
+
+class Broken:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _deep(levels: int) -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("info", "kept"),
+    [
+        ({"log": "x" * 10**6, "won": True}, {"log": "x" * 1000 + MORE, "won": True}),
+        (
+            {"won": 1, "seen": [7] * 10**5},
+            {"won": 1, "seen": "[" + "7, " * 333 + " … (299,000 more characters)"},
+        ),
+        ({"log": "z" * 9_000}, {"log": "z" * 9_000}),
+        ({str(n): "v" * 900 for n in range(100)}, "{"),
+        (
+            {"raw": b"w" * 997 + b"w" * 10**5},
+            {"raw": "b'" + "w" * 998 + " … (100,000 more characters)"},
+        ),
+        ({"n": 10**5000}, "<dict without a text: ValueError>"),
+        ({"tree": _deep(10**5)}, "<dict without a text: RecursionError>"),
+        ({"own": Broken()}, {"own": "<Broken without a text: RuntimeError>"}),
+        ({"few": array("d", [1.0])}, {"few": "array('d', [1.0])"}),
+    ],
+)
+def test_an_info_that_is_large_or_no_json_is_shortened_and_loses_no_rollout(
+    info: Any, kept: Any
+) -> None:
+    """All of it was stored, in each sample, or the rollout failed."""
+
+    class Says(Guess):
+        def step(self, action: list[dict[str, Any]]) -> Any:
+            return *super().step(action)[:3], info
+
+    [experience] = play(["1", "3"], Says)
+    assert experience.reward == 0.75
+    for seen in experience.info["rollout_infos"]["trajectory_info"][1:]:
+        assert len(as_json(seen)) <= LARGEST_INFO + 100
+        if isinstance(kept, str):
+            assert isinstance(seen, str) and seen.startswith(kept)
+        else:
+            assert seen == kept
 
 
 class Session:

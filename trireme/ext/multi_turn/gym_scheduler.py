@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 LARGEST_ARRAY = 1_000
 """Larger arrays of an environment's info are text, which numpy and torch shorten."""
+LARGEST_INFO, LARGEST_VALUE = 10_000, 1_000
+"""The most characters of an info as JSON, and of each value of a larger one: every sample of the
+trajectory has the infos of all its steps, in the store and in its copies."""
 
 
 class Env:
@@ -172,17 +175,44 @@ def _infos(rewards: Sequence[float], done: bool, facts: Sequence[Any]) -> dict[s
 
 
 def _plain(info: Any) -> Any:
-    """Return an environment's info as plain JSON, in which it is stored."""
+    """Return an environment's info as plain JSON, in which it is stored: of at most `LARGEST_INFO`
+    characters, else with its long values as the beginnings of their texts.
+    """
     try:
-        return json.loads(as_json(info, default=_listed, skipkeys=True))
+        whole = as_json(info, default=_listed, skipkeys=True)
+        plain = json.loads(whole)
     except (ValueError, RecursionError):  # it contains itself, for example
-        return str(info)
+        return _begin(_text(info), LARGEST_INFO)
+    if len(whole) <= LARGEST_INFO:
+        return plain
+    if isinstance(plain, dict):
+        plain = {key: _shortened(value) for key, value in plain.items()}
+        if len(as_json(plain)) <= LARGEST_INFO:
+            return plain
+    return _begin(whole, LARGEST_INFO)
+
+
+def _shortened(value: Any) -> Any:
+    whole = value if isinstance(value, str) else as_json(value)
+    return value if len(whole) <= LARGEST_VALUE else _begin(whole, LARGEST_VALUE)
+
+
+def _begin(text: str, most: int) -> str:
+    more = len(text) - most
+    return f"{text[:most]} … ({more:,} more characters)" if more > 0 else text
 
 
 def _listed(value: Any) -> Any:
     """Return numbers and small arrays of numpy and torch as Python's; anything else as text."""
-    is_small = hasattr(value, "tolist") and math.prod(value.shape) <= LARGEST_ARRAY
-    return value.tolist() if is_small else str(value)
+    shape = getattr(value, "shape", None) if hasattr(value, "tolist") else None
+    return _text(value) if shape is None or math.prod(shape) > LARGEST_ARRAY else value.tolist()
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # too deep, a number with too many digits, or the user's own code
+        return f"<{type(value).__name__} without a text: {type(error).__name__}>"
 
 
 class OpenEnvSession:
