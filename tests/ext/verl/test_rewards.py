@@ -12,7 +12,7 @@ from trireme.experience import Experience
 from trireme.rewards.grouped import Judge, reward_group
 from trireme.rewards.reward import resolve, score
 from trireme.task import Task
-from trireme.usercode import fault_of
+from trireme.usercode import Refused, fault_of
 
 ROW = {
     "prompt": [{"role": "user", "content": "6 * 7?"}],
@@ -44,6 +44,25 @@ def test_a_function_gets_the_arguments_that_it_names() -> None:
     assert scored(compared, scale=0.5) == ({"compared": 0.5}, {})
     with pytest.raises(ValueError, match="'compute_score' has no option 'scale'"):
         scored(compute_score, scale=2)
+
+
+@pytest.mark.parametrize(
+    "asks", [lambda info: info["num_turns"], lambda info: info.get("num_turns", 0)]
+)
+def test_a_count_of_turns_that_verl_adds_is_refused_with_what_has_it(asks: Any) -> None:
+    """It was a KeyError, or counted as the default without a word; without the column, None."""
+
+    def compute_score(solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        assert extra_info.get("tool", "none") == "none"
+        return 0.1 * asks(extra_info)
+
+    less = {name: value for name, value in ROW.items() if name != "extra_info"}
+    for row in (ROW, less):
+        with pytest.raises(Refused, match=r"no 'num_turns' here: .*rollout_infos have the model's"):
+            scored(compute_score, row)
+    assert scored(compute_score, less | {"extra_info": {"num_turns": 2}})[0] == {
+        "compute_score": 0.2
+    }
 
 
 def test_the_score_of_a_dictionary_counts_and_the_rest_are_metrics() -> None:

@@ -37,7 +37,7 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any] | None:
         row = task.raw_task
         model = row.get("reward_model")
         truth = model.get("ground_truth") if isinstance(model, Mapping) else task.truth
-        values = (row.get("data_source"), answer, truth, row.get("extra_info"))
+        values = (row.get("data_source"), answer, truth, _extra(row.get("extra_info")))
         given = dict(zip(names, ([v] for v in values) if batch else values, strict=True))
         return {name: value for name, value in given.items() if collects or name in parameters}
 
@@ -55,6 +55,34 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any] | None:
         return parts(function(**arguments(task, answer), **options))
 
     return _described(plain, function)
+
+
+class _ExtraInfo(dict[str, Any]):
+    """A row's `extra_info`, without what verl adds."""
+
+    def __missing__(self, key: str) -> Any:
+        _refuse_turns(key)
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, else `default`."""
+        if key not in self:
+            _refuse_turns(key)
+        return super().get(key, default)
+
+
+def _extra(info: Any) -> Any:
+    return _ExtraInfo(info or {}) if isinstance(info, Mapping | None) else info
+
+
+def _refuse_turns(key: str) -> None:
+    """Raise Refused for the count that verl puts into `extra_info`."""
+    if key == "num_turns":
+        raise Refused(
+            "extra_info has no 'num_turns' here: expected a reward of the form (completions, "
+            "rollout_infos, **rest), whose rollout_infos have the model's num_turns with "
+            "multi_turn_scheduler (docs/migrate/verl.md)"
+        )
 
 
 def _only(scored: Any, function: Callable[..., Any]) -> Any:
