@@ -3,8 +3,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from tests.config.made import SEEDS, config_of, values
+from trireme.cli.arguments import yaml_and_keys
 from trireme.config import ConfigError, load_config
 from trireme.config.dialect import replaced
 
@@ -92,6 +94,18 @@ def test_a_broken_override_says_how_it_is_written(tmp_path):
     assert found[0] == "override 'grad_clip': expected key=value"
     assert found[1] == "stages[4].mode cannot be set: stages is empty"
     assert found[2].startswith("nope is not a known key")
+
+
+@pytest.mark.parametrize("override", ["~trainer.grad_clip", "~trainer.grad_clip=1"])
+def test_hydras_sign_for_a_key_to_delete_is_answered(tmp_path, override):
+    """It was taken for the beginning of a key, or for no override."""
+    sentence = (
+        f"override '{override}': Hydra's ~ deletes no key here: expected the YAML without it, or "
+        "trainer.grad_clip=VALUE"
+    )
+    assert problems_of(tmp_path, "trainer: {grad_clip: 2}", override) == [sentence]
+    with pytest.raises(typer.BadParameter, match=re.escape(sentence)):
+        yaml_and_keys(None, ["x.yaml", override], None)
 
 
 def test_an_override_behind_the_end_of_a_list_names_the_last_entry(tmp_path):

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand
 
 from trireme.config import Problem
-from trireme.config.dialect import replaced
+from trireme.config.dialect import deleting, replaced
 from trireme.extensions import absent
 from trireme.registry import FLAGS
 
@@ -266,6 +266,8 @@ def yaml_and_keys(
     ours: list[str] = []
     keys: list[str] = []
     for word, following in pairwise([*(words or ()), ""]):
+        if not is_yaml(word) and (sentence := deleting(word)):
+            raise typer.BadParameter(sentence)
         if word == "@" and is_yaml(following):  # prime-rl's sign for a file
             continue
         if is_yaml(word) and config is None:

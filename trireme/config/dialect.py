@@ -98,6 +98,17 @@ def replaced(key: str) -> str:
     return f"did you mean '{found}'?" if re.fullmatch(r"[\w.]+", found) else f"use {found}"
 
 
+def deleting(override: str) -> str:
+    """Return what to do in place of Hydra's `~a.b`, which deletes a key; '' for other words."""
+    match = re.fullmatch(r"~([\w.\[\]]+)(=.*)?", override)
+    if match is None:
+        return ""
+    return (
+        f"override {override!r}: Hydra's ~ deletes no key here: expected the YAML without it, or "
+        f"{match[1]}=VALUE"
+    )
+
+
 def replacements(key: str, value: Any) -> list[tuple[str, str]]:
     """Return the keys of another system in the value of an unknown key, each with its hint. The
     hint of a section stands for keys that have none, or the same; it is '' if no dialect knows it.

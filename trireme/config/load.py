@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from trireme.config import ConfigError, Problem
-from trireme.config.dialect import dialects, replaced, replacements, unread
+from trireme.config.dialect import deleting, dialects, replaced, replacements, unread
 from trireme.config.lookup import near_path
 from trireme.config.options import converted, misfit_text, range_text, split, without_none
 from trireme.config.schema import Config
@@ -210,6 +210,9 @@ def _override(tree: DictConfig, override: str, problems: list[Problem]) -> str:
     """
     key, equals, text = override.partition("=")
     key = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key.strip().removeprefix("--").lstrip("+"))
+    if sentence := deleting(override):
+        problems.append(Problem("", sentence))
+        return key
     if not equals or not key:
         problems.append(Problem("", f"override {override!r}: expected key=value"))
         return key
