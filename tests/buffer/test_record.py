@@ -386,7 +386,7 @@ def test_a_copy_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         buffer = QueueBuffer("experiences", record=record)
         await buffer.put(step_of(1))
-        buffer.state()
+        await record.flushed()  # as a checkpoint does
 
     with pytest.raises(OSError, match=r"/buffer"):
         run(main())

@@ -19,7 +19,10 @@ import yaml
 
 from tests.buffer.samples import step_of
 from tests.e2e.job import small_config
+from tests.limits import HANG_S
 from trireme.algorithms.recipes import get_recipe
+from trireme.buffer.queue import QueueBuffer
+from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import Loaded
 from trireme.config import ConfigError, Plan, load_config
@@ -34,6 +37,7 @@ from trireme.launch.resume import refuse_other_run
 from trireme.launch.run import nothing_left
 from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
+from trireme.launch.trainer_side import TrainerSide
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
 from trireme.usercode import ending
@@ -303,3 +307,39 @@ def test_models_are_loaded_while_the_engine_on_their_device_rests(
         asyncio.run(run_module._run_here(stage, stop, False, engine))
     device.close()
     assert found == [False]
+
+
+def test_a_checkpoint_waits_for_the_copys_server_while_the_event_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runners, time-outs and signals stood still for as long as the server was away."""
+    back, record = threading.Event(), Record(lines=tmp_path / "copy.jsonl")
+    write = record._write
+    monkeypatch.setattr(record, "_write", lambda each: back.wait(HANG_S) and write(each))
+    buffer = QueueBuffer("store", record=record)
+    side: Any = SimpleNamespace(
+        stage=SimpleNamespace(
+            made_with={},
+            plan=SimpleNamespace(steps=SimpleNamespace(sizes=[], earlier=[])),
+            recipe=SimpleNamespace(from_data=True),
+        ),
+        buffer=buffer,
+        auxiliary={},
+        explorer_state=None,
+        models=SimpleNamespace(train_state=SimpleNamespace(state=dict)),
+    )
+
+    async def checkpoint() -> dict[str, Any]:
+        await buffer.put(step_of(1))
+        saved = asyncio.create_task(TrainerSide.snapshot(side))
+        await asyncio.sleep(0.05)
+        assert not saved.done() and not back.is_set()
+        await buffer.put(step_of(2))  # none of this checkpoint's
+        back.set()
+        return await saved
+
+    threading.Timer(2, back.set).start()  # else a loop that waits would wait without end
+    state = asyncio.run(checkpoint())
+    assert state["buffer"]["puts"] == [4]
+    assert len((tmp_path / "copy.jsonl").read_text().splitlines()) >= 4
+    record.close()

@@ -151,11 +151,7 @@ class QueueBuffer(InMemory):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return sizes of the puts and their experiences; the copy of all of them is on disk by
-        then.
-        """
-        if self.record is not None:
-            self.record.flush()
+        """Return sizes of the puts and their experiences."""
         untaken = [e for experiences in self._puts for e in experiences]
         sizes = [len(p) for p in self._puts]
         return {"puts": sizes, "waiting": len(untaken), "experiences": encode(untaken)}

@@ -1,8 +1,8 @@
 """Record: keeps a copy of every experience for people, in a database and as lines of JSON.
 
 Invariants:
-- Written by a separate thread, never by the event loop; `flush` waits for it, and its errors are
-  raised by the next call.
+- Written by a separate thread, never by the event loop; `flush` and `flushed` wait for it, and its
+  errors are raised by the next call.
 - One row and one line per id: writing an id again replaces its row, and `rewind` removes the rows
   after the step from which a run resumes.
 - A line of JSON has the facts for people; tokens and log-probabilities are in the database.
@@ -17,6 +17,7 @@ import copy
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ class Record:
         """Wait until all is on the disk."""
         while self._pending:
             self._pending.pop(0).result()
+
+    async def flushed(self) -> None:
+        """Wait until all that is queued by now is on the disk, while the event loop goes on: the
+        server of a database may be away.
+        """
+        for write in [*self._pending]:
+            with suppress(Exception):  # `_collect` raises it
+                await asyncio.shield(asyncio.wrap_future(write))
+        self._collect()
 
     def close(self) -> None:
         """Write the queue, then close files and thread."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from trireme.buffer.buffer import Buffer
+from trireme.buffer.buffer import Buffer, InMemory
 from trireme.checkpoint.layout import DATA_ROWS
 from trireme.checkpoint.save import Saving
 from trireme.config.shape import experts_of
@@ -148,7 +148,9 @@ class TrainerSide:
         return result
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return the current state of explorer, buffer and synchronizer."""
+        """Return the current state of explorer, buffer and synchronizer, once the copies of all
+        experiences in it are on the disk.
+        """
         state: dict[str, Any] = {
             "made_with": self.stage.made_with,
             "buffer": self.buffer.state(),
@@ -162,7 +164,12 @@ class TrainerSide:
             state["pushed_step"] = self.sync.pushed_step
         if self.explorer_state is not None:
             state["explorer"] = self.explorer_state()
-        return state | {"learning": self.models.train_state.state()}
+        state["learning"] = self.models.train_state.state()
+        # last: what was read before belongs together, and this may wait for a database's server
+        for buffer in (self.buffer, *self.auxiliary.values()):
+            if isinstance(buffer, InMemory) and buffer.record is not None:
+                await buffer.record.flushed()
+        return state
 
     def begin_save(self, step: int, run_state: dict[str, Any], last: bool, behind: bool) -> None:
         """Implement Checkpointer.begin_save: a whole checkpoint of `step`."""

@@ -164,8 +164,6 @@ class ReplayBuffer(InMemory):
 
     def state(self) -> dict[str, Any]:
         """Return the groups with their uses and cooldowns, and their experiences as bytes."""
-        if self.record is not None:
-            self.record.flush()
         now, groups = self.clock.now(), [*sorted(self._heap), *self._resting]
         facts = [
             {
