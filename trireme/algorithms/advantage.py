@@ -136,11 +136,13 @@ def dapo(
     overlong_cache: int = 0,
     overlong_penalty: float = 1.0,
 ) -> Tensor:
-    """GRPO of R + overlong(length); groups whose rewards are equal are left out (arXiv:2503.14476).
+    """GRPO of R + overlong(length); groups whose sums are equal are left out (arXiv:2503.14476).
 
     overlong is 0 up to L - C trained tokens, -p beyond L, and (L - C - length) / C p between, with
     L `overlong_length` (not given: 0 always), C `overlong_cache`, p `overlong_penalty`. What is
-    left out is sampled anew: the trainer waits until its batch is full (dynamic sampling).
+    left out is sampled anew: the trainer waits until its batch is full (dynamic sampling). A group
+    that is all right, or all wrong, stays if its penalties differ: the operator
+    `dapo_dynamic_sampling` leaves it out as well.
     """
     if overlong_length is not None:
         if not 0 < overlong_cache <= overlong_length:
