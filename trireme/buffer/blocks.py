@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 TABLE = "experiences"
 BLOCKS = "experiences_blocks"
+OWNER = "experiences_owner"
+"""The table that names the job whose copy a database is."""
 
 
 def bytes_of(tables: Container[str]) -> str:

@@ -12,10 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trireme.buffer.blocks import TABLE
-
-OWNER = f"{TABLE}_owner"
-"""The table that names the job whose copy a database is."""
+from trireme.buffer.blocks import OWNER, TABLE
 
 
 def refuse_other(

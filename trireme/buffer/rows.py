@@ -29,9 +29,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DatabaseError, DBAPIError
 
-from trireme.buffer.blocks import BLOCKS, TABLE
+from trireme.buffer import blocks as names
 from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
-from trireme.buffer.owner import OWNER
 from trireme.buffer.table import (
     block_table,
     experience_table,
@@ -75,9 +74,9 @@ class RowTable:
         self._newest = (0, 0)
         """The newest row and block that are counted; later ones are another process's."""
         self._metadata = MetaData()
-        self._table = experience_table(TABLE, self._metadata)
+        self._table = experience_table(names.TABLE, self._metadata)
         self._table.append_column(Column("block", Integer))
-        self._blocks = block_table(BLOCKS, self._metadata)
+        self._blocks = block_table(names.BLOCKS, self._metadata)
         self._engine: Engine | None = None
 
     @property
@@ -129,7 +128,7 @@ class RowTable:
         """Note that these are the rows of the job in that folder, unless they are refused as
         another's.
         """
-        table = Table(OWNER, MetaData(), Column("job", Text, nullable=False))
+        table = Table(names.OWNER, MetaData(), Column("job", Text, nullable=False))
 
         def claim(connection: Connection) -> None:
             table.create(connection, checkfirst=True)
@@ -199,7 +198,7 @@ class RowTable:
                 self._bytes = None  # whether the last attempt was made is not known
             change(connection)
 
-        in_turn(self._open(), BLOCKS, attempt, patience=self._patience)
+        in_turn(self._open(), names.BLOCKS, attempt, patience=self._patience)
 
     def _last(self, connection: Connection) -> tuple[int, int]:
         """Return the numbers of the newest row and the newest block; 0 if there is none."""

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from trireme.buffer.owner import owner_of, refuse_other
-from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan, Problem
 from trireme.config.check import check_folder, job_folder
 from trireme.config.launcher import gpus_elsewhere
@@ -21,10 +19,10 @@ from trireme.config.load import read_config
 from trireme.config.plan import derive
 from trireme.config.schema import Config
 from trireme.config.stages import StageFacts, stages_of
+from trireme.launch import outside, prompts
 from trireme.launch.complete import Completed, complete
 from trireme.launch.make import make_parts
 from trireme.launch.parts import Parts, merge_problems
-from trireme.launch.prompts import prompt_notes, prompt_problems
 from trireme.processes import environment
 from trireme.workflows.plugins import load_plugins
 
@@ -57,7 +55,7 @@ def checked(config: Config) -> Draft:
         raise ConfigError(made.problems)
     completed = complete(made.plans, made.parts, first_data=False).stages
     problems = [
-        [*one.problems, *prompt_problems(plan, one.encoded.prompts)]
+        [*one.problems, *prompts.prompt_problems(plan, one.encoded.prompts)]
         for plan, one in zip(made.plans, completed, strict=True)
     ]
     if any(problems):
@@ -71,8 +69,8 @@ def checked(config: Config) -> Draft:
 
 
 def _with_prompt_notes(plan: Plan, completed: Completed) -> Plan:
-    prompts = completed.encoded.prompts
-    notes = [note for name, each in prompts for note in prompt_notes(plan, name, each)]
+    encoded = completed.encoded.prompts
+    notes = [note for name, each in encoded for note in prompts.prompt_notes(plan, name, each)]
     return replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -110,7 +108,7 @@ def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     wrong = [p.key for p in problems] + [p.key.rpartition(".")[0] for p in problems if "." in p.key]
     within = tuple(f"{key}." for key in wrong)
     rest = [p for p in made.problems if p.key not in wrong and not p.key.startswith(within)]
-    rest += others_copies(made.plans)
+    rest += outside.others_copies(made.plans)
     return made._replace(problems=list(dict.fromkeys(problems + rest)))
 
 
@@ -140,69 +138,6 @@ def draft(config: Config) -> Draft:
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             whole.problem("stages", f"has {count} stages named {name!r}: expected one")
-    whole.problems += _shared_copies(plans)
+    whole.problems += outside.shared_copies(plans)
     each = merge_problems(stages, [found.problems for found in findings])
     return Draft(plans, whole.problems + each, parts)
-
-
-def others_copies(plans: Sequence[Plan]) -> list[Problem]:
-    """Return the copies of experiences in files that belong to another job: a run refuses to take
-    them. One on a server is refused when the run opens it.
-    """
-    problems: list[Problem] = []
-    for plan in plans:
-        folder = JobFolder(plan.job_dir)
-        job, resumes = folder.root.resolve(), any(map(folder.is_full, folder.steps()))
-        for key, copy_ in _outside_copies(plan).items():
-            owner, filled = (None, False) if "://" in copy_ else owner_of(Path(copy_))
-            try:
-                refuse_other(copy_, owner, filled, job=job, key=key, resumes=resumes)
-            except ValueError as error:
-                problems.append(Problem("", str(error), plan.stage_name))
-    return problems
-
-
-def _shared_copies(plans: Sequence[Plan]) -> list[Problem]:
-    """Return the copies of experiences that a stage would take from an earlier one: each begins
-    anew, and removes what is there.
-    """
-    problems: list[Problem] = []
-    writers: dict[str, str | None] = {}
-    for plan in plans:
-        for key, copy_ in _outside_copies(plan).items():
-            writer = writers.setdefault(copy_, plan.stage_name)
-            if writer != plan.stage_name:
-                text = (
-                    f"is one place outside the folders of the stages {writer} and "
-                    f"{plan.stage_name}, and the second would remove the first one's experiences: "
-                    "expected a path for each"
-                )
-                problems.append(Problem(key, text))
-    return problems
-
-
-def _outside_copies(plan: Plan) -> dict[str, str]:
-    """Return the copies of experiences that a plan's run takes outside its folder, by key: files,
-    and URLs of servers.
-    """
-    if plan.mode != "both":
-        return {}
-    copies: dict[str, str | None] = {}
-    pipeline = plan.config.data_processor.experience_pipeline
-    if pipeline.save_input:
-        key = "data_processor.experience_pipeline.input_save_path"
-        copies[key] = pipeline.input_save_path
-    if plan.store.kind == "queue":
-        key = "buffer.trainer_input.experience_buffer.path"
-        copies[key] = plan.config.buffer.trainer_input.experience_buffer.path
-    folder = JobFolder(plan.job_dir)
-    out: dict[str, str] = {}
-    for key, path in copies.items():
-        place = (path or "").removeprefix("sqlite:///")
-        if "://" in place:
-            out[key] = place
-        elif place and place != ":memory:":
-            file = (folder.buffer / place).resolve()
-            if not file.is_relative_to(folder.root.resolve()):
-                out[key] = str(file)
-    return out

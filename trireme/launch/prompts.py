@@ -22,7 +22,7 @@ from trireme.launch.engines import teacher_len
 from trireme.launch.parts import tried
 from trireme.task import Task, no_effect
 from trireme.usercode import fault_of
-from trireme.workflows.examine import first_messages, unread_arguments
+from trireme.workflows import examine
 
 ROWS = 64
 MOST_UNKNOWN = 0.1
@@ -107,7 +107,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         read = partial(_read_of_row, text.chat.read, taskset.rows.where(row))
         task = taskset.task(0, 0, row)
         try:
-            asked = first_messages(task, read)
+            asked = examine.first_messages(task, read)
         except ValueError as error:
             if fault_of(error) is not None or taskset.rows.where(row) in str(error):
                 raise
@@ -115,7 +115,7 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         if asked is None:
             return None
         messages, tools = asked
-        passed_by = unread_arguments(task)
+        passed_by = examine.unread_arguments(task)
         unread = {
             key: near
             for key, near in (passed_by if unread is None else unread).items()
@@ -165,7 +165,7 @@ def check_template(
         return findings
     for taskset in tasksets:
         for task in taskset.kinds() if taskset is not None else ():
-            asked = tried(findings, partial(first_messages, task))
+            asked = tried(findings, partial(examine.first_messages, task))
             if asked is not None:
                 findings.problem(
                     "model.model_path",
@@ -202,7 +202,7 @@ def _teacher_size(text: Text, task: Task, prompt: str) -> int:
     """Count the tokens of the first prompt with the teacher's part in place; of the teacher's part
     alone if only the workflow knows the messages.
     """
-    messages, tools = first_messages(task, text.chat.read) or ([], None)
+    messages, tools = examine.first_messages(task, text.chat.read) or ([], None)
     users = [at for at, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         return len(text.chat.encode(prompt))

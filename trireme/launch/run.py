@@ -29,11 +29,11 @@ from trireme.engines.device import ColocationLock, Device, return_freed_memory
 from trireme.engines.engine import ServedEngine
 from trireme.files import Unreadable, read_json, write_json
 from trireme.launch import GC_THRESHOLDS
-from trireme.launch.check import others_copies
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import load_models
 from trireme.launch.modes import run_mode
 from trireme.launch.open_run import open_run
+from trireme.launch.outside import others_copies
 from trireme.launch.results import StageResult, accuracy, explored, rewards_of, sampled, summarise
 from trireme.launch.resume import continued
 from trireme.launch.servers import engine_servers
