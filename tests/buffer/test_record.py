@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sqlite3
@@ -18,6 +19,7 @@ from sqlalchemy import MetaData, insert, text
 from tests.buffer.samples import run, sample, step_of, uids
 from tests.limits import HANG_S
 from tests.postgres import PASSWORD, Server
+from trireme.buffer import record as record_module
 from trireme.buffer import rows as rows_module
 from trireme.buffer import table as table_module
 from trireme.buffer.blocks import BLOCKS, stored_experiences
@@ -377,6 +379,31 @@ def test_the_copy_is_of_the_moment_when_it_was_written(tmp_path: Path) -> None:
     record.close()
     [line] = lines(tmp_path / "experience_buffer.jsonl")
     assert line["reward"] == 0.0 and line["metrics"] == {"accuracy": 1.0}
+
+
+def test_a_put_that_is_cancelled_while_it_waits_leaves_out_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for the oldest write, and another put for the next, which is not yet begun."""
+    monkeypatch.setattr(record_module, "MOST_PENDING", 2)
+    database = tmp_path / "copy.db"
+    record = Record(database=f"sqlite:///{database}")
+    goes_on = threading.Event()
+
+    async def main() -> None:
+        record._thread.submit(goes_on.wait)
+        for step in (1, 2):
+            await record.write(step_of(step))
+        puts = [asyncio.create_task(record.write(step_of(step))) for step in (3, 4)]
+        await asyncio.sleep(0.1)
+        for put in puts:
+            put.cancel()
+        await asyncio.wait(puts)
+        goes_on.set()
+
+    asyncio.run(main())
+    record.close()
+    assert {e.eid.batch for e in stored(database)} == {1, 2}
 
 
 def test_a_copy_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ class Record:
         """Queue a copy for the thread; waits only if it is far behind."""
         self._collect()
         while len(self._pending) >= MOST_PENDING:
-            await asyncio.wrap_future(self._pending.pop(0))
+            await _ended(self._pending[0])
+            self._collect()
         self.write_soon(experiences)
 
     def write_soon(self, experiences: Sequence[Experience]) -> None:
@@ -101,8 +102,7 @@ class Record:
         server of a database may be away.
         """
         for write in [*self._pending]:
-            with suppress(Exception):  # `_collect` raises it
-                await asyncio.shield(asyncio.wrap_future(write))
+            await _ended(write)
         self._collect()
 
     def close(self) -> None:
@@ -160,6 +160,14 @@ def record_for(path: str | None, folder: Path, **limits: Any) -> Record:
     if path.endswith((".jsonl", ".json")):
         return Record(lines=folder / path, **limits)
     return Record(database=resolve_url(path, folder), lines=lines, **limits)
+
+
+async def _ended(write: Future[None]) -> None:
+    """Wait for a write; `_collect` raises its error. Who waits may be cancelled: the write is not,
+    which would leave it out.
+    """
+    with suppress(Exception):
+        await asyncio.shield(asyncio.wrap_future(write))
 
 
 def _copy(experience: Experience) -> Experience:
