@@ -306,3 +306,16 @@ def test_two_stages_do_not_share_a_copy_outside_their_folders(tmp_path: Path) ->
     assert len(problems("../../copy.db", "../../copy.db")) == 1  # next to both folders
     assert not problems(shared, f"{tmp_path}/other.db")
     assert not problems("copy.db", "copy.db")  # each is in its stage's folder
+
+
+@pytest.mark.parametrize("path", ["explorer_output.db", "sqlite:///./explorer_output.db", "raw.db"])
+def test_two_copies_of_a_stage_have_a_path_each(tmp_path: Path, path: str) -> None:
+    """The second replaced the rows of the first, which have the same ids."""
+    of_explorer = {"experience_pipeline": {"input_save_path": "raw.db"}} if path == "raw.db" else {}
+    store = {"trainer_input": {"experience_buffer": {"path": path}}}
+    given = values(tmp_path) | {"buffer": values(tmp_path).get("buffer", {}) | store}
+    given |= {"data_processor": of_explorer} if of_explorer else {}
+    [problem] = draft(config_of(tmp_path, given)).problems
+    assert str(problem).startswith(
+        f"{DATA}.path is the place of data_processor.experience_pipeline.input_save_path as well"
+    )

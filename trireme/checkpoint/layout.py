@@ -35,6 +35,8 @@ REFERENCE = f"reference/{WEIGHTS}"
 """The folder in `actor/` of a reference model that has moved. Engines load all files in `actor/`
 itself."""
 MANIFEST = "manifest.json"
+RAW_COPY = "sqlite:///explorer_output.db"
+"""The copy of what workflows return, in the buffer folder, where a YAML names no other."""
 EVALUATED, FAILED, DATA_ROWS = "evaluation.jsonl", "failed.jsonl", "data_rows.jsonl"
 """The files in `buffer/` for people: evaluations, failures, and the trained rows of a data set."""
 

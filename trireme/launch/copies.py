@@ -9,7 +9,7 @@ from trireme.buffer.record import Record, record_for
 from trireme.buffer.store import copy_limits
 from trireme.buffer.table import resolve_url
 from trireme.buffer.trained import TrainedTokens
-from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, JobFolder
+from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, RAW_COPY, JobFolder
 from trireme.config import Plan
 from trireme.monitor.events import Ended, Evaluated, Event, Failures, Trained
 
@@ -43,7 +43,7 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
     pipeline = plan.config.data_processor.experience_pipeline
     if not pipeline.save_input:
         return None
-    path = pipeline.input_save_path or "sqlite:///explorer_output.db"
+    path = pipeline.input_save_path or RAW_COPY
     if path.endswith((".jsonl", ".json")):
         return record_for(path, folder.buffer, **copy_limits(plan))
     return Record(database=resolve_url(path, folder.buffer), **copy_limits(plan))

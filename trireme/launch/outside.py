@@ -1,4 +1,4 @@
-"""Outside: refuses copies of experiences outside a run's folder that belong to another."""
+"""Outside: refuses copies of experiences that belong to another job, or are two copies' place."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.buffer.owner import owner_of, refuse_other
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import RAW_COPY, JobFolder
 from trireme.config import Plan, Problem
+
+PIPELINE = "data_processor.experience_pipeline"
+QUEUE = "buffer.trainer_input.experience_buffer.path"
 
 
 def others_copies(plans: Sequence[Plan]) -> list[Problem]:
@@ -29,11 +32,19 @@ def others_copies(plans: Sequence[Plan]) -> list[Problem]:
 
 def shared_copies(plans: Sequence[Plan]) -> list[Problem]:
     """Return the copies of experiences that a stage would take from an earlier one: each begins
-    anew, and removes what is there.
+    anew, and removes what is there. The same for two copies of a stage, which replace each other's
+    rows.
     """
     problems: list[Problem] = []
     writers: dict[str, str | None] = {}
     for plan in plans:
+        copies = _copies(plan)
+        if len(copies) > len({*copies.values()}):
+            text = (
+                f"is the place of {PIPELINE}.input_save_path as well, and each copy would replace "
+                "the other's rows: expected a path for each"
+            )
+            problems.append(Problem(QUEUE, text, plan.stage_name))
         for key, copy_ in _outside_copies(plan).items():
             writer = writers.setdefault(copy_, plan.stage_name)
             if writer != plan.stage_name:
@@ -47,27 +58,30 @@ def shared_copies(plans: Sequence[Plan]) -> list[Problem]:
 
 
 def _outside_copies(plan: Plan) -> dict[str, str]:
-    """Return the copies of experiences that a plan's run takes outside its folder, by key: files,
-    and URLs of servers.
+    """Return the copies of `_copies` that are outside the plan's folder."""
+    folder = JobFolder(plan.job_dir).root.resolve()
+    return {
+        key: place
+        for key, place in _copies(plan).items()
+        if "://" in place or not Path(place).is_relative_to(folder)
+    }
+
+
+def _copies(plan: Plan) -> dict[str, str]:
+    """Return the copies of experiences that a plan's run takes, by key: files, and URLs of
+    servers.
     """
     if plan.mode != "both":
         return {}
     copies: dict[str, str | None] = {}
     pipeline = plan.config.data_processor.experience_pipeline
     if pipeline.save_input:
-        key = "data_processor.experience_pipeline.input_save_path"
-        copies[key] = pipeline.input_save_path
+        copies[f"{PIPELINE}.input_save_path"] = pipeline.input_save_path or RAW_COPY
     if plan.store.kind == "queue":
-        key = "buffer.trainer_input.experience_buffer.path"
-        copies[key] = plan.config.buffer.trainer_input.experience_buffer.path
-    folder = JobFolder(plan.job_dir)
-    out: dict[str, str] = {}
+        copies[QUEUE] = plan.config.buffer.trainer_input.experience_buffer.path
+    folder, out = JobFolder(plan.job_dir).buffer, dict[str, str]()
     for key, path in copies.items():
         place = (path or "").removeprefix("sqlite:///")
-        if "://" in place:
-            out[key] = place
-        elif place and place != ":memory:":
-            file = (folder.buffer / place).resolve()
-            if not file.is_relative_to(folder.root.resolve()):
-                out[key] = str(file)
+        if place and place != ":memory:":
+            out[key] = place if "://" in place else str((folder / place).resolve())
     return out
