@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.limits import HANG_S
+from trireme import aio
 from trireme.aio import (
     CancelledElsewhere,
     LoopWatch,
@@ -25,6 +28,8 @@ from trireme.aio import (
     one_by_one,
     running,
 )
+from trireme.rewards.reward import score
+from trireme.task import Task
 from trireme.usercode import UserCode
 
 
@@ -189,6 +194,33 @@ def test_only_the_end_of_its_time_is_out_of_time() -> None:
             await in_time(asyncio.sleep(HANG_S), 0.01)
 
     asyncio.run(main())
+
+
+def test_short_calls_that_take_half_of_the_event_loops_time_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of them is long enough to block it, and a step took minutes without a word."""
+    monkeypatch.setattr(aio, "LOOK_S", 0.02)
+    monkeypatch.setattr(aio, "SHARE_S", 0.4)
+
+    def slow(task: Task, answer: str) -> float:
+        time.sleep(float(answer))
+        return 1.0
+
+    async def main(busy: float, idle: float, until: Callable[[], Any]) -> None:
+        watch, begun = LoopWatch(HANG_S), time.monotonic()
+        while not until() and time.monotonic() - begun < HANG_S:
+            await score(Task(raw_task={}), f"{busy}", slow)
+            await asyncio.sleep(idle)
+        watch.stop()
+
+    calls = itertools.count()
+    asyncio.run(main(0.001, 0.06, lambda: next(calls) == 20))
+    assert not caplog.records
+    asyncio.run(main(0.06, 0.001, lambda: caplog.records))
+    [text] = [record.getMessage() for record in caplog.records]
+    assert text.startswith("reward 'slow' has run on the event loop for half of 0.4 s, and every")
+    assert "waits meanwhile: make it `async def`" in text and "time.sleep(float(answer))" in text
 
 
 WAITS = "`await asyncio.sleep(...)` or `await asyncio.to_thread(...)` there"

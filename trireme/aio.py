@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial, wraps
@@ -28,7 +29,7 @@ from trireme.processes import end_now
 from trireme.usercode import UserCode, innermost
 
 T = TypeVar("T")
-WARN_S, LOOK_S, INTERRUPT_S = 10.0, 0.5, 2.0
+WARN_S, LOOK_S, INTERRUPT_S, SHARE_S = 10.0, 0.5, 2.0, 20.0
 _AWAITS = "__trireme_awaits__"
 
 
@@ -294,14 +295,16 @@ class LoopWatch:
     """
 
     def __init__(self, limit: float | None) -> None:
-        """Begin to watch the running loop. Code that blocks it for less than `limit` causes one
-        warning. None: the loop is a server's.
+        """Begin to watch the running loop. Code that blocks it for less than `limit`, or takes half
+        of its time in short calls, causes one warning. None: the loop is a server's.
         """
         self._loop = asyncio.get_running_loop()
         self._limit = limit
         self._ident = threading.get_ident()
         self._stopped = threading.Event()
         self._warned = self._interrupted = False
+        self._seen = deque[str](maxlen=round(SHARE_S / LOOK_S))
+        """The user code that ran on the loop at the last looks; '': none."""
         self._note: Any = None
         """The handler of Ctrl-C while this watches; it wraps the one before."""
         if threading.current_thread() is threading.main_thread():
@@ -334,6 +337,7 @@ class LoopWatch:
 
     def _watch(self) -> None:
         while not self._stopped.wait(LOOK_S):
+            self._look(0.0)
             turned, blocked = threading.Event(), 0.0
             try:
                 self._loop.call_soon_threadsafe(turned.set)
@@ -344,19 +348,32 @@ class LoopWatch:
                 self._look(blocked)
 
     def _look(self, seconds: float) -> None:
-        """Warn, or end the process, if user code blocks the loop."""
+        """Warn, or end the process, if user code has blocked the loop for so long."""
         frame = sys._current_frames().get(self._ident)
         part, line = innermost(frame)
         if part is None or not line:
+            self._seen.append("")
             return  # ours: an engine that begins, for example
+        self._seen.append(part.what)
         if self._interrupted and seconds >= INTERRUPT_S:
             text = f"stopped while {part.what} blocked the event loop"
             self._end(line, frame, text, 130)
         elif self._limit is not None and seconds >= self._limit:
             self._end(line, frame, self._blocking(part, self._limit), 1)
-        elif seconds >= WARN_S and not self._warned:
+        elif not self._warned and (text := self._too_much(part, seconds)):
             self._warned = True
-            get_logger("explorer").warning("%s (%s)", self._blocking(part, seconds), line)
+            get_logger("explorer").warning("%s (%s)", text, line)
+
+    def _too_much(self, part: UserCode, seconds: float) -> str:
+        """Say that user code takes too much of the loop's time; '': it does not."""
+        if seconds >= WARN_S:
+            return self._blocking(part, seconds)
+        if self._seen.count(part.what) * LOOK_S < SHARE_S / 2:
+            return ""
+        return (
+            f"{part.what} has run on the event loop for half of {SHARE_S:g} s, and every other "
+            f"rollout waits meanwhile: {_advice(part)}"
+        )
 
     def _end(self, line: str, frame: FrameType | None, text: str, code: int) -> None:
         # a server has no log in which a reader would want the stack
@@ -370,17 +387,20 @@ class LoopWatch:
 
     def _blocking(self, part: UserCode, seconds: float) -> str:
         limit = "" if self._limit is None else " (explorer.max_timeout holds for what awaits)"
-        waits = "`await asyncio.sleep(...)` or `await asyncio.to_thread(...)`"
-        if not part.what.startswith("reward "):
-            advice = f"use {waits} there, or make it a plain `def`"
-        elif is_async(part.code):
-            advice = f"use {waits} there"
-        else:  # unlike a workflow, it runs where its workflow runs
-            advice = f"make it `async def`, and use {waits} there"
         return (
             f"{part.what} has blocked the event loop for {seconds:g} s{limit}, and every other "
-            f"rollout waits for it: {advice}"
+            f"rollout waits for it: {_advice(part)}"
         )
+
+
+def _advice(part: UserCode) -> str:
+    waits = "`await asyncio.sleep(...)` or `await asyncio.to_thread(...)`"
+    if not part.what.startswith("reward "):
+        return f"use {waits} there, or make it a plain `def`"
+    if is_async(part.code):
+        return f"use {waits} there"
+    # unlike a workflow, it runs where its workflow runs
+    return f"make it `async def`, and use {waits} there"
 
 
 def _quiet(function: Callable[[], object]) -> None:
