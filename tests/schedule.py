@@ -7,6 +7,8 @@ ended the worker. What hides a crash behind a hang is found by nobody.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -39,5 +41,7 @@ class FileScheduling(LoadFileScheduling):
                 self._reschedule(node)
 
     def _reschedule(self, node: WorkerController) -> None:
-        if node in self.registered_collections:  # another one that replaces a worker has not begun
+        if node not in self.registered_collections:
+            return  # another one that replaces a worker has not begun
+        with suppress(OSError):  # it has just died: `remove_node` follows, and takes its files back
             super()._reschedule(node)
