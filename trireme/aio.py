@@ -368,8 +368,8 @@ class LoopWatch:
         """Say that user code takes too much of the loop's time; '': it does not."""
         if seconds >= WARN_S:
             return self._blocking(part, seconds)
-        if self._seen.count(part.what) * LOOK_S < SHARE_S / 2:
-            return ""
+        if seconds or self._seen.count(part.what) * LOOK_S < SHARE_S / 2:
+            return ""  # while it blocks, the text above may yet come
         return (
             f"{part.what} has run on the event loop for half of {SHARE_S:g} s, and every other "
             f"rollout waits meanwhile: {_advice(part)}"

@@ -19,9 +19,11 @@ def others_copies(plans: Sequence[Plan]) -> list[Problem]:
     """
     problems: list[Problem] = []
     for plan in plans:
+        if not (copies := _outside_copies(plan)):
+            continue
         folder = JobFolder(plan.job_dir)
         job, resumes = folder.root.resolve(), any(map(folder.is_full, folder.steps()))
-        for key, copy_ in _outside_copies(plan).items():
+        for key, copy_ in copies.items():
             owner, filled = (None, False) if "://" in copy_ else owner_of(Path(copy_))
             try:
                 refuse_other(copy_, owner, filled, job=job, key=key, resumes=resumes)
@@ -59,10 +61,11 @@ def shared_copies(plans: Sequence[Plan]) -> list[Problem]:
 
 def _outside_copies(plan: Plan) -> dict[str, str]:
     """Return the copies of `_copies` that are outside the plan's folder."""
-    folder = JobFolder(plan.job_dir).root.resolve()
+    copies = _copies(plan)
+    folder = JobFolder(plan.job_dir).root.resolve() if copies else Path()
     return {
         key: place
-        for key, place in _copies(plan).items()
+        for key, place in copies.items()
         if "://" in place or not Path(place).is_relative_to(folder)
     }
 
@@ -71,7 +74,7 @@ def _copies(plan: Plan) -> dict[str, str]:
     """Return the copies of experiences that a plan's run takes, by key: files, and URLs of
     servers.
     """
-    if plan.mode != "both":
+    if plan.mode != "both" or "\0" in str(plan.job_dir):  # which is a problem of its own
         return {}
     copies: dict[str, str | None] = {}
     pipeline = plan.config.data_processor.experience_pipeline
@@ -82,6 +85,6 @@ def _copies(plan: Plan) -> dict[str, str]:
     folder, out = JobFolder(plan.job_dir).buffer, dict[str, str]()
     for key, path in copies.items():
         place = (path or "").removeprefix("sqlite:///")
-        if place and place != ":memory:":
+        if place and place != ":memory:" and "\0" not in place:
             out[key] = place if "://" in place else str((folder / place).resolve())
     return out
