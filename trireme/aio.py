@@ -83,19 +83,33 @@ async def first_failure(
     if not work:
         return []
     async with running(*work) as tasks:
-        pending = {*tasks}
-        while pending and all(_error(task) is None for task in tasks):
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        await _all_or_a_failure(tasks)
         follows = [error for task in tasks if isinstance(error := _error(task), consequence)]
         for error in follows:
             if error.__cause__ is not None:
                 raise error.__cause__ from None
-        if follows and pending:
+        if follows and (pending := [task for task in tasks if not task.done()]):
             await asyncio.wait(pending, timeout=GRACE_S)
         failures = [error for task in tasks if (error := _error(task)) is not None]
         for failure in sorted(failures, key=lambda error: isinstance(error, consequence)):
             raise failure
         return [task.result() for task in tasks]
+
+
+async def _all_or_a_failure(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait until all are done or one has failed: to `asyncio.wait` a cancelled one has not."""
+    enough: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    left = len(tasks)
+
+    def count(task: asyncio.Future[Any]) -> None:
+        nonlocal left
+        left -= 1
+        if not enough.done() and (not left or _error(task) is not None):
+            enough.set_result(None)
+
+    for task in tasks:
+        task.add_done_callback(count)
+    await enough
 
 
 async def one_by_one(work: Iterable[Awaitable[T]]) -> list[T]:

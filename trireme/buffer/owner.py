@@ -6,13 +6,13 @@ the same path would delete the first one's experiences.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from trireme.buffer.blocks import OWNER, TABLE
+from trireme.files import Unreadable, read_json
 
 
 def refuse_other(
@@ -58,10 +58,10 @@ def _owner_of_lines(path: Path) -> tuple[str | None, bool]:
     with open(path, "rb") as file:
         filled = file.readline().endswith(b"\n")
     try:
-        note: Any = json.loads(owner_note(path).read_bytes())
-    except (FileNotFoundError, ValueError):
-        note = None
-    return (note.get("job") if isinstance(note, dict) else None), filled
+        note: dict[str, Any] = read_json(owner_note(path))
+    except (FileNotFoundError, Unreadable):
+        note = {}
+    return note.get("job"), filled
 
 
 def _owner_of_rows(path: Path) -> tuple[str | None, bool]:

@@ -19,12 +19,14 @@ def others_copies(plans: Sequence[Plan]) -> list[Problem]:
     """
     problems: list[Problem] = []
     for plan in plans:
-        if not (copies := _outside_copies(plan)):
+        if not (copies := _outside(plan, _copies(plan))):
             continue
         folder = JobFolder(plan.job_dir)
         job, resumes = folder.root.resolve(), any(map(folder.is_full, folder.steps()))
         for key, copy_ in copies.items():
-            owner, filled = (None, False) if "://" in copy_ else owner_of(Path(copy_))
+            if "://" in copy_:
+                continue
+            owner, filled = owner_of(Path(copy_))
             try:
                 refuse_other(copy_, owner, filled, job=job, key=key, resumes=resumes)
             except ValueError as error:
@@ -47,7 +49,7 @@ def shared_copies(plans: Sequence[Plan]) -> list[Problem]:
                 "the other's rows: expected a path for each"
             )
             problems.append(Problem(QUEUE, text, plan.stage_name))
-        for key, copy_ in _outside_copies(plan).items():
+        for key, copy_ in _outside(plan, copies).items():
             writer = writers.setdefault(copy_, plan.stage_name)
             if writer != plan.stage_name:
                 text = (
@@ -59,9 +61,8 @@ def shared_copies(plans: Sequence[Plan]) -> list[Problem]:
     return problems
 
 
-def _outside_copies(plan: Plan) -> dict[str, str]:
-    """Return the copies of `_copies` that are outside the plan's folder."""
-    copies = _copies(plan)
+def _outside(plan: Plan, copies: dict[str, str]) -> dict[str, str]:
+    """Return the copies that are outside the plan's folder."""
     folder = JobFolder(plan.job_dir).root.resolve() if copies else Path()
     return {
         key: place

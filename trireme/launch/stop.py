@@ -255,7 +255,6 @@ def run_to_its_end(work: Coroutine[Any, Any, T]) -> T:
     """Run a command's `work` on a new event loop, as `asyncio.run` does, also past a SystemExit in
     a task that user code began: the command would end as if it had succeeded.
     """
-
     with asyncio.Runner() as runner:
         task = runner.get_loop().create_task(work)
         return _to_its_end(lambda: runner.run(_finished(task)), task)
@@ -264,7 +263,7 @@ def run_to_its_end(work: Coroutine[Any, Any, T]) -> T:
 async def _finished(task: asyncio.Task[Any]) -> None:
     try:
         await asyncio.wait({task})
-    except asyncio.CancelledError:  # by Ctrl-C
+    except asyncio.CancelledError:  # by Ctrl-C, which only the work's end shows to `_to_its_end`
         task.cancel()
         await asyncio.wait({task})
         raise
@@ -305,14 +304,15 @@ def _is_of_a_signal(error: BaseException) -> bool:
 
 def _close(loop: asyncio.AbstractEventLoop) -> list[str]:
     """End what is left on a loop; returns where tasks are that ignore it, which are abandoned."""
-    stuck: set[asyncio.Task[Any]] = set()
+    places: list[str] = []
     try:
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
         if left:
             _, stuck = loop.run_until_complete(asyncio.wait(left, timeout=LEFT_S))
-            for place in map(_place_of, stuck):
+            places = [*map(_place_of, stuck)]
+            for place in places:
                 # the log is closed by now
                 say(f"warning: left running: {place} ignores its cancellation", file=sys.stderr)
             if stuck:  # do not report them again when they are destroyed
@@ -324,7 +324,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> list[str]:
     finally:
         asyncio.set_event_loop(None)
         loop.close()
-    return [*map(_place_of, stuck)]
+    return places
 
 
 def _place_of(task: asyncio.Task[Any]) -> str:
