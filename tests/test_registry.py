@@ -1,8 +1,9 @@
-"""Registry: who wins when a name is known twice, and what an unknown one is told."""
+"""Registry: who wins when a name is known twice, and what is said of an unknown one."""
 
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from collections import Counter, OrderedDict
@@ -57,6 +58,21 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         make().get("broken")
     with pytest.raises(ValueError, match=r"has no 'Countr'; did you mean 'Counter'\?"):
         make().get("collections.Countr")
+
+
+def test_a_function_that_its_module_does_not_register_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "my_counting.py"
+    file.write_text("from trireme.text import storable\ndef counts(response): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("my_counting")
+    write = f"unknown workflow 'counts', which {file} has but does not register; write "
+    with pytest.raises(ValueError, match=re.escape(f"{write}'my_counting:counts'. Known: broken")):
+        make().get("counts")
+    with pytest.raises(ValueError, match=r"unknown workflow 'storable'\. Known"):  # it imports it
+        make().get("storable")
+    assert make().get("my_counting:counts")("") == 1.0
 
 
 def test_a_misspelt_file_gets_the_nearest_one(

@@ -101,9 +101,7 @@ class Registry(MutableMapping[str, Any]):
         if need := self._kind and missing(self._kind, key):
             raise UnknownName(f"{kind} '{key}' {need}")
         if not is_path(key):
-            known = ", ".join(self.names()) or "none"
-            hint = did_you_mean(key, self.names()) or "."
-            raise UnknownName(f"unknown {kind} '{key}'{hint} Known: {known}")
+            raise UnknownName(unknown_name(kind, key, self.names()))
         if key not in self._of_paths:  # a path is not a name
             self._of_paths[key] = _import_path(key, kind=kind)
         return self._of_paths[key]
@@ -254,6 +252,12 @@ def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{
     return form.format(near[0]) if near else ""
 
 
+def unknown_name(kind: str, name: str, known: list[str]) -> str:
+    """Return the sentence on a name that is none of the known ones, with what may be meant."""
+    hint = _unregistered(name) or did_you_mean(name, known) or "."
+    return f"unknown {kind} '{name}'{hint} Known: {', '.join(known) or 'none'}"
+
+
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """Return `inspect.signature`, cached for plain functions: it takes as long as a small
     reward.
@@ -356,6 +360,20 @@ def _of_file(name: str, attribute: str) -> str:
         module = f"{os.path.basename(file)}:{attribute}"
         return f"; for a file elsewhere, expected '{module}', and plugins: [{name}]"
     return f"; did you mean '{file.replace(os.sep, '.')}:{attribute}'?"
+
+
+def _unregistered(name: str) -> str:
+    """Say which of the user's modules has a function or class of this name, which it did not
+    register.
+    """
+    libraries = (sys.prefix, sys.base_prefix, os.path.dirname(__file__))
+    for module_name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if module_name == "__main__" or file is None or file.startswith(libraries):
+            continue
+        if getattr(vars(module).get(name), "__module__", None) == module_name:
+            return f", which {file} has but does not register; write '{module_name}:{name}'."
+    return ""
 
 
 def _near_module(name: str, attribute: str) -> str:

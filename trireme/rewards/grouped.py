@@ -24,7 +24,15 @@ from trireme.aio import call_user, first_failure
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.experience import Experience, python_number
 from trireme.pictures import Picture
-from trireme.registry import ORMS, REWARDS, UnknownOption, did_you_mean, is_path
+from trireme.registry import (
+    ORMS,
+    REWARDS,
+    UnknownName,
+    UnknownOption,
+    did_you_mean,
+    is_path,
+    unknown_name,
+)
 from trireme.rewards.orm import ORM, Unscored, Value
 from trireme.rewards.reward import examine_columns, lacks_truth, no_truth, number, score
 from trireme.rewards.reward import resolve as resolve_single
@@ -289,8 +297,7 @@ def of_groups(reward: Any) -> bool:
             return True
         if reward not in REWARDS and not is_path(reward) and not REWARDS.refuses(reward):
             known = [*REWARDS.names(), *ORMS.names()]
-            hint = did_you_mean(reward, known) or "."
-            raise ValueError(f"unknown reward function '{reward}'{hint} Known: {', '.join(known)}")
+            raise UnknownName(unknown_name("reward function", reward, known))
         reward = REWARDS.get(reward)
     if isinstance(reward, ORM) or (inspect.isclass(reward) and issubclass(reward, ORM)):
         return True
