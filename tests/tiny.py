@@ -5,6 +5,7 @@ offline.
 from __future__ import annotations
 
 import string
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+
+
+def loaded(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    """Return transformers' own model of a folder, read once for all replies that a test compares:
+    nobody may change it.
+    """
+    changed = max(file.stat().st_mtime_ns for file in folder.glob("*.safetensors"))
+    return _loaded(folder, auto, changed, **options)
+
+
+@lru_cache(maxsize=2)
+def _loaded(folder: Path, auto: Any, changed: int, **options: Any) -> Any:
+    return auto.from_pretrained(folder, **options)
 
 
 def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:

@@ -82,7 +82,7 @@ def job(folder: Path, workflow: str) -> dict[str, Any]:
         taskset["default_workflow_type"] = "simple_workflow"
     config["buffer"]["explorer_input"]["default_workflow_type"] = workflow
     config["synchronizer"] = {"sync_style": "dynamic_by_explorer"}
-    config["explorer"] |= {"max_timeout": 8.0, "max_retry_times": int(workflow == "moody")}
+    config["explorer"] |= {"max_timeout": 4.0, "max_retry_times": int(workflow == "moody")}
     return config
 
 

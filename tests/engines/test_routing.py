@@ -17,7 +17,7 @@ from tests.engines.test_torch_engine import PROMPTS, run
 from tests.hybrids import make_hybrid
 from tests.mixtures import make_mixture, routers_of
 from tests.tested import REPLAY, TESTED
-from tests.tiny import make_model, make_tokenizer
+from tests.tiny import loaded, make_model, make_tokenizer
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.torch.engine import TorchEngine
@@ -33,12 +33,16 @@ UNKNOWN = 255
 
 def chosen(folder: Path, ids: list[int]) -> np.ndarray:
     """[T, L, K] the sorted experts of all tokens, by transformers' own routers in one pass."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = loaded(folder, attn_implementation="eager")
     each: list[torch.Tensor] = []
-    for router in routers_of(model):
+    hooks = [
         router.register_forward_hook(lambda _, inputs, out: each.append(out[-1]))
+        for router in routers_of(model)
+    ]
     with torch.no_grad():
         model(torch.tensor([ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
     return torch.stack(each, 1).sort(-1)[0].numpy()
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from tests.limits import HANG_S
 from tests.tested import ENGINE, SINKS, families
-from tests.tiny import make_model, make_tokenizer, make_with_sinks
+from tests.tiny import loaded, make_model, make_tokenizer, make_with_sinks
 from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
@@ -64,9 +64,8 @@ def run(
 
 def reference(folder: Path, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
     """log p of each token after the first, by the model's own forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+        logits = loaded(folder)(torch.tensor([ids])).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.engines.test_torch_engine import run
 from tests.hybrids import make_hybrid
 from tests.tested import ENGINE, HYBRIDS, LORA, ONE_OF_EACH, RANKS, TRAINER, families
+from tests.tiny import loaded
 from tests.trainer.own_pass import in_float64, packed_gap
 from tests.trainer.ranks import run as on_ranks
 from tests.trainer.samples import backend_of, experiences, gap, gradients_of, move
@@ -55,9 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def own_scores(folder: Path, row: list[int]) -> Tensor:
     """log p of each token after the first, by transformers' forward pass in float64."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
+    model = loaded(folder, dtype=torch.float64, experts_implementation="eager")
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]
     return logits.double().log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]

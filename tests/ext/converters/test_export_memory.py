@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from tests.limits import HANG_S
 
-LAYERS, WIDTH = 20, 1024
+LAYERS, WIDTH = 10, 1024
 CONFIG = LlamaConfig(
     hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=LAYERS, vocab_size=4000,
     num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True,
@@ -24,6 +24,7 @@ CONFIG = LlamaConfig(
 MEASURE = """
 import sys
 from pathlib import Path
+from trireme.ext.converters import fsdp
 from trireme.ext.converters.convert import expected_shapes
 from trireme.ext.converters.report import convert
 
@@ -32,6 +33,7 @@ def peak():  # not getrusage, which counts the process that this one was forked 
     return int(line.split()[1])
 
 expected_shapes(Path(sys.argv[2]) / "config.json")  # what comes before any tensor
+fsdp.MAPPED_BYTES //= 4
 before = peak()
 assert convert([Path(sys.argv[1])], Path(sys.argv[2]), "auto") == 0
 print(peak() - before)
@@ -40,10 +42,8 @@ print(peak() - before)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
-def test_converting_a_model_of_1_gb_takes_half_of_its_size_at_most(
-    tmp_path: Path, kind: str
-) -> None:
-    """1.1 GB in float32: 256 MiB of it are mapped at most, and one tensor is held."""
+def test_converting_takes_half_of_a_models_size_at_most(tmp_path: Path, kind: str) -> None:
+    """0.56 GB in float32: 64 MiB of it are mapped at most, and one tensor is held."""
     CONFIG.save_pretrained(tmp_path / "base")
     actor = tmp_path / "global_step_1" / "actor"
     actor.mkdir(parents=True)
@@ -55,7 +55,7 @@ def test_converting_a_model_of_1_gb_takes_half_of_its_size_at_most(
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split()[-1]) * 1024
     size = (actor / "huggingface" / "model.safetensors").stat().st_size
-    assert size > 1e9
+    assert size > 5.5e8
     assert peak < size / 2, json.dumps({"kind": kind, "peak": peak, "size": size})
     after = load_file(actor / "huggingface" / "model.safetensors")
     assert all(bool((tensor == 1).all()) for tensor in after.values())

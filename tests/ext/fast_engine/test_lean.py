@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tests.engines.test_torch_engine import run
-from tests.tiny import make_model, make_tokenizer
+from tests.tiny import loaded, make_model, make_tokenizer
 from tests.trainer.samples import backend_of
 from trireme.engines.engine import Completion, Sampling
 from trireme.engines.request import Request, make_requests
@@ -91,9 +91,8 @@ def own(folder: Path, ids: list[int], reply: Completion) -> torch.Tensor:
 
 def own_scores(folder: Path, ids: list[int]) -> torch.Tensor:
     """log p of all tokens but the first, at SAMPLING's temperature."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1]
+        logits = loaded(folder)(torch.tensor([ids])).logits[0, :-1]
     logprobs = (logits / SAMPLING.temperature).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.engines.test_torch_engine import run
 from tests.ext.images.seeing import SEEING, make_seeing, picture, reader_for
+from tests.tiny import loaded
 from tests.trainer.samples import backend_of, gap, gradients_of, move
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten, of_tokens
@@ -88,7 +89,7 @@ def own_scores(
     is given.
     """
     learns = model is not None
-    model = model or AutoModelForImageTextToText.from_pretrained(folder)
+    model = model or loaded(folder, AutoModelForImageTextToText)
     pad, reader = model.config.image_token_id, reader_for(folder)
     shown = [pictures[token] for token in row if token in pictures]
     plain = torch.tensor([[pad if token >= BEGIN else token for token in row]])
