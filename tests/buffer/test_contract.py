@@ -274,6 +274,22 @@ def test_demand_is_unmet_only_once_a_take_has_looked_in_vain_since_the_last_put(
     run(main())
 
 
+def test_a_take_that_waits_for_more_than_there_is_starves(make: Make) -> None:
+    async def main() -> None:
+        buffer = make()
+        await buffer.put(step_of(1))
+        assert not await buffer.starves(), "nobody takes"
+        take = asyncio.create_task(buffer.take(8))
+        await until(lambda: buffer.demand.unmet)
+        assert await buffer.starves()
+        await buffer.put(step_of(2))
+        assert not await buffer.starves(), "the batch is there, taken or not"
+        assert len(await take) == 8
+        assert not await buffer.starves()
+
+    run(main())
+
+
 async def until(ready: Callable[[], bool]) -> None:
     while not ready():
         await asyncio.sleep(0.001)

@@ -450,16 +450,9 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.extension("sql")
-def test_a_fixed_beat_that_would_stop_for_ever_names_the_other_style(tmp_path):
-    words = ("mode=explore", "buffer.train_batch_size=64")
-    found = only_problem(tmp_path, *words)
-    assert "more than the 32 rollouts of an explore step" in found
-    assert "dynamic_by_explorer" in found
-    assert problems_of(tmp_path, *words, "synchronizer.sync_style=dynamic_by_explorer") == []
-
-
-def test_a_batch_of_several_explore_steps_is_no_problem_where_the_explorer_goes_on(tmp_path):
-    assert problems_of(tmp_path, "buffer.train_batch_size=64") == []  # mode both
+@pytest.mark.parametrize("mode", ["both", "explore"])
+def test_a_batch_of_several_explore_steps_is_no_problem(tmp_path, mode):
+    assert problems_of(tmp_path, f"mode={mode}", "buffer.train_batch_size=64") == []
 
 
 def test_reading_data_needs_a_batch_size_a_mode_and_columns(tmp_path):

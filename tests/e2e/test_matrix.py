@@ -360,10 +360,6 @@ def last_weights(job: Path) -> bytes:
             "deterministic is true: expected synchronizer.sync_offset 0, not 1",
         ),
         (
-            ["mode=explore", "synchronizer.sync_style=fixed", "buffer.train_batch_size=32"],
-            "would wait for ever; expected at most 16",
-        ),
-        (
             ["algorithm.sample_strategy=explore_step", STORE_SQL := (
                 "buffer.trainer_input.experience_buffer.storage_type=sql"
             )],

@@ -203,6 +203,24 @@ def test_a_fixed_explorer_waits_for_its_trainer_and_has_the_weights_then(tmp_pat
     assert engine.took == ["global_step_3 as 1"], "nothing is newer"
 
 
+def test_an_explorer_whose_trainer_waits_for_experiences_waits_for_no_weights(
+    tmp_path: Path,
+) -> None:
+    answers = iter([False, True])  # the trainer trains what it has first
+
+    async def starves() -> bool:
+        return next(answers)
+
+    sync, engine = polled(tmp_path, starves=starves)
+    publish(JobFolder(tmp_path), 2)
+    asyncio.run(sync.pull(3))  # a batch is missing: some rollouts failed
+    assert engine.took == ["global_step_2 as 1"], "the newest that there are"
+    assert next(answers, None) is None and sync.metrics()["sync/skipped"] == 1
+    publish(JobFolder(tmp_path), 3)
+    asyncio.run(sync.pull(3))
+    assert sync.metrics()["sync/skipped"] == 1
+
+
 @pytest.mark.parametrize("seconds", [POLL_SECONDS / 2, POLL_SECONDS * (TRIES + 2)])
 @pytest.mark.parametrize("style", ["fixed", "trainer_driven"])
 def test_older_weights_are_not_taken_for_those_that_their_checkpoint_replaces(

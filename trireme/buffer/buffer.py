@@ -78,6 +78,10 @@ class Buffer(Puts, Protocol):
         """
         ...
 
+    async def starves(self) -> bool:
+        """Return whether a take, here or in another process, waits for more than there is."""
+        ...
+
     def __len__(self) -> int:
         """Return the number of experiences that can be taken now."""
         ...
@@ -232,6 +236,10 @@ class InMemory:
         """
         self._failure = self._failure or error
         await self.close()
+
+    async def starves(self) -> bool:
+        """Return whether a take waits for more than there is."""
+        return self.demand.unmet
 
     def commit(self) -> None:
         """Do nothing: this store retains nothing that was taken."""

@@ -145,6 +145,10 @@ class FileBuffer:
         self._failure = self._failure or error
         self._closed = True
 
+    async def starves(self) -> bool:
+        """Return False: a take reads and does not wait."""
+        return False
+
     def __len__(self) -> int:
         """Return the rows left; for an endless data set those of an epoch."""
         if self._closed:

@@ -74,7 +74,7 @@ def sync_of(
 ) -> tuple[SyncPlan, Findings]:
     """Decide how a stage's weights go from the trainer to the engine."""
     findings, config, sync = Findings(), stage.config, stage.config.synchronizer
-    style: SyncStyle = findings.take(_style_of(stage, steps.own_batch))
+    style: SyncStyle = findings.take(_style_of(stage))
     method: SyncMethod = findings.take(_method_of(stage, places.spread, engine.hosts))
     one_process = not places.spread and not engine.hosts
     in_turns = not stage.reads_file and method == "memory" and (places.paired or one_process)
@@ -130,23 +130,10 @@ def _shares_base(
     return not lacking and (by_default if asked is None else asked), findings
 
 
-def _style_of(stage: StageFacts, train_batch_size: int) -> tuple[SyncStyle, Findings]:
-    """Decide the style, under its one name; a fixed interval that would wait forever is a
-    problem.
-    """
-    findings = Findings()
-    config, made = stage.config, stage.rollouts
+def _style_of(stage: StageFacts) -> tuple[SyncStyle, Findings]:
+    """Decide the style, under its one name."""
+    findings, config = Findings(), stage.config
     style = _STYLES[config.synchronizer.sync_style]
-    # in other modes a starving trainer is noticed
-    explores_alone = config.mode == "explore" and not stage.reads_file
-    if style == "fixed" and explores_alone and stage.one_experience and made < train_batch_size:
-        findings.problem(
-            "buffer.train_batch_size",
-            f"({train_batch_size}) is more than the {made} rollouts of an explore step (batch_size "
-            f"{config.buffer.batch_size} x repeat_times {config.algorithm.repeat_times}): with "
-            f"synchronizer.sync_style fixed both sides would wait for ever; expected at most "
-            f"{made}, or sync_style dynamic_by_explorer",
-        )
     if style == "fully_async" and config.mode in ("explore", "train"):
         findings.note(
             f"synchronizer.sync_style (fully_async): in mode {config.mode} the explorer looks for "

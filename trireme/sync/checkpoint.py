@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -132,10 +132,13 @@ class PolledSync:
         timeout: float,
         dtype: str,
         old_report: int | None = None,
+        starves: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """The styles are those of Synchronizer; here only `fixed` waits. An end that was reported
         at `old_report`, before this process began, is that of the last attempt's trainer, and is
         ignored.
+
+        `starves()` is the store's: whether the trainer waits for more experiences than there are.
         """
         self._engine = engine
         self._folder = folder
@@ -147,6 +150,8 @@ class PolledSync:
         self._loaded_step = 0
         self._waited = 0.0
         self._old_report = old_report
+        self._starves = starves
+        self._skipped = 0
         self._loading = asyncio.Lock()
         self.persist: Persist = once
         self.version = 0
@@ -183,16 +188,30 @@ class PolledSync:
         return self._style == "trainer_driven" or is_due(step, self._interval, self._offset)
 
     async def pull(self, step: int) -> None:
-        """Load the newest weights; `fixed` waits for those of train step `step - offset`."""
+        """Load the newest weights; `fixed` waits for those of train step `step - offset`, unless
+        the trainer waits for experiences: fewer than planned may have come.
+        """
         started = time.monotonic()
         wanted = step - self._offset if self._style == "fixed" else 0
-        noted = finished = False
+        noted = finished = starves = False
         while True:
-            if await self._latest() >= wanted or (finished := self.finished):
+            if (
+                await self._latest() >= wanted
+                or (finished := self.finished)
+                or (starves := self._starves is not None and await self._starves())
+            ):
                 self._waited = time.monotonic() - started
                 await self.load_latest()
                 if finished or self._loaded_step >= wanted:
                     break  # if not, their checkpoint was replacing them
+                if starves:
+                    self._skipped += 1
+                    logger.info(
+                        "explore step %d: the trainer waits for experiences, going on with the "
+                        "weights of train step %d",
+                        step, self._loaded_step,
+                    )  # fmt: skip
+                    break
             if not noted and not self._said() and time.monotonic() - started > NOTED:
                 noted = True
                 logger.warning(
@@ -266,8 +285,12 @@ class PolledSync:
         return self.version + 1
 
     def metrics(self) -> dict[str, float]:
-        """Return the version and the seconds waited."""
-        return {"sync/version": self.version, "time/sync_wait": self._waited}
+        """Return the version, skipped synchronizations and the seconds waited."""
+        return {
+            "sync/version": self.version,
+            "sync/skipped": self._skipped,
+            "time/sync_wait": self._waited,
+        }
 
     async def _latest(self) -> int:
         """Return the newest published train step; 0 before the first. While a checkpoint replaces

@@ -89,6 +89,21 @@ def test_the_end_of_the_trainer_is_seen_by_the_explorer(url: str) -> None:
     run(main())
 
 
+def test_an_explorer_sees_that_its_trainer_waits_for_more_than_there_is(url: str) -> None:
+    async def main() -> None:
+        explorer, trainer = open_as("explore", url), open_as("train", url)
+        await explorer.put(step_of(1))
+        take = asyncio.create_task(trainer.take(8))
+        while not trainer.demand.unmet:
+            await asyncio.sleep(0.001)
+        assert await explorer.starves()
+        await explorer.put(step_of(2))
+        assert not await explorer.starves()
+        assert len(await take) == 8 and not await explorer.starves()
+
+    run(main())
+
+
 @pytest.mark.parametrize("failed", ["", "trainer", "another explorer"])
 def test_an_explorer_that_starts_first_waits_for_its_own_trainer(url: str, failed: str) -> None:
     """The end of the last attempt's is no end of this one."""

@@ -224,6 +224,10 @@ class SqlBuffer:
         await asyncio.to_thread(self._at_once, lambda c: self._parties.leave(c, text))
         self._changed.notify_all()
 
+    async def starves(self) -> bool:
+        """Return whether a reader, in any process, waits for more than there is."""
+        return await asyncio.to_thread(self._transact, self._starves)
+
     def __len__(self) -> int:
         with self._database.connect().execution_options(reads_only=True) as connection:
             return self._claims.count(connection)
@@ -482,7 +486,10 @@ class SqlBuffer:
             return False  # not even with one experience a step
         if self._claims.steps(connection) < self._capacity:
             return False
-        return self._parties.wanted(connection) <= self._claims.count(connection)
+        return not self._starves(connection)
+
+    def _starves(self, connection: Connection) -> bool:
+        return self._parties.wanted(connection) > self._claims.count(connection)
 
     def _try_take(
         self, connection: Connection, n: int, oldest: float
