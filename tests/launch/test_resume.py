@@ -159,10 +159,24 @@ def test_a_trainer_beside_an_explorer_that_makes_fewer_steps_does_not_blame_grou
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(small_config(tmp_path)))
     shared = [f"{STORE}=sql", "buffer.trainer_input.experience_buffer.name=shared"]
     shared.append("synchronizer.sync_style=explorer_driven")
-    for words in (["mode=explore", "buffer.total_steps=1"], ["mode=train"]):
+    for words in (
+        ["mode=explore", "buffer.total_steps=1"],
+        ["mode=train", "trainer.total_steps=4"],
+    ):
         assert command(tmp_path / "config.yaml", [*shared, *words], ()) == 0
     said = "the rollouts ended with train step 1 of 4: fewer explore steps, groups that are left"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.extension("sql")
+def test_a_trainer_beside_an_explorer_trains_all_that_its_steps_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = [f"{STORE}=sql", "buffer.trainer_input.experience_buffer.name=shared"]
+    shared += ["synchronizer.sync_style=explorer_driven", "buffer.total_steps=2"]
+    for mode in ("explore", "train"):
+        started(tmp_path, capsys, *shared, f"mode={mode}", "buffer.train_batch_size=8", LINEAR)
+    assert rates_of(tmp_path) == pytest.approx([4e-3 / 4, 3e-3 / 4, 2e-3 / 4, 1e-3 / 4])
 
 
 @pytest.mark.parametrize(("size", "limit", "steps"), [(32, None, 4), (8, 6, 3), (16, 9, 4)])

@@ -147,8 +147,8 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
     sizes = Steps(
         buffer.batch_size, config.algorithm.repeat_times, wanted, own, whole=stage.whole_steps
     )
-    if stage.reads_file or config.mode == "train":
-        if stage.reads_file and not buffer.train_batch_size:
+    if stage.reads_file:
+        if not buffer.train_batch_size:
             findings.problem(
                 "buffer.train_batch_size",
                 "is not given: expected the number of experiences of a train step, since "
@@ -157,7 +157,7 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
         rows = stage.train_rows
         path = buffer.trainer_input.experience_buffer.path or ""
         steps = config.trainer.total_steps or buffer.total_steps
-        passes = None if steps or not stage.reads_file else buffer.total_epochs
+        passes = None if steps else buffer.total_epochs
         if not steps and rows is not None:
             steps = findings.take(_epochs(stage, wanted, rows, path))
         an_epoch = None if rows is None else rows // wanted
@@ -168,6 +168,8 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
     explore = buffer.total_steps or stage.task_steps
     expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
     schedule = config.trainer.total_steps or expected
+    if config.mode == "train":  # it ends with the explorers, of which there may be several
+        return replace(sizes, train=config.trainer.total_steps, schedule=schedule), findings
     train = None if config.mode == "explore" else config.trainer.total_steps
     one_each = stage.whole_steps or stage.one_experience
     replay = buffer.trainer_input.experience_buffer.replay_buffer

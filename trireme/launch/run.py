@@ -279,7 +279,8 @@ def nothing_left(plan: Plan, steps: int) -> str:
     if plan.steps.train and steps > plan.steps.train:  # perhaps another configuration's run
         at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.steps.train} requested"
     remedy = f"raise {more}"
-    if plan.mode == "train" and plan.steps.train is None and not ends:  # others fill its store
+    others = plan.mode == "train" and plan.store.kind != "file"  # they fill its store
+    if others and not most:
         at += ", and the command that fills its buffer has ended"
         remedy = "start that command again, and then this one"
     return f"nothing was left to do: {at}. To train on, {remedy}; to start a new run, {ANEW}"
