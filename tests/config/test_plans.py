@@ -353,6 +353,19 @@ def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
     assert plan.mode == "serve"
 
 
+@pytest.mark.extension("sql")
+def test_total_steps_without_tasks_are_those_of_a_trainer_beside_a_server(tmp_path):
+    """Beside an explorer, which has tasks, they are explore steps, and end no trainer."""
+    steps = ("mode=train", "buffer.total_steps=20")
+    [beside_an_explorer] = make_plans(config_of(tmp_path, values(tmp_path), *steps))
+    assert beside_an_explorer.steps.train is None and beside_an_explorer.steps.schedule == 20
+    given = values(tmp_path)
+    del given["buffer"]["explorer_input"]
+    for words, train in (((), 20), (("trainer.total_steps=7",), 7)):
+        [plan] = make_plans(config_of(tmp_path, given, *steps, *words))
+        assert plan.steps.train == plan.steps.schedule == train
+
+
 @pytest.mark.parametrize(
     ("lora", "others", "rank"),
     [

@@ -458,7 +458,7 @@ class BufferConfig(Section, place="buffer"):
     total_steps: Annotated[int | None, Ge(1), Instead("without it total_epochs ends the run")] = (
         None
     )
-    """Explore steps (train steps where a file is read) in place of `total_epochs`."""
+    """Explore steps in place of `total_epochs`; train steps where there are no tasks to explore."""
     explorer_input: ExplorerInputConfig = ExplorerInputConfig()
     """Tasks."""
     trainer_input: TrainerInputConfig = TrainerInputConfig()

@@ -165,6 +165,10 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
         return replace(sizes, passes=passes, rows=rows), findings
     if config.mode in ("bench", "serve"):
         return sizes, findings
+    inputs = buffer.explorer_input
+    if config.mode == "train" and not (inputs.taskset or inputs.tasksets):  # beside a server
+        steps = config.trainer.total_steps or buffer.total_steps
+        return replace(sizes, train=steps, schedule=steps), findings
     explore = buffer.total_steps or stage.task_steps
     expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
     schedule = config.trainer.total_steps or expected

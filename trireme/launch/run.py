@@ -280,7 +280,7 @@ def nothing_left(plan: Plan, steps: int) -> str:
         at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.steps.train} requested"
     remedy = f"raise {more}"
     others = plan.mode == "train" and plan.store.kind != "file"  # they fill its store
-    if others and not most:
+    if others and plan.steps.train is None:
         at += ", and the command that fills its buffer has ended"
         remedy = "start that command again, and then this one"
     return f"nothing was left to do: {at}. To train on, {remedy}; to start a new run, {ANEW}"
