@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,13 @@ def test_what_cannot_be_loaded_is_said() -> None:
     assert spec.examine is not None
     with pytest.raises(ValueError, match="needs a taskset of an environment"):
         spec.examine(Task({"prompt": "a"}))
+
+
+def test_an_environment_leaves_the_signals_alone_and_can_be_made_in_a_thread() -> None:
+    """Ctrl-C and SIGTERM no longer reached the run; on Ray, environments are made in threads."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    environment(PATH)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    environment.cache_clear()
+    with ThreadPoolExecutor(1) as threads:
+        assert len(threads.submit(environment, PATH).result()) == 3

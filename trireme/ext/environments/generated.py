@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,6 +97,17 @@ class Played:
     """Its own record, call by call, with the ids of `tokens`."""
 
 
+class _Signals:
+    """The module `signal`, but the handlers stay as they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(signal, name)
+
+    def signal(self, number: int, handler: Any) -> Any:
+        """Install nothing; return the handler."""
+        return signal.getsignal(number)
+
+
 class Environment:
     """One environment, loaded once."""
 
@@ -103,6 +116,10 @@ class Environment:
         scored alone.
         """
         vf = extra("verifiers", "verifiers", "verifiers")
+        # as of 0.3.1 (`Environment.__post_init__`) each environment that is made takes Ctrl-C and
+        # SIGTERM for itself, which a run no longer hears, and cannot be made in a thread, as on Ray
+        made_in: Any = importlib.import_module("verifiers.envs.environment")
+        made_in.signal = _Signals()
         name, options = _split(path, VERIFIERS)
         split = options.pop("split", "train")
         if split not in ("train", "eval"):
