@@ -26,12 +26,16 @@ async def brief(completion: list[Any], **_: Any) -> float:
     return float(len(completion) < 9)
 
 
-def load_environment(count: int = 4) -> Any:
+async def briefest(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(one) == min(map(len, completions))) for one in completions]
+
+
+def load_environment(count: int = 4, together: bool = False) -> Any:
     rows = [{"question": f"What is {n} times 7?", "answer": str(7 * n)} for n in range(count)]
     return vf.ToolEnv(
         dataset=Dataset.from_list(rows),
         tools=[multiply],
-        rubric=vf.Rubric(funcs=[used_tool, brief], weights=[1.0, 0.5]),
+        rubric=vf.Rubric(funcs=[used_tool, briefest if together else brief], weights=[1.0, 0.5]),
         system_prompt="Use the tool.",
         max_turns=4,
     )

@@ -89,6 +89,8 @@ def test_what_cannot_be_loaded_is_said() -> None:
         environment("verifiers:nowhere_environment")
     with pytest.raises(ValueError, match="split is 'dev': expected train or eval"):
         environment(f"{PATH}&split=dev")
+    with pytest.raises(ValueError, match="its rewards briefest judge several rollouts together"):
+        environment(f"{PATH}&together=true")
     spec = resolve("verifiers_workflow")
     assert spec.examine is not None
     with pytest.raises(ValueError, match="needs a taskset of an environment"):

@@ -128,7 +128,8 @@ class Environment:
             self._environment = vf.load_environment(name, **options)
         except Exception as error:  # the environment's own code
             raise ValueError(f"{path}: the environment cannot be loaded: {error}") from error
-        together = self._environment.rubric._get_group_reward_funcs()
+        rubric = self._environment.rubric  # that of several turns is a group of rubrics
+        together = [one for one in rubric._get_reward_funcs() if rubric._is_group_func(one)]
         if together:
             names = ", ".join(function.__name__ for function in together)
             raise ValueError(
