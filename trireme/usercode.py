@@ -12,8 +12,10 @@ import inspect
 import linecache
 import os
 import re
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
@@ -94,11 +96,16 @@ class UserCode(AbstractContextManager["UserCode"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Mark the error; anything but an Exception would end the event loop, and becomes one."""
+        """Mark the error; anything but an Exception would end the event loop, and becomes one.
+
+        What a handler of a signal has raised here is not the code's, and ends the loop.
+        """
         if error is None or isinstance(error, asyncio.CancelledError):
             return
         if isinstance(error, Exception):
             self._mark(error)
+            return
+        if by_handler(error):
             return
         escaped = Escaped(_described(error))
         self._mark(escaped)
@@ -127,6 +134,17 @@ def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | 
         text += f"; {absent}"
     place = _raised_at(raised) or _raised_at(error) or defined
     return Fault(what, text, place, lasting, refused=text != whole)
+
+
+def by_handler(error: BaseException) -> bool:
+    """Return whether a signal's handler of user code or of a library has raised it, as a cluster's
+    client installs one for SIGTERM.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = map(signal.getsignal, signal.valid_signals())
+    code = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def sentence_of(error: BaseException) -> str | None:

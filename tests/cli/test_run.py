@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -101,6 +102,26 @@ def test_control_c_ends_with_130(stages: Any, capsys: pytest.CaptureFixture[str]
     stages.run_stages = interrupt
     assert command.run(Path("x.yaml"), [], []) == 130
     assert capsys.readouterr().err == "stopped by Ctrl-C: nothing had begun\n"
+
+
+def test_signals_are_the_runs_whatever_handlers_a_plug_in_has_installed(
+    stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C was then the plug-in's: no checkpoint was saved."""
+    made = command.draft_of(None, [], [])
+    heard: list[bool] = []
+
+    def draft_of(*_: Any) -> Any:
+        signal.signal(signal.SIGINT, lambda *_: None)
+        return made
+
+    def run_stages(plans: Any, *, stop: Stop, **_: Any) -> None:
+        heard.append(stop.hears(signal.SIGINT))
+
+    monkeypatch.setattr(command, "draft_of", draft_of)
+    stages.run_stages = run_stages
+    assert command.run(Path("x.yaml"), [], []) == 0
+    assert heard == [True]
 
 
 def test_a_configuration_that_cannot_run_starts_nothing(

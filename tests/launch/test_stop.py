@@ -10,13 +10,14 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from tests.limits import HANG_S
 from trireme.launch import stop
+from trireme.usercode import UserCode
 
 STUCK = """
     import asyncio, ctypes, os, sys, threading, types
@@ -275,15 +276,26 @@ def test_a_keyboard_interrupt_that_no_signal_has_raised_ends_its_task_alone(
         assert stop.Stop().run(work()) == "KeyboardInterrupt()"
 
 
-def test_an_exit_by_somebody_elses_handler_of_a_signal_ends_the_run() -> None:
-    """Such as the one that `ray.init` of a workflow installs for SIGTERM: it was ignored."""
+@pytest.mark.parametrize("in_user_code", [False, True])
+def test_an_exit_by_somebody_elses_handler_of_a_signal_ends_the_run(in_user_code: bool) -> None:
+    """Such as the one that `ray.init` of a workflow installs for SIGTERM: it was ignored, or taken
+    for a failure of the rollout whose code it interrupted.
+    """
 
     def leave(number: int, frame: Any) -> None:
         sys.exit(number)
 
+    async def rollout() -> None:
+        with UserCode("workflow 'busy'") as _:
+            signal.raise_signal(signal.SIGUSR1)
+
     async def work() -> None:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        await asyncio.sleep(2)
+        if in_user_code:
+            with suppress(Exception):
+                await asyncio.create_task(rollout())
+        else:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            await asyncio.sleep(2)
 
     before = signal.signal(signal.SIGUSR1, leave)
     try:

@@ -87,6 +87,7 @@ def run(
         except ValueError as error:
             complain(str(error))
             return 2
+        stop.listen()  # plug-ins and environments may have installed handlers of their own
         # `made` holds the rows that were read, which stages reuse
         return run_plans(made.plans, stop, compare_sft=compare)
     except KeyboardInterrupt:

@@ -37,7 +37,7 @@ from trireme.config import Plan
 from trireme.log import get_logger
 from trireme.processes import end_now
 from trireme.text import say, shown
-from trireme.usercode import fault_of
+from trireme.usercode import by_handler, fault_of
 
 T = TypeVar("T")
 logger = get_logger("launcher")
@@ -290,16 +290,14 @@ def _to_its_end(run: Callable[[], object], work: asyncio.Task[T]) -> T:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Return whether a signal's handler has raised it: one of user code or of a library, as a
-    cluster's client installs for SIGTERM, or Python's own for Ctrl-C.
+    """Return whether a signal's handler has raised it: one of user code or of a library, or
+    Python's own for Ctrl-C, which has no frame.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    handlers = {*map(signal.getsignal, signal.valid_signals())}
-    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
-        return True  # which has no frame
-    code = {getattr(handler, "__code__", None) for handler in handlers}
-    return any(frame.f_code in code for frame, _ in traceback.walk_tb(error.__traceback__))
+    if by_handler(error):
+        return True
+    handlers = map(signal.getsignal, signal.valid_signals())
+    main = threading.current_thread() is threading.main_thread()
+    return main and isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> list[str]:
