@@ -209,6 +209,17 @@ def test_a_prompt_that_is_too_long_is_data() -> None:
     assert experience.logprobs is not None and experience.logprobs.tolist() == [0.0] * 31
 
 
+@pytest.mark.parametrize("per_call", [False, True])
+def test_a_prompt_that_is_too_long_beside_others_has_the_rollouts_reward(per_call: bool) -> None:
+    """Several experiences of a rollout have one reward, which counts once in its group."""
+    model = make(["a"], max_prompt_tokens=30)
+    ask(model, [user("1")], [user("x" * 100)])
+    found = model.experiences(reward=0.7, per_call=per_call)
+    assert [e.truncate_status for e in found] == [None, "prompt_truncated"]
+    assert [e.reward for e in found] == [0.7, 0.7]
+    assert [e.reward for e in model.experiences(reward=[0.7, 0.5])] == [0.7, 0.0]
+
+
 def test_a_prompt_that_is_too_long_is_an_error_where_truncation_is_off() -> None:
     model = make([], max_prompt_tokens=30, enable_prompt_truncation=False)
     with pytest.raises(PromptTooLong, match=r"context length: expected at most 30 \(model"):

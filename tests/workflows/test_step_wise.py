@@ -114,6 +114,28 @@ def test_every_step_has_its_own_reward() -> None:
     assert [e.reward for e in call(StepsAsync, ["0", "1", "2"])] == [0.5, 1.5, 2.5]
 
 
+def test_a_step_whose_prompt_is_too_long_has_the_reward_too() -> None:
+    """Its 0 was that of the last step, which `multi_step_grpo` and the metrics take for all."""
+
+    def step(self: Any, step_num: int) -> bool:
+        self.model.chat([{"role": "user", "content": "?" * (1 + 99 * step_num)}])
+        return step_num < 1
+
+    class AtEnd(RewardPropagationWorkflow):
+        def reward(self, exps: list[Experience]) -> float:
+            return 0.5
+
+    class EachStep(StepWiseRewardWorkflow):
+        def reward(self, exps: list[Experience], step_num: int) -> float:
+            return 0.5 + step_num
+
+    for cls, rewards in ((AtEnd, [0.5, 0.5]), (EachStep, [0.5, 1.5])):
+        cls.step = step
+        found = call(cls, ["1"], max_prompt_tokens=30)
+        assert [e.truncate_status for e in found] == [None, "prompt_truncated"]
+        assert [e.reward for e in found] == rewards
+
+
 @pytest.mark.parametrize("half", [np.float32(0.5), np.array(0.5), torch.tensor(0.5)])
 def test_a_steps_reward_may_be_a_number_of_numpy_or_torch(half: Any) -> None:
     class Numpy(Steps):

@@ -243,7 +243,8 @@ class Model:
         """Return the recorded calls as experiences, one per conversation.
 
         With `per_call`, or a list of rewards (one per reply, in order), one per reply. A prompt
-        that was too long keeps its reward of 0. `metrics` are logged as they are.
+        that was too long keeps its reward of 0 in a list, and if it was the rollout's only one.
+        `metrics` are logged as they are.
         """
         orphans, counts = self.recorder.orphans(), dict[str, Any]()
         several: Any = reward
@@ -257,6 +258,9 @@ class Model:
             counts["conversation/splits"] = self.recorder.splits
             counts["conversation/orphans"] = len(orphans)
         whole = None if reward is None else [reward] * len(experiences)
+        if whole and not one_each and any(e.reward is None for e in experiences):
+            for e in experiences:  # else one of 0 would count as the rollout's, or in its group
+                e.reward = None
         return rewarded(experiences, several if one_each else whole, metrics | counts)
 
     def experience(self, call: Call, *, run: int = 0) -> Experience:

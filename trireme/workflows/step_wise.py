@@ -172,8 +172,6 @@ class RewardPropagationWorkflow(_Episode):
 
 
 def _give(experiences: Sequence[Experience], reward: float, **info: float) -> None:
-    """Set a reward; a prompt that was too long keeps its 0."""
     for experience in experiences:
-        if experience.truncate_status != "prompt_truncated" or experience.reward is None:
-            experience.reward = reward
+        experience.reward = reward
         experience.info.update(info)

@@ -210,7 +210,7 @@ def _replies_cut(course: Course, limit: float, facts: Facts) -> str | None:
     "explorer",
     0.05,
     "{limit:.0%} of the rollouts have a prompt that is too long",
-    "each gives a reward of 0 that says nothing about the model",
+    "the model is not called, and a rollout with no other prompt has a reward of 0",
     "raise `model.max_prompt_tokens` and `max_model_len`, or leave such rows out; "
     "`trireme check` prints their lengths",
 )
@@ -220,7 +220,7 @@ def _prompts_too_long(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     return (
         f"{share:.0%} of the rollouts of {span(course.now)} had a prompt that is too long: "
-        "the model was not called, and their reward is 0"
+        "the model was not called, and the reward is 0 if there was no other prompt"
     )
 
 
