@@ -28,6 +28,7 @@ from tests.model.fake import user
 from trireme.engines.barrier import RolloutBarrier
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import EID, Experience
+from trireme.explorer import runner as runner_module
 from trireme.explorer.metrics import rollout_metrics
 from trireme.explorer.runner import Outcome, batch_order, drop
 from trireme.model.model import Revoked
@@ -743,3 +744,24 @@ def test_people_read_a_rollouts_name_and_not_its_order(
     order = batch_order(one, *explorer)
     assert "/".join(map(str, (order, 5, 1))) == name
     assert repr(order) == repr(tuple(order))  # of which random streams are made
+
+
+def test_a_rollout_that_the_engine_waits_for_is_named_before_its_time_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a lock around calls of the model, all rollouts waited for half an hour, and failed."""
+    monkeypatch.setattr(runner_module, "HELD_UP_S", 0.05)
+    barrier = RolloutBarrier()
+
+    async def locked(task: Any, model: Any) -> list[Experience]:
+        if model.key[2] == 0:  # its request waits at the engine, which waits for the other rollout
+            barrier.open([model.key])
+        while "the engine has computed nothing" not in caplog.text:
+            await asyncio.sleep(0.01)
+        return await ask(task, model)
+
+    outcome = outcome_of(locked, runs=2, barrier=barrier, max_timeout=HANG_S)
+    assert len(outcome.experiences) == 2, outcome.failures
+    (record,) = (one for one in caplog.records if "computed nothing" in one.getMessage())
+    assert "waits for the code of workflow 'locked' (so" in record.getMessage()
+    assert record.place.endswith("await asyncio.sleep(0.01)")  # pyright: ignore

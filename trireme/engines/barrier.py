@@ -151,6 +151,15 @@ class RolloutBarrier:
         now = 0.0 if since is None else time.monotonic() - since
         return self._held.get(key, 0.0) + now
 
+    def waits_for(self, key: Key) -> float:
+        """Return the seconds for which the engine and other rollouts have waited, if a live rollout
+        is among those that they wait for.
+        """
+        if self._closed_since is None or not self._since:
+            return 0.0
+        waiting = key in self._since or key not in self.live
+        return 0.0 if waiting else time.monotonic() - self._closed_since
+
     def _one_begins(self) -> bool:
         return any(begins() for begins in self._begins)
 

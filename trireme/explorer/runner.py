@@ -44,6 +44,8 @@ Key = tuple[Any, ...]
 ModelFactory = Callable[[Task, Key], Model]
 TOGETHER_S = 1.0
 """Seconds in which the log's lines about rollouts become one record."""
+HELD_UP_S = 20.0
+"""Seconds for which the engine waits for a rollout before a warning names the place."""
 
 
 @dataclass
@@ -103,6 +105,8 @@ class TimeLimit:
         self._total, self._count = 0.0, 0
         self.reported = False
         """Whether the console has reported a time-out; the explorer counts them after each step."""
+        self.held_up = False
+        """Whether it has named a rollout that the engine waits for."""
 
     def add(self, seconds: float) -> None:
         """Record that a training task took `seconds`."""
@@ -297,7 +301,7 @@ class Runner:
             spec.one_call and together and not spec.can_repeat and not (scored or model.auxiliary)
         )
 
-    async def _wait(self, call: asyncio.Future[Any], key: Key, seconds: float) -> None:
+    async def _wait(self, call: asyncio.Task[Any], key: Key, seconds: float) -> None:
         """Wait until the call is done or has used its `seconds`, not counting time at the
         barrier.
         """
@@ -305,9 +309,28 @@ class Runner:
         begun = time.monotonic()
         left = seconds
         while left > 0 and not call.done():
-            await ended(call, left)
+            watched = None if self.limit.held_up else self.barrier
+            await ended(call, left if watched is None else min(left, HELD_UP_S))
+            if watched and not call.done() and watched.waits_for(key) >= HELD_UP_S:
+                self._name_what_holds_up(call, seconds)
             held = self.barrier.held(key) + unheld if self.barrier else 0.0
             left = seconds - (time.monotonic() - begun - held)
+
+    def _name_what_holds_up(self, call: asyncio.Task[Any], seconds: float) -> None:
+        """Report, once, a rollout that the engine waits for: it may itself wait for one that waits
+        for the engine, and until its time-out nothing else would say so.
+        """
+        if not self.limit.held_up:  # by another runner, meanwhile
+            self.limit.held_up = True
+            part, place = awaiting(call.get_coro())
+            self.log.warning(
+                "the engine has computed nothing for %g s, since it waits for the code of %s (so "
+                "that the same seed gives the same weights). A lock or semaphore that another "
+                "rollout holds while it calls the model opens for nobody before the time-out "
+                "(%g s): hold none during a call, or set `deterministic: false`",
+                *(HELD_UP_S, "a rollout" if part is None else part.what, seconds),
+                extra={"place": place},
+            )
 
     async def _call(
         self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
