@@ -241,6 +241,11 @@ def _described(error: BaseException) -> str:
         text += ": an `await` is missing, as in `reply = await model.chat(...)` of an `async def`"
         # Python would report it again, when it destroys the coroutine, elsewhere
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    elif "is bound to a different event loop" in text:
+        text += (
+            ": each stage of a run, and each call of `train`, has a loop of its own; make the lock "
+            "where it is first used, one for each `asyncio.get_running_loop()`"
+        )
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

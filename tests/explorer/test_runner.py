@@ -765,3 +765,17 @@ def test_a_rollout_that_the_engine_waits_for_is_named_before_its_time_out(
     (record,) = (one for one in caplog.records if "computed nothing" in one.getMessage())
     assert "waits for the code of workflow 'locked' (so" in record.getMessage()
     assert record.place.endswith("await asyncio.sleep(0.01)")  # pyright: ignore
+
+
+def test_a_lock_that_an_earlier_loop_has_used_is_explained() -> None:
+    """One that is made when a module is imported serves the first stage of a run alone."""
+    lock = asyncio.Lock()
+
+    async def locked(task: Any, model: Any) -> list[Experience]:
+        async with lock:
+            await asyncio.sleep(0)
+            return await ask(task, model)
+
+    assert not outcome_of(locked, runs=2).failures
+    (failed,) = outcome_of(locked, runs=2).failures
+    assert "is bound to a different event loop: each stage of a run, and each" in failed.message
