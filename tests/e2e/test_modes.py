@@ -97,6 +97,7 @@ def test_explore_and_train_as_two_commands_on_one_folder(tmp_path: Path) -> None
     config["buffer"]["trainer_input"] = {
         "experience_buffer": {"storage_type": "sql", "name": "shared"}
     }
+    config["synchronizer"] = {"sync_style": "explorer_driven", "sync_interval": 9}
     processes = []
     for mode in ("explore", "train"):
         (tmp_path / mode).mkdir()
@@ -104,7 +105,10 @@ def test_explore_and_train_as_two_commands_on_one_folder(tmp_path: Path) -> None
     for process in processes:
         process.ends_well()
     job = tmp_path / "checkpoints/tests/job"
-    assert [row["sync/version"] for row in metrics(job, "explorer")] == [0, 1, 2, 3]
+    assert [row["sync/version"] for row in metrics(job, "explorer")] == [0, 0, 0, 0]
+    evaluated = map(json.loads, (job / "buffer/evaluation.jsonl").open())
+    versions = {line["step"]: line["model_version"] for line in evaluated}
+    assert versions == {0: 0, 4: 1}, "at the end, by the last weights"
     with sqlite3.connect(job / "buffer/shared.db") as database:
         assert database.execute("select consumed, count(*) from shared group by 1").fetchall() == [
             (1, 64)

@@ -158,6 +158,39 @@ def test_what_an_earlier_trainer_said_is_no_news(tmp_path: Path, old: str) -> No
     assert sync.finished
 
 
+def test_the_last_weights_are_there_once_the_trainer_has_ended(tmp_path: Path) -> None:
+    sync, engine = polled(tmp_path)
+    publish(JobFolder(tmp_path), 3)
+    asyncio.run(sync.pull_last())  # no trainer has begun, which may begin tomorrow
+    assert engine.took == ["global_step_3 as 1"]
+    say(tmp_path, "running", 1)
+
+    async def main() -> None:
+        pull = asyncio.ensure_future(sync.pull_last())
+        await asyncio.sleep(0.01)
+        publish(JobFolder(tmp_path), 4)
+        assert not pull.done()
+        say(tmp_path, "stopped", 2)
+        await pull
+
+    asyncio.run(main())
+    assert engine.took[1:] == ["global_step_4 as 2"]
+
+
+def test_the_newest_weights_take_the_place_of_last_ones_that_do_not_come(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync, engine = polled(tmp_path, timeout=0.01)
+    say(tmp_path, "running", 1)
+    publish(JobFolder(tmp_path), 3)
+    asyncio.run(sync.pull_last())
+    assert engine.took == ["global_step_3 as 1"]
+    assert "has not ended after 0.01 s (synchronizer.sync_timeout)" in caplog.text
+    say(tmp_path, "failed: ValueError: why", 2)
+    with pytest.raises(RuntimeError, match="why"):
+        asyncio.run(sync.pull_last())
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_a_trainer_that_nobody_started_is_said_long_before_the_time_out(
     tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

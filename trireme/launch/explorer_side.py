@@ -7,7 +7,7 @@ where its trainer runs. `launch/modes.py` runs the two together.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -92,6 +92,8 @@ class ExplorerSide:
             folder=stage.folder if plan.mode == "explore" else None,
         )
         self.explore = self.explorer.explore
+        self.pull_last: Callable[[], Awaitable[None]] | None = None
+        """Loads the last weights of another command's trainer, for the evaluation at the end."""
         # several explorers would write the same files, and bench would overwrite the run's
         # evaluations
         if not plan.explorer_name and plan.mode != "bench":
@@ -109,6 +111,8 @@ class ExplorerSide:
         """Run all evaluation tasksets: at the explorer's own step, by which the earlier evaluations
         are numbered, or at train step `step` if it has explored nothing.
         """
+        if self.pull_last is not None and self.explorer.eval_tasksets:
+            await self.pull_last()
         await self.explorer.evaluate_last(self.explorer.step or step)
 
     async def result(self) -> StageResult:
@@ -145,7 +149,9 @@ async def lone_explorer(stage: Stage, engine: Engine) -> ExplorerSide:
     sync, explores = polled_sync(stage, engine), stage.plan.mode == "explore"
     if explores:
         await load_newest(stage, engine, sync)
-    return ExplorerSide(stage, engine, stage.buffer if explores else None, sync)
+    side = ExplorerSide(stage, engine, stage.buffer if explores else None, sync)
+    side.pull_last = sync.pull_last if explores else None
+    return side
 
 
 async def load_newest(stage: Stage, engine: Engine, sync: PolledSync) -> None:

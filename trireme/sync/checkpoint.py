@@ -228,6 +228,29 @@ class PolledSync:
                 )
             await asyncio.sleep(POLL_SECONDS)
 
+    async def pull_last(self) -> None:
+        """Load the trainer's last weights, once it has ended; the newest if none has begun, or if
+        it has not ended after `timeout` seconds.
+        """
+        started, noted = time.monotonic(), False
+        while self._said() and not self.finished:
+            waited = time.monotonic() - started
+            if waited > self._timeout:
+                logger.warning(
+                    "the trainer of %s has not ended after %g s (synchronizer.sync_timeout): the "
+                    "last evaluation measures the newest of its weights, not the last",
+                    self._folder.root, self._timeout,
+                )  # fmt: skip
+                break
+            if not noted and waited > NOTED:
+                noted = True
+                logger.warning(
+                    "the last evaluation waits for the last weights: for the trainer of %s to end",
+                    self._folder.root,
+                )
+            await asyncio.sleep(POLL_SECONDS)
+        await self.load_latest()
+
     async def load_latest(self) -> None:
         """Load the newest weights if they are not ours, and compare the probe. They may be of an
         earlier step: those of a trainer that was started again from an older checkpoint.
