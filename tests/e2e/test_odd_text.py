@@ -118,6 +118,7 @@ def test_odd_texts_go_through_ray_and_so_does_the_error_that_ends_a_run(tmp_path
 def test_what_agents_send_and_say_to_a_server_is_learned_once(tmp_path: Path) -> None:
     config = odd_config(tmp_path, "queue", None)
     config["buffer"]["trainer_input"] = {"experience_buffer": {"name": "shared"}}
+    config["trainer"]["total_steps"] = 2
     config["explorer"] |= {"proxy_port": 0, "service_status_check_interval": 0.1}
     pair = Pair(tmp_path, config)
     try:
