@@ -114,6 +114,23 @@ def test_every_step_has_its_own_reward() -> None:
     assert [e.reward for e in call(StepsAsync, ["0", "1", "2"])] == [0.5, 1.5, 2.5]
 
 
+def test_a_step_that_calls_the_model_twice_counts_once_in_the_return() -> None:
+    """`gigpo` sums `step_reward` over the run, and took that of such a step twice."""
+
+    class Twice(StepWiseRewardWorkflow):
+        def step(self, step_num: int) -> bool:
+            for part in "ab":
+                self.model.chat([{"role": "user", "content": f"{step_num}{part}"}])
+            return step_num < 1
+
+        def reward(self, exps: list[Experience], step_num: int) -> float:
+            return step_num + 1.0
+
+    found = call(Twice, ["1", "2", "3", "4"])
+    assert [e.reward for e in found] == [1.0, 1.0, 2.0, 2.0]
+    assert [e.info.get("step_reward") for e in found] == [None, 1.0, None, 2.0]
+
+
 def test_a_step_whose_prompt_is_too_long_has_the_reward_too() -> None:
     """Its 0 was that of the last step, which `multi_step_grpo` and the metrics take for all."""
 

@@ -152,8 +152,9 @@ class StepWiseRewardWorkflow(_Episode):
 
     async def _judge_step(self, mine: list[Experience], number: int) -> None:
         judge = partial(self.method("reward"), self, mine, step_num=number)
-        reward = self._number(await call_user(judge))
-        _give(mine, reward, step_reward=reward)
+        _give(mine, self._number(await call_user(judge)))
+        if mine:  # once in the return, however often the step called the model
+            mine[-1].info["step_reward"] = mine[-1].reward
 
 
 class RewardPropagationWorkflow(_Episode):
@@ -171,7 +172,6 @@ class RewardPropagationWorkflow(_Episode):
             experience.metrics["actual_env_steps"] = float(steps)
 
 
-def _give(experiences: Sequence[Experience], reward: float, **info: float) -> None:
+def _give(experiences: Sequence[Experience], reward: float) -> None:
     for experience in experiences:
         experience.reward = reward
-        experience.info.update(info)
