@@ -37,6 +37,17 @@ def test_a_column_that_names_no_workflow_or_reward_is_one_problem(tmp_path, key)
     assert text.startswith(f"{TASKSET}.format.{key} (question, row 0) cannot be used: unknown ")
 
 
+def test_a_replay_buffer_that_no_train_batch_fits_into_is_a_problem(tmp_path):
+    """The first train step was the remainder at the run's end."""
+    store = "buffer.trainer_input.experience_buffer"
+    words = (f"{store}.replay_buffer.enable=true", "buffer.train_batch_size=30")  # of groups of 4
+    assert only_problem(tmp_path, *words, f"{store}.capacity=7") == (
+        f"{store}.capacity (7) counts groups where replay_buffer.enable is true, and as many have "
+        "28 experiences, too few for a train batch (30): expected at least 8"
+    )
+    assert problems_of(tmp_path, *words, f"{store}.capacity=8") == []
+
+
 def test_a_good_configuration_has_none(tmp_path):
     assert problems_of(tmp_path) == []
 

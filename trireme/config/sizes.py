@@ -176,8 +176,16 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
         return replace(sizes, train=config.trainer.total_steps, schedule=schedule), findings
     train = None if config.mode == "explore" else config.trainer.total_steps
     one_each = stage.whole_steps or stage.one_experience
-    replay = buffer.trainer_input.experience_buffer.replay_buffer
+    store = buffer.trainer_input.experience_buffer
+    replay, fits = store.replay_buffer, store.capacity * config.algorithm.repeat_times
     replays = replay.enable
+    if replays and stage.one_experience and fits < own:
+        findings.problem(
+            "buffer.trainer_input.experience_buffer.capacity",
+            f"({store.capacity}) counts groups where replay_buffer.enable is true, and as many "
+            f"have {fits} experiences, too few for a train batch ({own}): expected at least "
+            f"{math.ceil(own / config.algorithm.repeat_times)}",
+        )
     again = replays and replay.reuse_cooldown_time is not None  # as often as time allows
     if train is None and config.mode == "both" and one_each and not again:
         train = expected
