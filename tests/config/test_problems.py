@@ -37,6 +37,7 @@ def test_a_column_that_names_no_workflow_or_reward_is_one_problem(tmp_path, key)
     assert text.startswith(f"{TASKSET}.format.{key} (question, row 0) cannot be used: unknown ")
 
 
+@pytest.mark.extension("replay")
 def test_a_replay_buffer_that_no_train_batch_fits_into_is_a_problem(tmp_path):
     """The first train step was the remainder at the run's end."""
     store = "buffer.trainer_input.experience_buffer"
