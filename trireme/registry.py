@@ -28,6 +28,8 @@ Thing = TypeVar("Thing")
 
 _RAISE: Any = object()
 _OURS = f"{__name__.partition('.')[0]}."
+_LIBRARIES = (sys.prefix, sys.base_prefix)
+"""Folders whose files are no user's."""
 
 
 class UnknownName(ValueError, KeyError):
@@ -337,9 +339,8 @@ def _import_path(path: str, *, kind: str) -> Any:
 
 def _load_error(what: str, module: str, error: BaseException) -> ValueError:
     """Return the sentence on a user's module that fails to load, with the line that raised."""
-    libraries = ("<", sys.prefix, sys.base_prefix)
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)[1:]]
-    theirs = [frame for frame in frames if not frame[0].startswith(libraries)]
+    theirs = [frame for frame in frames if not frame[0].startswith(("<", *_LIBRARIES))]
     file, line = next(reversed(theirs), ("", 0))
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
@@ -366,10 +367,10 @@ def _unregistered(name: str) -> str:
     """Say which of the user's modules has a function or class of this name, which it did not
     register.
     """
-    libraries = (sys.prefix, sys.base_prefix, os.path.dirname(__file__))
+    ours = os.path.dirname(__file__)
     for module_name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if module_name == "__main__" or file is None or file.startswith(libraries):
+        if module_name == "__main__" or file is None or file.startswith((ours, *_LIBRARIES)):
             continue
         if getattr(vars(module).get(name), "__module__", None) == module_name:
             return f", which {file} has but does not register; write '{module_name}:{name}'."
@@ -378,8 +379,7 @@ def _unregistered(name: str) -> str:
 
 def _near_module(name: str, attribute: str) -> str:
     """Suggest a file of Python in a user's folder, or a look at the path if none is similar."""
-    libraries = (sys.prefix, sys.base_prefix)
-    folders = [folder for folder in sys.path if not folder.startswith(libraries)]
+    folders = [folder for folder in sys.path if not folder.startswith(_LIBRARIES)]
     names = [file for folder in folders if os.path.isdir(folder) for file in os.listdir(folder)]
     files = [file.removesuffix(".py") for file in names if file.endswith(".py")]
     where = " (is its folder on the path, or its file in `plugins`?)"

@@ -165,16 +165,14 @@ def steps_of(stage: StageFacts) -> tuple[Steps, Findings]:
         return replace(sizes, passes=passes, rows=rows), findings
     if config.mode in ("bench", "serve"):
         return sizes, findings
-    inputs = buffer.explorer_input
-    if config.mode == "train" and not (inputs.taskset or inputs.tasksets):  # beside a server
-        steps = config.trainer.total_steps or buffer.total_steps
-        return replace(sizes, train=steps, schedule=steps), findings
     explore = buffer.total_steps or stage.task_steps
     expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
     schedule = config.trainer.total_steps or expected
-    if config.mode == "train":  # it ends with the explorers, of which there may be several
-        return replace(sizes, train=config.trainer.total_steps, schedule=schedule), findings
     train = None if config.mode == "explore" else config.trainer.total_steps
+    if config.mode == "train":  # it ends with the explorers, of which there may be several
+        if not (buffer.explorer_input.taskset or buffer.explorer_input.tasksets):
+            train = schedule = train or buffer.total_steps  # beside a server, without their steps
+        return replace(sizes, train=train, schedule=schedule), findings
     one_each = stage.whole_steps or stage.one_experience
     store = buffer.trainer_input.experience_buffer
     replay, fits = store.replay_buffer, store.capacity * config.algorithm.repeat_times

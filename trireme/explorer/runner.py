@@ -309,9 +309,9 @@ class Runner:
         begun = time.monotonic()
         left = seconds
         while left > 0 and not call.done():
-            watched = None if self.limit.held_up else self.barrier
-            await ended(call, left if watched is None else min(left, HELD_UP_S))
-            if watched and not call.done() and watched.waits_for(key) >= HELD_UP_S:
+            await ended(call, min(left, HELD_UP_S) if self.barrier else left)
+            unnamed = not (call.done() or self.limit.held_up)
+            if self.barrier and unnamed and self.barrier.waits_for(key) >= HELD_UP_S:
                 self._name_what_holds_up(call, seconds)
             held = self.barrier.held(key) + unheld if self.barrier else 0.0
             left = seconds - (time.monotonic() - begun - held)
@@ -320,17 +320,16 @@ class Runner:
         """Report, once, a rollout that the engine waits for: it may itself wait for one that waits
         for the engine, and until its time-out nothing else would say so.
         """
-        if not self.limit.held_up:  # by another runner, meanwhile
-            self.limit.held_up = True
-            part, place = awaiting(call.get_coro())
-            self.log.warning(
-                "the engine has computed nothing for %g s, since it waits for the code of %s (so "
-                "that the same seed gives the same weights). A lock or semaphore that another "
-                "rollout holds while it calls the model opens for nobody before the time-out "
-                "(%g s): hold none during a call, or set `deterministic: false`",
-                *(HELD_UP_S, "a rollout" if part is None else part.what, seconds),
-                extra={"place": place},
-            )
+        self.limit.held_up = True
+        part, place = awaiting(call.get_coro())
+        self.log.warning(
+            "the engine has computed nothing for %g s, since it waits for the code of %s (so that "
+            "the same seed gives the same weights). A lock or semaphore that another rollout holds "
+            "while it calls the model opens for nobody before the time-out (%g s): hold none "
+            "during a call, or set `deterministic: false`",
+            *(HELD_UP_S, "a rollout" if part is None else part.what, seconds),
+            extra={"place": place},
+        )
 
     async def _call(
         self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
