@@ -24,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from trireme.cli.arguments import is_yaml
 from trireme.extensions import missing
-from trireme.launch import GC_THRESHOLDS
+from trireme.launch import GC_THRESHOLDS, before_exit
 from trireme.log import Lines
 from trireme.registry import COMMANDS, did_you_mean
 from trireme.text import say
@@ -169,4 +169,4 @@ def command_line() -> None:
         say(traceback.format_exc(), end="", file=sys.stderr)  # an error of ours
         sys.exit(1)
     finally:
-        gc.freeze()  # otherwise the interpreter collects them all once more at exit
+        before_exit()

@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trireme.launch import GC_THRESHOLDS
+from trireme.launch import GC_THRESHOLDS, before_exit
 from trireme.processes import ending_leftovers
 from trireme.text import say
 
@@ -96,6 +96,8 @@ def main() -> int:
         if not answer.closed:  # after that the parent uses HTTP
             print(json.dumps({"error": f"{error}" or type(error).__name__}), file=answer)
         raise
+    finally:
+        before_exit()
     return 0
 
 
