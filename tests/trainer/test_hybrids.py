@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.test_torch_engine import run
@@ -30,7 +30,7 @@ from trireme.batch import flatten, of_tokens
 from trireme.engines.engine import Sampling
 from trireme.engines.torch import decoder as decoder_module
 from trireme.engines.torch.prefix import PrefixCache
-from trireme.engines.torch.recurrent import States, count_states
+from trireme.engines.torch.recurrent import Call, States, _carried, count_states
 from trireme.engines.torch.rows import SavedRow, SavedRows
 from trireme.engines.torch.shell import load_shell
 from trireme.trainer.lora import Lora
@@ -417,3 +417,32 @@ def test_other_packages_kernels_are_not_called_without_a_gpu(family: str, tmp_pa
     made = packages(tmp_path / "packages")
     [counts] = on_ranks(_begun_beside, tmp_path / "ranks", made, folder, world=1)
     assert counts == list(count_states(load_model(folder, device="cpu")))
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", "past_key_values"])
+def test_a_mixer_takes_its_cache_by_the_name_of_any_version(name: str) -> None:
+    """transformers 5.24 renamed the two of 5.23; its models pass `cache=None` with any other."""
+    names: dict[str, Any] = {"Tensor": Tensor}
+    exec(
+        f"def forward(self, hidden: Tensor, {name}=None, **_):\n"
+        f"    total = hidden.sum(1)\n"
+        f"    if (before := {name}.get_recurrent_state(0)) is not None:\n"
+        f"        total = total + before\n"
+        f"    {name}.update_recurrent_state(total, 0)\n"
+        f"    return hidden + total[:, None]\n",
+        names,
+    )
+    made = {
+        "forward": names["forward"],
+        "__module__": "transformers.models.made_up",
+        "layer_idx": 0,
+    }
+    mixer = _carried(type("Mixer", (nn.Module,), made))()
+
+    class TwoCalls:
+        def carry(self, call: Call, layer: int, hidden: Tensor) -> Tensor:
+            first, state = call(hidden[:, :2], None)
+            return torch.cat([first, call(hidden[:, 2:], state)[0]], 1)
+
+    out = mixer(torch.tensor([[[1.0], [2.0], [4.0]]]), rows=TwoCalls(), cache=None)
+    assert out.flatten().tolist() == [4.0, 5.0, 11.0]

@@ -307,10 +307,14 @@ class _OneToken:
         return out
 
 
+_CACHES = "cache", "cache_params", "past_key_values"
+"""Names of a mixer's cache: transformers 5.24's, and those that 5.22 and 5.23 have."""
+
+
 def _cache_options(kind: type[nn.Module], states: States) -> dict[str, Any]:
     """Return the keywords by which a mixer takes a cache and no mask."""
     known = _parameters(kind)
-    name = "cache_params" if "cache_params" in known else "past_key_values"
+    name = next(name for name in _CACHES if name in known)
     return {name: states} | ({"attention_mask": None} if "attention_mask" in known else {})
 
 

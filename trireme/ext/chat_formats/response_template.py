@@ -35,10 +35,8 @@ def reader_of(tokenizer: Any) -> Reader:
     spec = getattr(tokenizer, "response_template", None)
     if spec is None:
         raise ValueError(f"{_NAME}: the model's tokenizer has no response template")
-    try:
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-    except ImportError as error:
-        raise ValueError(f"{_NAME} needs transformers 5.13 or later") from error
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
     try:
         template = load_response_template(spec)
     except Exception as error:  # the template is the checkpoint's
