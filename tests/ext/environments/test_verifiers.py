@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.agents.programs import tool_call
 from tests.agents.steered import Steered, exactness, make_model
-from tests.agents.test_programs import scripted
-from trireme.explorer.runner import Outcome
+from tests.agents.test_programs import embedded, scripted
+from trireme.engines.engine import Sampling
+from trireme.explorer.runner import Outcome, Runner, TimeLimit
+from trireme.explorer.scheduler import Scheduler
 from trireme.ext.environments.generated import Environment, Played, environment, made_rows
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
@@ -84,13 +90,76 @@ def test_an_empty_reply_ends_a_rollout_and_is_data(
     assert experience.reward == (0.5 if calls else 0.0)  # without its only prompt, 0
 
 
+def group_of(
+    model: Path, row: Any, replies: list[str | None], rollouts: int, per_runner: int, runners: int
+) -> Outcome:
+    """A task whose rollouts are shared out to runners. With one rollout per runner and one runner
+    the replies are those of one rollout after the other.
+    """
+
+    async def main() -> Outcome:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        chat = ChatTokens(tokenizer)
+        async with embedded(model) as (own, most):
+            engine: Any = Steered(own, tokenizer, lambda _: replies.pop(0) if replies else "none")
+
+            def make(task: Task, key: tuple[Any, ...]) -> Model:
+                sampling = Sampling(max_tokens=256)
+                return Model(engine, chat, key=key, sampling=sampling, max_model_len=most)
+
+            limit = TimeLimit(60.0)
+            several = [Runner(make, engine, limit=limit, max_retries=0) for _ in range(runners)]
+            scheduler = Scheduler(several, max_repeats_per_runner=per_runner)
+            scheduler.start()
+            task = Task(row, workflow="verifiers_workflow", repeat_times=rollouts)
+            await scheduler.submit(1, [task])
+            [outcome] = await scheduler.results(1)
+            await scheduler.close()
+            return outcome
+
+    return asyncio.run(main())
+
+
+CALL = tool_call("multiply", {"a": 2, "b": 7})
+BROKEN = tool_call("multiply", {"a": 2, "b": None})
+"""Ends the rollout with an error of the environment."""
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_rewards_that_compare_rollouts_see_all_of_a_task(tmp_path: Path, group: bool) -> None:
+    model = make_model(tmp_path / "model")
+    rows: Any = made_rows(f"{PATH}&{'groups' if group else 'together'}=true")
+    outcome = group_of(model, rows[2], [CALL, "14", "14", BROKEN, ""], 4, per_runner=1, runners=1)
+    [failed] = outcome.failures  # is not compared
+    assert failed.key == "1/0/2" and "ToolCallError" in failed.message
+    # messages of the completions: 3, 1 and 0
+    scores = {e.eid.run: (e.reward, e.metrics["used_tool"]) for e in outcome.experiences}
+    assert scores == {0: (1.0, 1.0), 1: (0.0, 0.0), 3: (0.5, 0.0)}
+    assert [e.metrics["briefest"] for e in outcome.experiences] == [0.0, 0.0, 1.0]
+
+
+def test_the_rollouts_of_several_runners_are_compared_with_each_other(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    rows: Any = made_rows(f"{PATH}&together=true")
+    outcome = group_of(model, rows[2], [CALL], 4, per_runner=2, runners=2)
+    assert not outcome.failures, outcome.failures[0]
+    assert sorted(e.reward or 0.0 for e in outcome.experiences) == [0.5, 0.5, 0.5, 1.0]
+
+
+def test_a_member_of_a_group_that_judges_each_rollout_by_itself_still_does(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    rows: Any = made_rows(f"{PATH}&groups=true")
+    assert len(rows) == 6  # three of each member
+    outcome = group_of(model, rows[5], [CALL, "14", "14"], 2, per_runner=1, runners=1)
+    assert [e.reward for e in outcome.experiences] == [1.5, 0.5]
+    assert all("briefest" not in e.metrics for e in outcome.experiences)
+
+
 def test_what_cannot_be_loaded_is_said() -> None:
     with pytest.raises(ValueError, match="nowhere_environment: the environment cannot be loaded"):
         environment("verifiers:nowhere_environment")
     with pytest.raises(ValueError, match="split is 'dev': expected train or eval"):
         environment(f"{PATH}&split=dev")
-    with pytest.raises(ValueError, match="its rewards briefest judge several rollouts together"):
-        environment(f"{PATH}&together=true")
     spec = resolve("verifiers_workflow")
     assert spec.examine is not None
     with pytest.raises(ValueError, match="needs a taskset of an environment"):

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -91,10 +91,13 @@ def problems(path: str) -> Problems:
 class Played:
     """An environment's record of one rollout."""
 
-    reward: float
+    reward: float | None
+    """None: it is scored with its group, by `score_together`."""
     metrics: dict[str, float]
     trace: list[Mapping[str, Any]]
     """Its own record, call by call, with the ids of `tokens`."""
+    unscored: tuple[Any, Any] | None = None
+    """The environment that played it, and its state, until it is scored."""
 
 
 class _Signals:
@@ -112,9 +115,7 @@ class Environment:
     """One environment, loaded once."""
 
     def __init__(self, path: str) -> None:
-        """Raises ModuleNotFoundError, and ValueError for an environment that cannot be loaded or
-        scored alone.
-        """
+        """Raises ModuleNotFoundError, and ValueError for an environment that cannot be loaded."""
         vf = extra("verifiers", "verifiers", "verifiers")
         # as of 0.3.1 (`Environment.__post_init__`) each environment that is made takes Ctrl-C and
         # SIGTERM for itself, which a run no longer hears, and cannot be made in a thread, as on Ray
@@ -128,14 +129,7 @@ class Environment:
             self._environment = vf.load_environment(name, **options)
         except Exception as error:  # the environment's own code
             raise ValueError(f"{path}: the environment cannot be loaded: {error}") from error
-        rubric = self._environment.rubric  # that of several turns is a group of rubrics
-        together = [one for one in rubric._get_reward_funcs() if rubric._is_group_func(one)]
-        if together:
-            names = ", ".join(function.__name__ for function in together)
-            raise ValueError(
-                f"{path}: its rewards {names} judge several rollouts together, which is not "
-                "supported: expected an environment whose rewards judge each rollout by itself"
-            )
+        self._group = vf.EnvGroup
         eval_rows = self._environment.get_eval_dataset
         self._rows = self._environment.get_dataset() if split == "train" else eval_rows()
         self._path = path
@@ -157,18 +151,61 @@ class Environment:
         An empty reply of the model ends the rollout, which still has the environment's reward.
         """
         clients = extra("verifiers.clients", "verifiers", "verifiers")
-        ended = await self._environment.run_rollout(
-            row["metadata"],
+        member, given = self._member(row["metadata"])
+        arguments = (
             clients.OpenAIChatCompletionsClient(client),
             model,
             {**sampling, "logprobs": True, "extra_body": {"return_token_ids": True}},
-            state_columns=["trajectory"],
         )
-        error = ended.get("error")
-        if error is not None and error["error"] != EMPTY_REPLY:
-            raise RuntimeError(f"{self._path} ended the rollout: {error!s:.300}")
-        numbers = {k: float(v) for k, v in (ended.get("metrics") or {}).items()}
-        return Played(float(ended["reward"] or 0.0), numbers, ended["trajectory"])
+        if not member.requires_group_rollouts:
+            ended = await member.run_rollout(given, *arguments, state_columns=["trajectory"])
+            self._refuse_error(ended.get("error"), (ended.get("error") or {}).get("error"))
+            return Played(*_score_of(ended), ended["trajectory"])
+        state = await member.rollout(given, *arguments)
+        error = state.get("error")
+        try:
+            self._refuse_error(error, type(error).__name__)
+        except RuntimeError:
+            await member.rubric.cleanup(state)
+            raise
+        return Played(None, {}, state["trajectory"], (member, state))
+
+    def _member(self, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the environment that plays a row, of a group the member, and the row in its
+        form.
+        """
+        member: Any = self._environment
+        while isinstance(member, self._group):
+            name, row, _ = member._route_child_input(row)
+            member = member.get_env_for_name(name)
+        return member, row
+
+    def _refuse_error(self, error: Any, kind: str | None) -> None:
+        if error is not None and kind != EMPTY_REPLY:
+            shown = error if isinstance(error, Mapping) else repr(error)
+            raise RuntimeError(f"{self._path} ended the rollout: {shown!s:.300}")
+
+
+async def score_together(played: Sequence[Played]) -> list[Played]:
+    """Return rollouts of one row with the scores that the environment's rubric gives them as a
+    group.
+    """
+    unscored = [one.unscored for one in played if one.unscored is not None]
+    member, states = unscored[0][0], [state for _, state in unscored]
+    rubric = member.rubric
+    try:
+        await (rubric.score_group if member.score_rollouts else rubric.dummy_score_group)(states)
+        return [
+            Played(*_score_of(state), one.trace) for one, state in zip(played, states, strict=True)
+        ]
+    finally:
+        for state in states:
+            await rubric.cleanup(state)
+
+
+def _score_of(ended: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    numbers = {name: float(number) for name, number in (ended.get("metrics") or {}).items()}
+    return float(ended["reward"] or 0.0), numbers
 
 
 @lru_cache(maxsize=16)

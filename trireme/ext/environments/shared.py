@@ -1,25 +1,30 @@
 """Shared: workflows over published environments: those of `verifiers`, and OpenEnv's servers.
 
-- An environment of `verifiers` leads the conversation itself, and sets the reward.
+- An environment of `verifiers` leads the conversation itself, and sets the reward: where it
+  compares rollouts, once the last of a task has ended.
 - A server of OpenEnv is called turn by turn, each episode over its own connection.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trireme.engines.engine import what_is_wrong
 from trireme.envs.env import Seen, extra
 from trireme.experience import Experience
-from trireme.ext.environments.generated import VERIFIERS, environment
+from trireme.ext.environments.generated import VERIFIERS, Played, environment, score_together
 from trireme.task import Task
 from trireme.text import as_json
 from trireme.workflows.classes import Workflow
 from trireme.workflows.episode import EpisodeWorkflow, row_number
+
+_unscored: WeakKeyDictionary[Experience, Played] = WeakKeyDictionary()
+"""The rollouts that are scored with their groups, until they are, by each of their experiences."""
 
 
 class VerifiersWorkflow(Workflow):
@@ -40,7 +45,28 @@ class VerifiersWorkflow(Workflow):
         experiences = model.experiences(played.reward)
         for experience in experiences:
             experience.metrics.update(played.metrics)
+            if played.unscored is not None:
+                _unscored[experience] = played
         return experiences
+
+    @classmethod
+    async def judge(
+        cls, task: Task, experiences: Sequence[Experience], models: Sequence[Any]
+    ) -> None:
+        """Have the environment score a task's rollouts together, if its rewards compare them."""
+        rollouts: dict[int, list[Experience]] = {}
+        for experience in sorted(experiences, key=lambda e: (e.eid.run, e.eid.step)):
+            if experience in _unscored:
+                rollouts.setdefault(experience.eid.run, []).append(experience)
+        if not rollouts:
+            return
+        played = [_unscored.pop(mine[0]) for mine in rollouts.values()]
+        for mine, score in zip(rollouts.values(), await score_together(played), strict=True):
+            # a rollout whose only prompt was too long keeps its reward of 0
+            waits = any(experience.reward is None for experience in mine)
+            for experience in mine:
+                experience.reward = score.reward if waits else experience.reward
+                experience.metrics.update(score.metrics)
 
     @classmethod
     def examine(cls, task: Task) -> None:
