@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,3 +175,80 @@ def test_an_environment_leaves_the_signals_alone_and_can_be_made_in_a_thread() -
     environment.cache_clear()
     with ThreadPoolExecutor(1) as threads:
         assert len(threads.submit(environment, PATH).result()) == 3
+
+
+MADE = """
+import verifiers as vf
+from datasets import Dataset
+
+ROWS = Dataset.from_list([{"question": "a", "answer": "b"}])
+
+async def right(completion, **_):
+    return 1.0
+
+async def misspelt(completion, **_):
+    return completion[0].text
+
+async def short(completions, **_) -> list[float]:
+    return [1.0]
+
+def load_environment(rows="ROWS", names="right", held_out=False, group=False):
+    if group:
+        return vf.EnvGroup([load_environment(), load_environment(names=names)])
+    functions = [globals()[name] for name in names.split()]
+    data = {"eval_dataset" if held_out else "dataset": eval(rows)}
+    return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=functions), **data)
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "made_environment.py").write_text(MADE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "made_environment", raising=False)
+    return "verifiers:made_environment?"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("names=''", "a rubric of the environment has no reward functions: expected one at least"),
+        ("names=''&group=true", r"environment \(of SingleTurnEnv\) has no reward functions"),
+        ("held_out=true", "has rows for evaluation alone: expected split=eval"),
+        ("rows=none", r"(?s)cannot be loaded: NameError: .*made_environment\.py:\d+: data = "),
+        ("difficulty=2", "cannot be loaded: TypeError: .*unexpected keyword argument 'difficulty'"),
+    ],
+)
+def test_an_environment_that_cannot_give_rows_or_rewards_is_refused(
+    made: str, options: str, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        environment(f"{made}{options}")
+
+
+def test_rows_for_evaluation_alone_and_a_prompt_of_text(made: str) -> None:
+    assert len(environment(f"{made}held_out=true&split=eval")) == 1
+    rows: Any = made_rows(f"{made}rows=Dataset.from_list([{{'prompt':'a'}}])")
+    with pytest.raises(ValueError, match="row 0 has a prompt that is str: expected a list of mess"):
+        rows[0]
+
+
+def test_a_reward_that_raises_is_named_once_with_its_line(
+    made: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(tmp_path / "model")
+    rows: Any = made_rows(f"{made}names=right misspelt")
+    outcome = group_of(model, rows[0], [], 2, per_runner=1, runners=1)
+    assert [e.reward for e in outcome.experiences] == [1.0, 1.0]
+    lines = [one for one in caplog.records if "'misspelt' raised" in one.getMessage()]
+    assert "raised AttributeError" in lines[0].getMessage()
+    assert "made_environment.py:11: return completion[0].text" in vars(lines[0])["place"]
+    assert [getattr(one, "file_only", False) for one in lines] == [False, True]
+
+
+def test_a_reward_of_groups_that_gives_too_few_numbers_is_named(made: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    rows: Any = made_rows(f"{made}names=short")
+    outcome = group_of(model, rows[0], [], 2, per_runner=1, runners=1)
+    assert len(outcome.failures) == 2 and not outcome.experiences
+    assert "expected of short a list with a number for each of the 2" in outcome.failures[0].message

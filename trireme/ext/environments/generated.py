@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +23,11 @@ import yaml
 
 from trireme.data.rows import DataSet, NoRows, Rows
 from trireme.envs.env import extra
+from trireme.log import FILE_ONLY
 from trireme.registry import did_you_mean
+from trireme.usercode import Refused, fault_of, with_place
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = ("question", "answer", "metadata", "generated_by")
 """Of rows that are made."""
@@ -29,6 +35,7 @@ VERIFIERS = "verifiers:"
 EMPTY_REPLY = "EmptyModelResponseError"
 """verifiers' error for a reply without text; one to a prompt that is too long has none."""
 _REASONING_GYM = "reasoning_gym:"
+_RAISED = re.compile(r"Error calling (?:group )?reward function (\S+):")
 _RUNS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry)")
 
 
@@ -111,11 +118,40 @@ class _Signals:
         return signal.getsignal(number)
 
 
+class _RewardErrors(logging.Filter):
+    """Names a reward function that raised, once, with its line. Verifiers counts 0 for it, and logs
+    a line without kind and place for each rollout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._named: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return False for a line that is replaced."""
+        found, error = _RAISED.match(record.getMessage()), sys.exc_info()[1]
+        if found is None or error is None:
+            return True
+        fault = fault_of(error, f"the reward function '{found[1]}'")
+        assert fault is not None
+        where = f"{fault.what} {fault.place}"
+        shown = FILE_ONLY if where in self._named else {"place": fault.place}
+        self._named.add(where)
+        message = "%s raised %s: verifiers counts it as 0, here and wherever it raises again"
+        logger.warning(message, fault.what, fault.text, extra=shown)
+        return False
+
+
+_reward_errors = _RewardErrors()
+
+
 class Environment:
     """One environment, loaded once."""
 
     def __init__(self, path: str) -> None:
-        """Raises ModuleNotFoundError, and ValueError for an environment that cannot be loaded."""
+        """Raises ModuleNotFoundError, and ValueError for an environment that cannot be loaded or
+        gives no rewards.
+        """
         vf = extra("verifiers", "verifiers", "verifiers")
         # as of 0.3.1 (`Environment.__post_init__`) each environment that is made takes Ctrl-C and
         # SIGTERM for itself, which a run no longer hears, and cannot be made in a thread, as on Ray
@@ -127,18 +163,50 @@ class Environment:
             raise ValueError(f"{path}: split is '{split}': expected train or eval")
         try:
             self._environment = vf.load_environment(name, **options)
+            made = self._environment
+            rows = made.build_dataset() if split == "train" else made.get_eval_dataset()
         except Exception as error:  # the environment's own code
-            raise ValueError(f"{path}: the environment cannot be loaded: {error}") from error
-        self._group = vf.EnvGroup
-        eval_rows = self._environment.get_eval_dataset
-        self._rows = self._environment.get_dataset() if split == "train" else eval_rows()
-        self._path = path
+            fault = fault_of(error.__cause__ or error, path)
+            assert fault is not None
+            reason = f"{path}: the environment cannot be loaded: {fault.text}"
+            raise ValueError(with_place(reason, fault.place)) from error
+        if rows is None:
+            raise ValueError(
+                f"{path}: the environment has rows for evaluation alone: expected split=eval among "
+                "the options, or an environment with a `dataset`"
+            )
+        self._path, self._rows, self._group = path, rows, vf.EnvGroup
+        self._look_at_rewards(self._environment)
+
+    def _look_at_rewards(self, member: Any) -> None:
+        """Raise ValueError for an environment that would end each rollout for want of a reward."""
+        if isinstance(member, self._group):
+            for one in member.envs:
+                self._look_at_rewards(one)
+            return
+        rubrics = [member.rubric]
+        for rubric in rubrics:  # grows meanwhile
+            rubrics += getattr(rubric, "rubrics", ())
+            rubric.logger.addFilter(_reward_errors)
+        scores = member.score_rollouts and not member.requires_group_rollouts
+        plain = [one for one in rubrics if not hasattr(one, "rubrics")]
+        if scores and not all(one._get_reward_funcs() for one in plain):
+            whose = f" (of {type(member).__name__})" if member is not self._environment else ""
+            raise ValueError(
+                f"{self._path}: a rubric of the environment{whose} has no reward functions: "
+                "expected one at least, as in rubric=vf.Rubric(funcs=[my_reward])"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self._rows[index]
+        if not isinstance(row["prompt"], list):
+            raise ValueError(
+                f"{self._path}: row {index} has a prompt that is {type(row['prompt']).__name__}: "
+                "expected a list of messages, or text in a column `question`"
+            )
         users = [message["content"] for message in row["prompt"] if message["role"] == "user"]
         asked = {"question": users[-1] if users else "", "answer": row.get("answer", "")}
         return asked | {"metadata": row, "generated_by": self._path}
@@ -188,7 +256,7 @@ class Environment:
 
 async def score_together(played: Sequence[Played]) -> list[Played]:
     """Return rollouts of one row with the scores that the environment's rubric gives them as a
-    group.
+    group. Raises Refused if its functions do not return a number for each.
     """
     unscored = [one.unscored for one in played if one.unscored is not None]
     member, states = unscored[0][0], [state for _, state in unscored]
@@ -198,6 +266,12 @@ async def score_together(played: Sequence[Played]) -> list[Played]:
         return [
             Played(*_score_of(state), one.trace) for one, state in zip(played, states, strict=True)
         ]
+    except (IndexError, TypeError) as error:  # what a function raises itself counts as 0
+        together = [f.__name__ for f in rubric._get_reward_funcs() if rubric._is_group_func(f)]
+        raise Refused(
+            f"the environment cannot add up the rewards of its functions ({error}): expected of "
+            f"{', '.join(together)} a list with a number for each of the {len(states)} rollouts"
+        ) from error
     finally:
         for state in states:
             await rubric.cleanup(state)
