@@ -25,7 +25,7 @@ from trireme.config.stages import used_tasksets
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, _evaluated
 from trireme.explorer.runner import Failed, Outcome
-from trireme.ext.evaluation.evaluate import EvalOptions, _api_of, _plan, _report, _values
+from trireme.ext.evaluation.evaluate import EvalOptions, _api_of, _plan, _report, _tree, _values
 from trireme.task import Task
 from trireme.usercode import Fault
 
@@ -425,3 +425,18 @@ def test_a_key_is_not_shown_to_several_hosts(
 )
 def test_an_api_is_told_from_a_server(model: str, expected: tuple[str, str]) -> None:
     assert _api_of(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "path"),
+    [
+        ("sums=data/a=b.jsonl", "sums", "data/a=b.jsonl"),
+        ("verifiers:mine?level=2&split=eval", "verifiers:mine?level=2&split=eval", None),
+        ("held_out=verifiers:mine?level=2", "held_out", "verifiers:mine?level=2"),
+        ("data/a=b.jsonl", "a=b", None),
+    ],
+)
+def test_options_of_a_path_are_no_name(given: str, name: str, path: str | None) -> None:
+    options = EvalOptions(models=["m"], tasks=[given], prompt_key="q", response_key="a")
+    [taskset] = _tree(options)["buffer"]["explorer_input"]["eval_tasksets"]
+    assert (taskset["name"], taskset["path"]) == (name, path or given)

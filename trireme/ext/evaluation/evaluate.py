@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -34,6 +35,7 @@ Measured = list[tuple[str, "list[Evaluated]"]]
 """Each model that could be evaluated, and its results."""
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
+_NAMED = re.compile(r"([^=:/?]+)=")
 LONGEST = 2048
 """Tokens of prompt and reply together, without a YAML and if the model allows as many."""
 
@@ -194,9 +196,9 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
 
 
 def _tree(options: EvalOptions) -> dict[str, Any]:
-    names = [
-        name.partition("=")[::2] if "=" in name else ("", name) for name in options.tasks or ()
-    ]
+    # a path has other signs before its first "=": the options of verifiers:NAME?OPTIONS
+    matches = [(_NAMED.match(task), task) for task in options.tasks or ()]
+    names = [(found[1], task[found.end() :]) if found else ("", task) for found, task in matches]
     inputs: dict[str, Any] = {
         "default_workflow_type": options.workflow or "math_workflow",
         "eval_tasksets": [
