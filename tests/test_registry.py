@@ -276,3 +276,14 @@ def test_a_users_module_that_fails_to_load_is_one_sentence_with_its_line(
 def test_a_number_in_place_of_a_name_is_no_path() -> None:
     with pytest.raises(ValueError, match=r"unknown workflow '0\.04'\. Known: broken, counter"):
         make().get("0.04")
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    """A decorator without its parentheses put a function of ours in place of the user's."""
+
+    def guess() -> None: ...
+
+    with pytest.raises(ValueError, match=r"workflow: a name is <function .*, in parentheses: \("):
+        make().register(guess)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"workflow: a name is \{'name': 'a'\}: expected text$"):
+        make().register_module({"name": "a"}, guess)  # type: ignore[arg-type]

@@ -120,6 +120,9 @@ class Registry(MutableMapping[str, Any]):
         `lazy` takes a dotted path that is imported on first use. `force` allows to replace another
         user's entry. Raises ValueError for a name that is taken by another user's entry.
         """
+        if not isinstance(module_name, str):
+            hint = ', in parentheses: ("my_name")' if callable(module_name) else ""
+            raise ValueError(f"{self.name}: a name is {module_name!r:.60}: expected text{hint}")
         if module_cls is None:
             return lambda cls: self.register_module(module_name, cls, force, lazy)
         taken, replaces = self._registered.get(module_name), module_name in self.built_in()

@@ -530,3 +530,8 @@ def test_how_a_batch_is_cut_is_no_option_of_a_loss():
     assert recipe.policy_loss.options == {"mu": 0.3}
     with pytest.raises(ValueError, match="has no option 'ppo_batch_size'"):
         get_recipe(_config(algorithm_type="mix", policy_loss_fn_args={"ppo_batch_size": 8}))
+
+
+def test_a_part_that_is_neither_name_nor_function_is_refused():
+    with pytest.raises(ValueError, match=r"advantage_fn is \{'name': 'grpo'\}: expected a name or"):
+        algorithm("mine", advantage={"name": "grpo"})

@@ -439,3 +439,8 @@ def test_a_variable_of_another_system_stands_for_ours_and_the_reverse(tmp_path, 
         config = load_config(path)
         assert (config.project, config.name) == expected
         assert (os.environ.get("TRIREME_A"), os.environ.get("TRINITY_A")) == (ours, theirs)
+
+
+def test_what_is_no_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\{'name': 'a'\} is no path: expected that of a YAML"):
+        load_config({"name": "a"})  # type: ignore[arg-type]

@@ -113,6 +113,11 @@ def named(kind: str, part: str | Callable | None) -> str | None:
     """Return a part's name; a function given directly is registered under its own name."""
     if part is None or isinstance(part, str):
         return part
+    if not callable(part) or not hasattr(part, "__name__"):
+        raise ValueError(
+            f"{kind} is {part!r:.60}: expected a name or a function; options are given as "
+            f"options={{'{kind}': {{...}}}}"
+        )
     PARTS[kind].register_module(part.__name__, part)
     return part.__name__
 

@@ -55,6 +55,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     Raises ConfigError only if the file is not YAML. Of a TOML, which other systems read, that error
     also has the sentence on each of its keys.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError([Problem("", f"{path!r:.60} is no path: expected that of a YAML")])
     path = Path(path)
     if path.suffix == ".toml" and path.is_file():
         raise ConfigError(_problems_of_toml(path, overrides))
@@ -172,7 +174,10 @@ def config_of(
                 continue
             OmegaConf.update(tree, key, value, merge=True)
     except OmegaConfBaseException as error:
-        raise ConfigError([Problem("", f"is not a configuration: {error}")]) from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            [Problem(error.full_key or "", f"{reason}: expected what a YAML can hold")]
+        ) from error
     with either_name():
         plain = _resolved(tree, "", problems)
     resolved = _values_of(plain, Path.cwd(), [], problems)

@@ -39,6 +39,8 @@ def make_plans(config: Config) -> list[Plan]:
     """Make one Plan per stage (one if there are no stages). Raises ConfigError with all
     problems.
     """
+    if not isinstance(config, Config):
+        raise ValueError(f"make_plans takes a Config, as load_config returns it: {config!r:.60}")
     made = draft(config)
     if made.problems:
         raise ConfigError(made.problems)

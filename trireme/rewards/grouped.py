@@ -261,10 +261,14 @@ def _needs_workdir(reward: Callable[..., Any]) -> bool:
 
 
 def _options(reward: Any) -> tuple[Any, dict[str, Any]]:
+    if reward is None:
+        raise ValueError("a reward is empty: expected a name, or a section with a `name`")
     if not isinstance(reward, Mapping):
         return reward, {}
     if "name" not in reward:
         raise ValueError(f"a reward is {dict(reward)}: expected a name, or a section with a `name`")
+    if reward["name"] is None:
+        raise ValueError(f"the name of a reward is empty ({dict(reward)}): expected a name")
     return reward["name"], {name: value for name, value in reward.items() if name != "name"}
 
 

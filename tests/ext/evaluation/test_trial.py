@@ -168,3 +168,19 @@ def test_keys_may_name_the_root_of_their_own(tmp_path: Path, tiny_dir: Path) -> 
     )
     assert trial.experiences[0].reward == 1
     assert {*tiny_dir.parent.iterdir()} == before  # nothing is written
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rollouts": "two"}, "rollouts is 'two': expected a number from 1"),
+        ({"rollouts": 0}, "rollouts is 0: expected a number from 1"),
+        ({"replies": "yes"}, "replies is 'yes': expected a list of texts"),
+        ({"replies": [1]}, r"replies is \[1\]: expected a list of texts"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(
+    tiny_dir: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        trireme.try_workflow("simple_workflow", "1 + 1?", model=tiny_dir, **given)

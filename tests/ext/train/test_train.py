@@ -364,3 +364,42 @@ def test_supervised_training_evaluates_where_it_is_asked_to(tiny_dir: Path, tmp_
     assert [name for name in run.metrics if name.startswith("eval/held_out/reward")]
     with pytest.raises(ValueError, match="'sft' trains on data: a reward, a workflow and tools"):
         trireme.train(**options, **sizes, reward=varied)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"algorithm": {"algorithm_type": "ppo"}},
+            r"algorithm is \{.*a name, .*other keys",
+        ),
+        ({"algorithm": None}, "algorithm is None: expected a name, such as 'grpo'"),
+        ({"model": None}, "model is None: expected a model's folder or hub id"),
+        ({"model": {"model_path": "m"}}, r"model is \{.*hub id; its keys are given as"),
+        ({"tools": 3}, "tools is 3: expected a list"),
+        ({"callbacks": iter([print])}, "callbacks is <list_iterator.*: expected a list"),
+        ({"reward": [None]}, "a reward is empty: expected a name, or a section with a `name`"),
+        ({"reward": [{"name": None}]}, "the name of a reward is empty"),
+        (
+            {"trainer": {"callbacks": [print]}},
+            r"trainer\.callbacks.* not a supported primi",
+        ),
+        ({"checkpoint_root_dir": {"a": 1}}, "checkpoint_root_dir is {'a': 1}: expected text"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+) -> None:
+    """Each ended in a traceback of Python's, or wrote rows into a folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        trireme.train(**{"model": tmp_path, "tasks": ["a"], "reward": varied, **given})
+    assert {path.name for path in tmp_path.iterdir()} <= {"checkpoints"}
+
+
+def test_a_path_is_a_value_and_none_is_no_list(tmp_path: Path) -> None:
+    keys = {"checkpoint_root_dir": tmp_path / "runs"}
+    more: Any = {"tools": None, "callbacks": None}
+    config = config_from("m", ["a"], None, None, "grpo", None, keys, **more)
+    assert config.checkpoint_root_dir == str(tmp_path / "runs")
+    assert (tmp_path / "runs/python/data").is_dir()

@@ -96,6 +96,14 @@ def try_workflow(
     prompt's text) no model is loaded; its tokenizer is, and log-probabilities are made up. Raises
     ConfigError if it cannot run, and TrialFailed with the line that failed.
     """
+    if not isinstance(rollouts, int) or rollouts < 1:
+        raise ValueError(f"rollouts is {rollouts!r:.60}: expected a number from 1")
+    texts = isinstance(replies, list | tuple) and all(isinstance(text, str) for text in replies)
+    if not (replies is None or callable(replies) or texts):
+        raise ValueError(
+            f"replies is {replies!r:.60}: expected a list of texts, one for each call, or a "
+            "function that returns the text of a reply to a prompt's"
+        )
     with tempfile.TemporaryDirectory() as root:
         config = config_from(
             *(model, [task], reward, workflow, "grpo", None, overrides),

@@ -158,8 +158,8 @@ def train(
     workflow: str | Callable[..., Any] | None = None,
     algorithm: str = "grpo",
     eval_tasks: Tasks | None = None,
-    tools: Sequence[str | Callable[..., Any]] = (),
-    callbacks: Sequence[str | Callable[..., Any]] = (),
+    tools: Sequence[str | Callable[..., Any]] | None = (),
+    callbacks: Sequence[str | Callable[..., Any]] | None = (),
     **overrides: Any,
 ) -> Run:
     """Train a model, and wait until it is trained.
@@ -187,7 +187,9 @@ def train(
             arguments=[*inspect.signature(train).parameters],
         )
     ).plans
-    local = _has_function(reward) or any(map(callable, [workflow, *tools, *callbacks]))
+    local = _has_function(reward) or any(
+        map(callable, [workflow, *(tools or ()), *(callbacks or ())])
+    )
     places = plans[-1].places
     if places.spread and local:
         raise ValueError(
@@ -208,19 +210,21 @@ def config_from(
     eval_tasks: Tasks | None,
     overrides: Mapping[str, Any],
     *,
-    tools: Sequence[str | Callable[..., Any]] = (),
-    callbacks: Sequence[str | Callable[..., Any]] = (),
+    tools: Sequence[str | Callable[..., Any]] | None = (),
+    callbacks: Sequence[str | Callable[..., Any]] | None = (),
     arguments: Sequence[str] = (),
     folder: Path | None = None,
 ) -> Config:
     """Build the configuration of a YAML with these keys; `arguments` are the caller's, which a key
     may refer to. Rows are written into `folder`; None: into `checkpoint_root_dir`.
     """
-    for what, several in (("tools", tools), ("callbacks", callbacks)):
-        if isinstance(several, str) or callable(several):
-            one = getattr(several, "__name__", repr(several))
-            raise ValueError(f"{what} is {one} alone: expected a list, {what}=[{one}]")
-    root = folder or Path(str(overrides.get("checkpoint_root_dir") or Config().checkpoint_root_dir))
+    _refuse_other_types(model, algorithm, tools, callbacks)
+    tools, callbacks = tools or (), callbacks or ()
+    overrides = {k: str(v) if isinstance(v, Path) else v for k, v in overrides.items()}
+    above = overrides.get("checkpoint_root_dir")
+    if not isinstance(above, str) or not above:  # the check reports anything but text
+        above = Config().checkpoint_root_dir
+    root = folder or Path(above)
     named = bool(overrides.get("name"))
     data, first, count = _data_set(tasks, root, "tasks")
     values: dict[str, Any] = {
@@ -266,6 +270,24 @@ def config_from(
     config = config_of(values | {"buffer": buffer}, overrides, arguments)
     _refuse_lost(config, values.get("monitor"), names)
     return config
+
+
+def _refuse_other_types(model: Any, algorithm: Any, tools: Any, callbacks: Any) -> None:
+    """Raise ValueError for an argument of another type than text, a path or a list."""
+    if not isinstance(model, str | Path):
+        keys = "; its keys are given as **{'model.max_model_len': 512}"
+        expected = f"expected a model's folder or hub id{keys * isinstance(model, Mapping)}"
+        raise ValueError(f"model is {model!r:.60}: {expected}")
+    if not isinstance(algorithm, str):
+        keys = "; the section's other keys are given as **{'algorithm.repeat_times': 4}"
+        expected = f"expected a name, such as 'grpo'{keys * isinstance(algorithm, Mapping)}"
+        raise ValueError(f"algorithm is {algorithm!r:.60}: {expected}")
+    for what, several in (("tools", tools), ("callbacks", callbacks)):
+        if isinstance(several, str) or callable(several):
+            one = getattr(several, "__name__", repr(several))
+            raise ValueError(f"{what} is {one} alone: expected a list, {what}=[{one}]")
+        if several is not None and not isinstance(several, list | tuple):
+            raise ValueError(f"{what} is {several!r:.60}: expected a list")
 
 
 def _refuse_lost(
