@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from trireme.monitor import monitor as monitor_file
+from trireme.monitor.events import Ended, Evaluated
 from trireme.monitor.monitor import JsonLinesMonitor, read_metrics
 
 
@@ -56,6 +58,7 @@ def test_evaluations_of_one_step_have_one_line_with_all_their_tasksets(
         monitor.log({f"{part}/{name}/accuracy/mean@1": value}, 4, part)
     again = JsonLinesMonitor(tmp_path)
     again.log({f"{part}/one/accuracy/mean@1": 0.3}, 4, part)  # the last evaluation of a run
+    again.hear(Ended())
     [row] = [json.loads(line) for line in again.path.read_text().splitlines()]
     assert (row["part"], row["step"]) == (part, 4)
     assert row["metrics"] == {
@@ -72,3 +75,32 @@ def test_two_processes_share_the_file_while_one_cuts_its_part(tmp_path: Path) ->
     again.keep_until({"trainer": 0})
     explorer.log({"x": 1.0}, 2, "explorer")
     assert steps_in(tmp_path) == [("explorer", 1, 1.0), ("explorer", 2, 1.0)]
+
+
+def test_an_evaluation_of_several_tasksets_reads_no_earlier_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of thousands of steps would read and write megabytes at each of them."""
+    monitor, times_read, read = JsonLinesMonitor(tmp_path), [], monitor_file.read_jsonl
+    monkeypatch.setattr(
+        monitor_file, "read_jsonl", lambda *a, **k: times_read.append(a) or read(*a, **k)
+    )
+    for step in range(1, 6):
+        for name in ("one", "two", "three"):
+            monitor.hear(Evaluated("eval", step, {f"eval/{name}/reward/mean@1": float(step)}))
+    assert times_read == []
+    names = {f"eval/{name}/reward/mean@1" for name in ("one", "two", "three")}
+    assert [(row["step"], set(row["metrics"])) for row in read_metrics(monitor.path)] == [
+        (step, names) for step in range(1, 6)
+    ]
+
+
+def test_lines_of_an_unfinished_evaluation_go_when_a_run_that_was_killed_is_resumed(
+    tmp_path: Path,
+) -> None:
+    killed = JsonLinesMonitor(tmp_path)
+    for name in ("one", "two"):
+        killed.log({f"eval/{name}/x": 0.5}, 3, "eval")
+    JsonLinesMonitor(tmp_path)
+    [row] = [json.loads(line) for line in killed.path.read_text().splitlines()]
+    assert row["metrics"] == {"eval/one/x": 0.5, "eval/two/x": 0.5}
