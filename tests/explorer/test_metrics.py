@@ -1,6 +1,9 @@
-"""Metrics of outcomes: means over runs, bootstrapped best and worst, and failures that count."""
+"""Metrics of outcomes: means over runs, best and worst, and failures that count."""
 
 from __future__ import annotations
+
+import itertools
+from statistics import fmean
 
 import pytest
 
@@ -32,8 +35,18 @@ def test_mean_std_best_and_worst_of_two_runs_by_hand() -> None:
     metrics = pass_metrics([[0.0, 1.0], [1.0, 1.0]])
     assert metrics["mean@2"] == 0.75
     assert metrics["std@2"] == 0.25
-    assert metrics["best@2"] == pytest.approx((0.75 + 1) / 2, abs=0.03)
-    assert metrics["worst@2"] == pytest.approx((0.25 + 1) / 2, abs=0.03)
+    assert metrics["best@2"] == pytest.approx((0.75 + 1) / 2, abs=1e-12)
+    assert metrics["worst@2"] == pytest.approx((0.25 + 1) / 2, abs=1e-12)
+
+
+def test_best_and_worst_are_the_means_over_all_draws() -> None:
+    runs = [0.25, -1.0, 2.0, 0.25]
+    metrics = pass_metrics([runs, [3.0]])  # a task of which other runs are missing
+    for k in (2, 4):
+        draws = list(itertools.product(runs, repeat=k))
+        best, worst = fmean(map(max, draws)), fmean(map(min, draws))
+        assert metrics[f"best@{k}"] == pytest.approx((best + 3) / 2, abs=1e-12)
+        assert metrics[f"worst@{k}"] == pytest.approx((worst + 3) / 2, abs=1e-12)
 
 
 def test_powers_of_two_below_n_and_n_itself_are_reported() -> None:

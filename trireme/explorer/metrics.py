@@ -8,8 +8,8 @@ synchronization interval, and runs resumed from a checkpoint, draw the same task
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import random
 import re
 import statistics
 from collections import Counter
@@ -108,13 +108,13 @@ def _std(rewards: Sequence[float]) -> float:
         return math.nan
 
 
-def pass_metrics(per_task: Sequence[Sequence[float]], *, seed: int = 42) -> dict[str, float]:
-    """Compute mean@n, std@n (population) and bootstrapped best@k, worst@k for k = 2, 4, 8 .. n.
+def pass_metrics(per_task: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Compute mean@n, std@n (population), best@k and worst@k for k = 2, 4, 8 .. n.
 
     `per_task`: for each task one value per run. best@k is the expected maximum of k runs drawn with
-    replacement (1,000 draws per task), averaged over tasks.
+    replacement, averaged over tasks. The event loop waits for this: it is computed without drawing.
     """
-    per_task = [values for values in per_task if values]
+    per_task = [sorted(values) for values in per_task if values]
     if not per_task:
         return {}
     n = max(len(values) for values in per_task)
@@ -122,16 +122,23 @@ def pass_metrics(per_task: Sequence[Sequence[float]], *, seed: int = 42) -> dict
     if n == 1:
         return metrics
     metrics[f"std@{n}"] = statistics.fmean(statistics.pstdev(values) for values in per_task)
-    draw = random.Random(seed)
     for k in sorted({*(2**i for i in range(1, n.bit_length()) if 2**i < n), n}):
-        best, worst = [], []
-        for values in per_task:
-            draws = [draw.choices(values, k=k) for _ in range(1000)]
-            best.append(statistics.fmean(max(d) for d in draws))
-            worst.append(statistics.fmean(min(d) for d in draws))
+        chances = {size: _chances(size, k) for size in set(map(len, per_task))}
+        best = (_weighted(v, chances[len(v)]) for v in per_task)
         metrics[f"best@{k}"] = statistics.fmean(best)
+        worst = (_weighted(v[::-1], chances[len(v)]) for v in per_task)
         metrics[f"worst@{k}"] = statistics.fmean(worst)
     return metrics
+
+
+def _chances(n: int, k: int) -> list[float]:
+    """Return for each of n values in rising order the chance to be the largest of k draws."""
+    below = [(i / n) ** k for i in range(n + 1)]
+    return [upto - less for less, upto in itertools.pairwise(below)]
+
+
+def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(value * weight for value, weight in zip(values, weights, strict=True))
 
 
 def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dict[str, float]:
