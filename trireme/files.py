@@ -257,13 +257,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_jsonl(path: Path, **needed: type) -> list[dict[str, Any]]:
-    """The rows of a file's whole lines; none where there is no file.
+    """The rows of a file's whole lines; none where there is no file. Damaged lines and errors are
+    those of `jsonl_rows`.
+    """
+    return [row for row, _ in jsonl_rows(path, **needed)]
+
+
+def jsonl_rows(path: Path, **needed: type) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield the row and the bytes of each whole line, one at a time: a file may be gigabytes. None
+    where there is no file.
 
     Lines that are not rows, or lack one of the `needed` keys, are passed by with a warning that
     names the first. Raises Unreadable if the file cannot be read.
     """
-    rows: list[dict[str, Any]] = []
-    damaged: list[Unreadable] = []
+    first, damaged = "", 0
     for number, line in _lines(path):
         try:
             if line is None:
@@ -273,13 +280,13 @@ def read_jsonl(path: Path, **needed: type) -> list[dict[str, Any]]:
                 if not isinstance(row.get(key), kind):
                     expected = _NEEDED_TYPES[kind]
                     raise Unreadable(f"{path}, line {number}, has no '{key}' that is {expected}")
-            rows.append(row)
         except Unreadable as error:
-            damaged.append(error)
+            first, damaged = first or error.args[0], damaged + 1
+            continue
+        yield row, line
     if damaged:
-        others = f", and so are {len(damaged) - 1} more lines" if damaged[1:] else ""
-        _say_passed_by(damaged[0].args[0], others)
-    return rows
+        others = f", and so are {damaged - 1} more lines" if damaged > 1 else ""
+        _say_passed_by(first, others)
 
 
 @lru_cache(maxsize=256)  # a file may be read several times

@@ -8,6 +8,7 @@ import math
 import sqlite3
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from trireme.buffer import rows as rows_module
 from trireme.buffer import table as table_module
 from trireme.buffer.blocks import BLOCKS, stored_experiences
 from trireme.buffer.limit import fitting
+from trireme.buffer.lines import LineFile
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
 from trireme.buffer.table import experience_table, open_database, resolve_url, row_of
@@ -447,6 +449,30 @@ def test_a_copy_stays_below_its_limit(tmp_path: Path, sampled: bool) -> None:
     again._write([Experience([1, 2], prompt_length=1, eid=EID(41, 0), reward=0.0)])
     again.close()
     assert database.stat().st_size < 4 * limit
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_copy_of_lines_is_never_in_memory_as_a_whole(tmp_path: Path, sampled: bool) -> None:
+    """At the limit of 1000 MB that would be several times as much of a run's memory."""
+
+    def line(step: int) -> dict[str, Any]:
+        return {"eid": f"{step}/0/0/0", "step": step, "response": "x" * 50_000}
+
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(line(step)) + "\n" for step in range(300)))
+    size = path.stat().st_size
+    tracemalloc.start()
+    file = LineFile(path, limit=size + 1000, sampled=sampled)
+    file.append([{"eid": "300/0/0/0", "step": 300}])  # it knows which ids are there
+    assert path.stat().st_size > size
+    file.append([line(301)])  # it is cut
+    file.append([line(301)])  # a line is replaced
+    file.rewind(290)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    left = [row["step"] for row in lines(path)]
+    assert 200 < len(left) < 280 and max(left) <= 290
+    assert peak < size / 4
 
 
 def test_a_line_that_was_written_in_this_process_is_replaced(tmp_path: Path) -> None:

@@ -81,9 +81,9 @@ def test_an_evaluation_of_several_tasksets_reads_no_earlier_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of thousands of steps would read and write megabytes at each of them."""
-    monitor, times_read, read = JsonLinesMonitor(tmp_path), [], monitor_file.read_jsonl
+    monitor, times_read, read = JsonLinesMonitor(tmp_path), [], monitor_file.jsonl_rows
     monkeypatch.setattr(
-        monitor_file, "read_jsonl", lambda *a, **k: times_read.append(a) or read(*a, **k)
+        monitor_file, "jsonl_rows", lambda *a, **k: times_read.append(a) or read(*a, **k)
     )
     for step in range(1, 6):
         for name in ("one", "two", "three"):

@@ -7,7 +7,7 @@ group's id, so that a sample of all steps remains.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: bool
     """Yield the keys of the rows (key, group, bytes; oldest first) that remain within `limit`
     bytes.
     """
-    order = [[row] for row in reversed(rows)]
+    order: Iterable[Sequence[tuple[Any, str, int]]] = ((row,) for row in reversed(rows))
     if sampled:  # a group's rank is the same at every cut: removed groups stay away
         groups: dict[str, list[tuple[Any, str, int]]] = {}
         for row in reversed(rows):

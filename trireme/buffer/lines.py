@@ -1,12 +1,14 @@
 """Lines: the facts about experiences that people read, in a file of JSON Lines.
 
-A line has no tokens and log-probabilities: those are in the database of a Record.
+A line has no tokens and log-probabilities: those are in the database of a Record. A file may be
+gigabytes (`copy_limit_mb`): it is read and written anew line by line, never as a whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from trireme.buffer.limit import SHARE, cut_file, fitting, note_cut
 from trireme.buffer.owner import owner_note
 from trireme.buffer.table import batch_number
 from trireme.experience import EID, Experience
-from trireme.files import append, json_or, read_jsonl, whole_lines, write_json, write_text
+from trireme.files import append, json_or, jsonl_rows, whole_file, whole_lines, write_json
 from trireme.text import as_json
 
 
@@ -40,10 +42,13 @@ class LineFile:
             self._trim()
 
     def _trim(self) -> None:
-        groups = ((line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in self._read())
-        rows = [(eid, group, len(_text([line]).encode())) for eid, group, line in groups]
-        kept = set(fitting(rows, SHARE * self._limit, sampled=self._sampled))
-        self.keep(lambda line: line["eid"] in kept)
+        groups: dict[str, str] = {}  # one text for all lines of a group
+        rows = []
+        for number, (line, data) in enumerate(self._rows()):
+            group = line["eid"].rsplit("/", 2)[0] if self._sampled else ""
+            rows.append((number, groups.setdefault(group, group), len(data)))
+        kept, numbers = set(fitting(rows, SHARE * self._limit, sampled=self._sampled)), count()
+        self.keep(lambda line: next(numbers) in kept)
         note_cut(self._path, len(rows) - len(kept), sampled=self._sampled)
 
     def claim(self, job: Path, refuse_other: Callable[[str, str | None, bool], None]) -> None:
@@ -63,18 +68,23 @@ class LineFile:
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite the file with the wanted lines; a half-written line is dropped too."""
-        lines = [line for line in self._read() if wanted(line)]
-        self._ids = {line["eid"] for line in lines}
-        write_text(self._path, _text(lines))
+        ids = set[str]()
+        with whole_file(self._path) as temporary, temporary.open("wb") as file:
+            for line, data in self._rows():
+                if wanted(line):
+                    ids.add(line["eid"])
+                    file.write(data)
+        self._ids = ids
 
     def _known(self) -> set[str]:
         if self._ids is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._ids = {line["eid"] for line in self._read()}
+            self._ids = {line["eid"] for line, _ in self._rows()}
         return self._ids
 
-    def _read(self) -> list[dict[str, Any]]:
-        return read_jsonl(self._path, eid=str, step=int) if whole_lines(self._path) else []
+    def _rows(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        if whole_lines(self._path):
+            yield from jsonl_rows(self._path, eid=str, step=int)
 
 
 def summary(experience: Experience) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trireme.files import (
     append,
     in_turn,
-    read_jsonl,
+    jsonl_rows,
     whole_lines,
     write_jsonl,
 )
@@ -117,8 +117,8 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int]:
     return row["part"], row["step"]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return read_jsonl(path, part=str, step=int, metrics=dict)
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    return (row for row, _ in jsonl_rows(path, part=str, step=int, metrics=dict))
 
 
 def _finite(value: float) -> float | None:
