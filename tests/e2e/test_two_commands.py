@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.job import Forked, small_config, started
 from tests.e2e.test_modes import metrics
 from tests.limits import HANG_S
+from trireme.launch import run
 from trireme.sync.checkpoint import STATE_FILE
 
 STEPS, EXPERIENCES = 4, 64
@@ -129,6 +130,29 @@ def test_a_pair_that_goes_on_may_start_with_its_explorer(pair: Pair) -> None:
     pair.start("train", more)
     pair.finish()
     assert pair.explored() == STEPS + 2 and (pair.job / f"global_step_{STEPS + 2}").is_dir()
+
+
+def without_memory() -> None:
+    """In the child: its model does not fit."""
+
+    def load(stage: object) -> None:
+        raise MemoryError("no room for the model")
+
+    run.load_models = load  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_trainer_sends_heartbeats_before_it_loads_its_model(tmp_path: Path) -> None:
+    """Which takes minutes: to the explorer it would be as good as killed."""
+    config = small_config(tmp_path)
+    config["buffer"]["trainer_input"] = {
+        "experience_buffer": {"storage_type": "sql", "name": "shared"}
+    }
+    pair = Pair(tmp_path, config)
+    pair.start("train", prepare=without_memory)
+    assert pair.running["train"].wait() != 0
+    with sqlite3.connect(pair.job / "buffer/shared.db") as database:
+        rows = database.execute("select name, role, closed from shared_parties").fetchall()
+    assert rows == [("trainer", "train", 0)]
 
 
 @pytest.mark.extension("diagnosis")

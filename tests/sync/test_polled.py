@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def publish(folder: JobFolder, step: int) -> None:
     actor.mkdir(parents=True)
     (actor / "model.safetensors").touch()
     folder.latest_weights.write_text(str(step))
+
+
+class Store:
+    """What an explorer asks its store: whether the trainer starves, and whether it is there."""
+
+    def __init__(self, *, starves: Iterable[bool] = (), gone: str = "") -> None:
+        self.answers, self.gone = iter(starves), gone
+
+    async def starves(self) -> bool:
+        return next(self.answers, False)
+
+    async def without_reader(self) -> str:
+        return self.gone
 
 
 def polled(folder: Path, **options: Any) -> tuple[PolledSync, Engine]:
@@ -205,6 +219,31 @@ def test_a_trainer_that_nobody_started_is_said_long_before_the_time_out(
     assert caplog.text.count(sentence) == int(not there)
 
 
+def test_a_trainer_that_was_killed_is_said_long_before_the_time_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trireme.sync.checkpoint.LOOK", 0.1)
+    store = Store()
+    sync, _ = polled(tmp_path, timeout=1.0, store=lambda: store)
+    say(tmp_path, "running", 1)
+
+    async def main() -> None:
+        pull = asyncio.ensure_future(sync.pull(2))
+        await asyncio.sleep(0.5)
+        assert not caplog.text, "it is there"
+        store.gone = "; no heartbeat from: default for 61 s"
+        said = r"^explore step 2 waited 1 s .*; no heartbeat from: default for 61 s$"
+        with pytest.raises(TimeoutError, match=said):
+            await pull
+        await sync.pull_last()
+
+    asyncio.run(main())
+    for wait in ("explore step 2 waits for the weights of train step 2",
+                 "the last evaluation waits for the last weights"):  # fmt: skip
+        said = f"{wait}; no heartbeat from: default for 61 s: if it was killed, start it again"
+        assert caplog.text.count(said) == 1
+
+
 @pytest.mark.parametrize(
     ("style", "steps"),
     [("fixed", [3, 5, 7]), ("explorer_driven", [3, 5, 7]), ("trainer_driven", [*range(1, 8)])],
@@ -239,16 +278,12 @@ def test_a_fixed_explorer_waits_for_its_trainer_and_has_the_weights_then(tmp_pat
 def test_an_explorer_whose_trainer_waits_for_experiences_waits_for_no_weights(
     tmp_path: Path,
 ) -> None:
-    answers = iter([False, True])  # the trainer trains what it has first
-
-    async def starves() -> bool:
-        return next(answers)
-
-    sync, engine = polled(tmp_path, starves=starves)
+    store = Store(starves=[False, True])  # the trainer trains what it has first
+    sync, engine = polled(tmp_path, store=lambda: store)
     publish(JobFolder(tmp_path), 2)
     asyncio.run(sync.pull(3))  # a batch is missing: some rollouts failed
     assert engine.took == ["global_step_2 as 1"], "the newest that there are"
-    assert next(answers, None) is None and sync.metrics()["sync/skipped"] == 1
+    assert next(store.answers, None) is None and sync.metrics()["sync/skipped"] == 1
     publish(JobFolder(tmp_path), 3)
     asyncio.run(sync.pull(3))
     assert sync.metrics()["sync/skipped"] == 1

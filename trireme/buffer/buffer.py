@@ -82,6 +82,12 @@ class Buffer(Puts, Protocol):
         """Return whether a take, here or in another process, waits for more than there is."""
         ...
 
+    async def without_reader(self) -> str:
+        """Return the end of a sentence, which begins with a semicolon: the readers in other
+        processes that are known to be gone without having ended; empty if there are none.
+        """
+        ...
+
     def __len__(self) -> int:
         """Return the number of experiences that can be taken now."""
         ...
@@ -240,6 +246,10 @@ class InMemory:
     async def starves(self) -> bool:
         """Return whether a take waits for more than there is."""
         return self.demand.unmet
+
+    async def without_reader(self) -> str:
+        """Return nothing: its reader is in this process."""
+        return ""
 
     def commit(self) -> None:
         """Do nothing: this store retains nothing that was taken."""

@@ -149,6 +149,10 @@ class FileBuffer:
         """Return False: a take reads and does not wait."""
         return False
 
+    async def without_reader(self) -> str:
+        """Return nothing: its reader is in this process."""
+        return ""
+
     def __len__(self) -> int:
         """Return the rows left; for an endless data set those of an epoch."""
         if self._closed:

@@ -190,7 +190,7 @@ def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
         timeout=plan.config.synchronizer.sync_timeout,
         dtype=plan.dtype,
         old_report=stage.old_report,
-        starves=lambda: stage.buffer.starves(),  # made after the weights are loaded
+        store=lambda: stage.buffer,  # made after the weights are loaded
     )
     if (servers := engine.servers) is not None:  # restarted servers get their weights through it
         sync.persist, servers.renew = servers.persist, sync.renew

@@ -227,6 +227,8 @@ async def run_plan(
                 _ = stage.raw_record  # another job's is refused before a model is loaded
                 if plan.store.kind == "queue":
                     _ = stage.buffer
+            if plan.mode == "train" and not plan.places.spread:
+                _ = stage.buffer  # its heartbeats tell the explorers that a trainer is starting
             if plan.places.spread:
                 result = await launcher_named(plan.places.launcher).run(stage, stop, measure_end)
             elif plan.engine.served:

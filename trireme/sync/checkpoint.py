@@ -10,11 +10,12 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from trireme.buffer.buffer import Buffer
 from trireme.checkpoint.layout import JobFolder, step_in
 from trireme.checkpoint.manifest import Damaged, plain_state
 from trireme.checkpoint.save import save_weights
@@ -31,6 +32,8 @@ logger = get_logger("synchronizer")
 POLL_SECONDS = 0.2
 NOTED = 15.0
 """Seconds without a sign of any trainer after which a warning names the cause of the wait."""
+LOOK = 5.0
+"""Seconds from one look at the trainer's heartbeat to the next, while something waits for it."""
 TRIES = 2
 """Further attempts to read weights that cannot be read: the full checkpoint of a step replaces the
 folder with its weights."""
@@ -132,13 +135,14 @@ class PolledSync:
         timeout: float,
         dtype: str,
         old_report: int | None = None,
-        starves: Callable[[], Awaitable[bool]] | None = None,
+        store: Callable[[], Buffer] | None = None,
     ) -> None:
         """The styles are those of Synchronizer; here only `fixed` waits. An end that was reported
         at `old_report`, before this process began, is that of the last attempt's trainer, and is
         ignored.
 
-        `starves()` is the store's: whether the trainer waits for more experiences than there are.
+        `store()` knows whether the trainer waits for more experiences than there are, and whether
+        it still sends heartbeats.
         """
         self._engine = engine
         self._folder = folder
@@ -150,7 +154,8 @@ class PolledSync:
         self._loaded_step = 0
         self._waited = 0.0
         self._old_report = old_report
-        self._starves = starves
+        self._store = store
+        self._next_look = 0.0
         self._skipped = 0
         self._loading = asyncio.Lock()
         self.persist: Persist = once
@@ -193,12 +198,13 @@ class PolledSync:
         """
         started = time.monotonic()
         wanted = step - self._offset if self._style == "fixed" else 0
-        noted = finished = starves = False
+        noted, waits = False, f"explore step {step} waits for the weights of train step {wanted}"
+        finished = starves = False
         while True:
             if (
                 await self._latest() >= wanted
                 or (finished := self.finished)
-                or (starves := self._starves is not None and await self._starves())
+                or (starves := self._store is not None and await self._store().starves())
             ):
                 self._waited = time.monotonic() - started
                 await self.load_latest()
@@ -212,19 +218,14 @@ class PolledSync:
                         step, self._loaded_step,
                     )  # fmt: skip
                     break
-            if not noted and not self._said() and time.monotonic() - started > NOTED:
-                noted = True
-                logger.warning(
-                    "explore step %d waits for the weights of train step %d, and no command with "
-                    "mode: train is on %s",
-                    step, wanted, self._folder.root,
-                )  # fmt: skip
-            if time.monotonic() - started > self._timeout:
+            waited = time.monotonic() - started
+            noted = noted or await self._note_absence(waits, waited)
+            if waited > self._timeout:
+                gone = self._store is not None and await self._store().without_reader()
                 raise TimeoutError(
                     f"explore step {step} waited {self._timeout:g} s "
-                    "(synchronizer.sync_timeout) for "
-                    f"the weights of train step {wanted} in {self._folder.root}: is the "
-                    "trainer running?"
+                    "(synchronizer.sync_timeout) for the weights of train step "
+                    f"{wanted} in {self._folder.root}{gone or ': is the trainer running?'}"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
@@ -232,7 +233,8 @@ class PolledSync:
         """Load the trainer's last weights, once it has ended; the newest if none has begun, or if
         it has not ended after `timeout` seconds.
         """
-        started, noted = time.monotonic(), False
+        started, noted, absent = time.monotonic(), False, False
+        waits = "the last evaluation waits for the last weights"
         while self._said() and not self.finished:
             waited = time.monotonic() - started
             if waited > self._timeout:
@@ -244,12 +246,30 @@ class PolledSync:
                 break
             if not noted and waited > NOTED:
                 noted = True
-                logger.warning(
-                    "the last evaluation waits for the last weights: for the trainer of %s to end",
-                    self._folder.root,
-                )
+                logger.warning("%s: for the trainer of %s to end", waits, self._folder.root)
+            absent = absent or await self._note_absence(waits, waited)
             await asyncio.sleep(POLL_SECONDS)
         await self.load_latest()
+
+    async def _note_absence(self, waits: str, waited: float) -> bool:
+        """Warn, and return True, if no trainer can end a wait that has lasted `waited` seconds."""
+        if not self._said():
+            if waited > NOTED:
+                logger.warning(
+                    "%s, and no command with mode: train is on %s", waits, self._folder.root
+                )
+            return waited > NOTED
+        if self._store is None or (now := time.monotonic()) < self._next_look:
+            return False
+        self._next_look = now + LOOK
+        if not (gone := await self._store().without_reader()):
+            return False
+        logger.warning(
+            "%s%s: if it was killed, start it again; the wait ends after %g s "
+            "(synchronizer.sync_timeout)",
+            waits, gone, self._timeout,
+        )  # fmt: skip
+        return True
 
     async def load_latest(self) -> None:
         """Load the newest weights if they are not ours, and compare the probe. They may be of an

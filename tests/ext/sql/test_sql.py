@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -468,6 +469,35 @@ def test_an_explorer_that_went_without_a_word_is_named(url: str) -> None:
         trainer = open_as("train", url, lease_time=0.1, max_read_timeout=0.5)
         with pytest.raises(TimeoutError, match=r"no heartbeat from: explorer_7 for \d s"):
             await trainer.take(1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("clock", [0.0, 3600.0, -3600.0])
+def test_a_trainer_is_gone_once_its_heartbeats_stop_whatever_its_machines_clock_says(
+    tmp_path: Path, clock: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two machines on one SQLite file, or one whose clock was set."""
+    hands = JumpingClock()
+
+    async def main() -> None:
+        url = f"sqlite:///{tmp_path / 'b.db'}"
+        explorer = open_as("explore", url, clock=hands, lease_time=60)
+        assert "no command with mode: train" in await explorer.without_reader()
+        there = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr("trireme.buffer.table.time.time", lambda: there() + clock)
+            trainer = open_as("train", url, lease_time=0.2)
+            for hands.time in range(0, 600, 20):
+                assert not await explorer.without_reader()
+                await asyncio.sleep(0.1)  # two heartbeats
+            trainer._heartbeat.stop()
+            await asyncio.sleep(0.1)
+        assert not await explorer.without_reader()
+        hands.time += 61
+        assert "; no heartbeat from: default for " in await explorer.without_reader()
+        open_as("train", url)
+        assert not await explorer.without_reader(), "it was started again"
 
     run(main())
 

@@ -108,7 +108,12 @@ class SqlBuffer:
         self._claims = Claims(name, metadata, reader=party, reuse=reuse)
         self._pictures = PictureTable(name, metadata)
         self._parties = Parties(
-            f"{name}_parties", metadata, name=party, roles=roles, lease=self._lease
+            f"{name}_parties",
+            metadata,
+            name=party,
+            roles=roles,
+            lease=self._lease,
+            clock=self._clock,
         )
         self._database = open_database(
             url, metadata, retries=section.max_retry_times, retry_seconds=self._retry_seconds
@@ -227,6 +232,12 @@ class SqlBuffer:
     async def starves(self) -> bool:
         """Return whether a reader, in any process, waits for more than there is."""
         return await asyncio.to_thread(self._transact, self._starves)
+
+    async def without_reader(self) -> str:
+        """Return which readers send no heartbeat, watched from one call to the next; empty if all
+        do.
+        """
+        return await asyncio.to_thread(self._missing, "train")
 
     def __len__(self) -> int:
         with self._database.connect().execution_options(reads_only=True) as connection:
@@ -405,8 +416,10 @@ class SqlBuffer:
         pause = POLL_FIRST
 
         def look(connection: Connection) -> tuple[Result | None, int]:
-            result = attempt(connection)
-            return result, self._claims.changes(connection) if result is None else 0
+            if (result := attempt(connection)) is not None:
+                return result, 0
+            self._parties.missing(connection, other)  # which it watches from now on
+            return None, self._claims.changes(connection)
 
         while True:
             notified = self._changed.notified

@@ -5,6 +5,8 @@ A party is a name in a role, `explore` or `train`. All methods run inside the ca
 - A name belongs to the process that entered with it last; the one before notices (`mine`).
 - A thread sends regular heartbeats (`beat`); a party without one for `lease` seconds is `silent`,
   and others may take its rows.
+- A party is reported as `missing` only after this process has watched it in vain: with SQLite each
+  machine has its own clock, which may be set.
 - A writer ignores the end of readers, and failures, from before it entered: those of an earlier
   attempt, whose parties may enter again after it.
 """
@@ -35,6 +37,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import SQLAlchemyError
 
+from trireme.buffer.buffer import Clock
 from trireme.buffer.table import database_time, one_at_a_time
 from trireme.log import get_logger
 from trireme.text import storable
@@ -74,11 +77,22 @@ class Parties:
     """A table with one row a party; this object speaks for `name` in `roles`."""
 
     def __init__(
-        self, table_name: str, metadata: MetaData, *, name: str, roles: Sequence[str], lease: float
+        self,
+        table_name: str,
+        metadata: MetaData,
+        *,
+        name: str,
+        roles: Sequence[str],
+        lease: float,
+        clock: Clock,
     ) -> None:
+        """`clock` is this process's own, by which it watches the others' heartbeats."""
         self.name = name
         self.roles = tuple(roles)
         self.lease = lease
+        self._clock = clock
+        self._watched: dict[str, dict[tuple[str, float], float]] = {}
+        """By role: each party's process and last heartbeat, and when this process first saw it."""
         self._process = secrets.token_hex(8)
         self._ended_before: list[str] = []
         """The processes whose end or failure does not concern this one."""
@@ -142,14 +156,26 @@ class Parties:
 
     def missing(self, connection: Connection, role: str) -> str:
         """Return the end of an error sentence: that no party of that side has connected, or which
-        one stopped sending heartbeats; or nothing.
+        ones stopped sending heartbeats; or nothing.
+
+        Call it repeatedly: it watches them from one call to the next. Half a lease without a
+        heartbeat is enough if the last one is older than a lease by the database's clock.
         """
-        silent = self.silent(connection, role)
-        table = self._table
-        if connection.scalar(self._of_now(table.c.name).where(table.c.role == role)) is None:
+        now, here, table = database_time(connection), self._clock.now(), self._table
+        columns = table.c.name, table.c.process, table.c.seen, table.c.closed
+        rows = connection.execute(self._of_now(*columns).where(table.c.role == role)).all()
+        before = self._watched.get(role, {})
+        self._watched[role] = since = {
+            (row.process, row.seen): before.get((row.process, row.seen), here) for row in rows
+        }
+        if not rows:
             return f"; no command with mode: {role} uses this buffer"
-        here = select(table.c.name).where(table.c.role == role, table.c.closed.is_(False))
-        gone = [f"{n} for {silent[n]:.0f} s" for n in connection.scalars(here) if n in silent]
+        gone = []
+        for row in rows:
+            watched, age = here - since[row.process, row.seen], now - row.seen
+            silent = watched > (self.lease if age < self.lease else self.lease / 2)
+            if silent and not row.closed:
+                gone.append(f"{row.name} for {max(watched, age):.0f} s")
         return f"; no heartbeat from: {', '.join(gone)}" if gone else ""
 
     def leave(self, connection: Connection, failure: str | None = None) -> None:
@@ -184,9 +210,9 @@ class Parties:
         """Return the largest number that a reader waits for."""
         return connection.scalar(select(func.max(self._table.c.wanted))) or 0
 
-    def _of_now(self, column: Column[Any]) -> Select[Any]:
-        """Select a column of all parties but those that had ended before this one entered."""
-        return select(column).where(self._table.c.process.not_in(self._ended_before))
+    def _of_now(self, *columns: Column[Any]) -> Select[Any]:
+        """Select columns of all parties but those that had ended before this one entered."""
+        return select(*columns).where(self._table.c.process.not_in(self._ended_before))
 
     def _row(self, role: str) -> tuple[Any, ...]:
         return self._table.c.name == self.name, self._table.c.role == role
