@@ -95,6 +95,28 @@ def test_several_batches_of_an_explore_step_carry_the_rest_over() -> None:
     assert pipeline.resampling.state() == {"steps": 0, "collected": 1}
 
 
+@pytest.mark.parametrize(
+    ("waiting", "batch_size", "after"),
+    [
+        (2, 4, (1, 2)),
+        (6, 4, (1, 2)),  # a whole batch, too
+        (0, 4, (0, 0)),  # trained, as the run's last
+        (2, 2, (0, 0)),  # enough for a batch of the present size
+        (None, 4, (1, 2)),
+    ],
+)
+def test_a_resumed_run_fills_up_what_is_missing_beyond_the_buffer(
+    waiting: int | None, batch_size: int, after: tuple[int, int]
+) -> None:
+    pipeline = made(1)
+    step(pipeline, EQUAL, DIFFER)
+    assert pipeline.resampling is not None
+    resumed = made(1, batch_size=batch_size).resampling
+    assert resumed is not None
+    resumed.load_state(pipeline.resampling.state(), waiting)
+    assert tuple(resumed.state().values()) == after
+
+
 def test_rewards_that_are_no_finite_numbers_fill_nothing_up() -> None:
     kept, metrics = step(made(0), [float("nan"), 0.0], EQUAL)
     assert [e.eid.task for e in kept] == [1, 1] and metrics["refilled_count"] == 2

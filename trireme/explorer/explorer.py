@@ -222,8 +222,8 @@ class Explorer:
             state["feedback"] = self.feedback.state(pending[0]) | upto
         return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+    def load_state(self, state: dict[str, Any], waiting: int | None = None) -> None:
+        """Restore what `state` returned; `waiting` experiences are in the buffer."""
         assert self.taskset is not None
         self.step = state["step"]
         self._fresh = not self.step
@@ -231,7 +231,7 @@ class Explorer:
         if "feedback" in state:
             self.feedback.load_state(state["feedback"])
         if self.pipeline.resampling is not None and "resampling" in state:
-            self.pipeline.resampling.load_state(state["resampling"])
+            self.pipeline.resampling.load_state(state["resampling"], waiting)
 
     def _state_now(self) -> dict[str, Any]:
         assert self.taskset is not None

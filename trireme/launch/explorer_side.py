@@ -100,7 +100,8 @@ class ExplorerSide:
             stage.copy(EVALUATED)
             stage.copy(FAILED, most=FAILED_BYTES)
         if stage.resumed is not None and plan.mode == "both":
-            self.explorer.load_state(stage.resumed.run_state["explorer"])
+            state = stage.resumed.run_state
+            self.explorer.load_state(state["explorer"], state["buffer"].get("waiting"))
 
     async def load(self, step: int) -> None:
         """Load a checkpoint's weights into the engine, and verify them."""

@@ -92,9 +92,14 @@ class Resampling:
         steps, collected = self._after if putting else self._before
         return {"steps": steps, "collected": collected}
 
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Restore what `state` returned."""
-        self._after = state["steps"], state["collected"]
+    def load_state(self, state: Mapping[str, int], waiting: int | None = None) -> None:
+        """Restore what `state` returned, with the buffer's experiences that are `waiting`: fewer if
+        a last, smaller batch has been trained.
+        """
+        steps, collected = state["steps"], state["collected"]
+        if waiting is not None and (left := waiting % self._batch_size) != collected:
+            steps, collected = steps if left else 0, left
+        self._after = steps, collected
         self.put()
 
 
