@@ -473,6 +473,30 @@ def test_an_explorer_that_went_without_a_word_is_named(url: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_an_explorer_supplies_no_trainer_that_is_gone(url: str, how: str) -> None:
+    """It would not wait for the weights of another, nor for room."""
+    clock = JumpingClock()
+
+    async def main() -> None:
+        explorer = open_as("explore", url, clock=clock, lease_time=60)
+        other = open_as("train", url, "other", lease_time=60)  # its next heartbeat is in 15 s
+        take = asyncio.create_task(other.take(64))
+        while not await explorer.starves():
+            await asyncio.sleep(0.001)
+        clock.time += 59  # it may be slow
+        assert await explorer.starves()
+        take.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await take
+        if how == "killed":
+            other._transact(lambda connection: other._parties.want(connection, 64))
+            clock.time += 2
+        assert not await explorer.starves()
+
+    run(main())
+
+
 @pytest.mark.parametrize("clock", [0.0, 3600.0, -3600.0])
 def test_a_trainer_is_gone_once_its_heartbeats_stop_whatever_its_machines_clock_says(
     tmp_path: Path, clock: float, monkeypatch: pytest.MonkeyPatch

@@ -205,8 +205,7 @@ class SqlBuffer:
         except asyncio.CancelledError:
             with self._taking:  # its thread may be about to claim
                 self._held = before
-                seal = self._seal
-                self._at_once(lambda c: self._claims.release(c, but=before, seal=seal))
+                self._at_once(partial(self._end_take, before, self._seal))
             raise
         finally:
             self.demand.set(False)
@@ -532,6 +531,11 @@ class SqlBuffer:
                 experience.info["use_count"] = use
         # None: another reader is just taking them, or the rows were damaged or too old
         return claimed if claimed or not has else None
+
+    def _end_take(self, before: set[int], seal: str | None, connection: Connection) -> None:
+        """Release what a cancelled take has claimed, and wait for nothing more."""
+        self._claims.release(connection, but=before, seal=seal)
+        self._parties.want(connection, 0)
 
     def _read(self, stored: Stored, row: int, data: bytes) -> Experience | None:
         """Return a row's experience; None if it is damaged and may be left out."""

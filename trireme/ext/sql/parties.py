@@ -5,8 +5,8 @@ A party is a name in a role, `explore` or `train`. All methods run inside the ca
 - A name belongs to the process that entered with it last; the one before notices (`mine`).
 - A thread sends regular heartbeats (`beat`); a party without one for `lease` seconds is `silent`,
   and others may take its rows.
-- A party is reported as `missing` only after this process has watched it in vain: with SQLite each
-  machine has its own clock, which may be set.
+- A party is reported as `missing`, and what it waits for no longer counts, only after this process
+  has watched it in vain: with SQLite each machine has its own clock, which may be set.
 - A writer ignores the end of readers, and failures, from before it entered: those of an earlier
   attempt, whose parties may enter again after it.
 """
@@ -156,27 +156,13 @@ class Parties:
 
     def missing(self, connection: Connection, role: str) -> str:
         """Return the end of an error sentence: that no party of that side has connected, or which
-        ones stopped sending heartbeats; or nothing.
-
-        Call it repeatedly: it watches them from one call to the next. Half a lease without a
-        heartbeat is enough if the last one is older than a lease by the database's clock.
+        ones stopped sending heartbeats; or nothing. It watches them from one call to the next.
         """
-        now, here, table = database_time(connection), self._clock.now(), self._table
-        columns = table.c.name, table.c.process, table.c.seen, table.c.closed
-        rows = connection.execute(self._of_now(*columns).where(table.c.role == role)).all()
-        before = self._watched.get(role, {})
-        self._watched[role] = since = {
-            (row.process, row.seen): before.get((row.process, row.seen), here) for row in rows
-        }
-        if not rows:
+        gone, table = self._gone(connection, role), self._table
+        if connection.scalar(self._of_now(table.c.name).where(table.c.role == role)) is None:
             return f"; no command with mode: {role} uses this buffer"
-        gone = []
-        for row in rows:
-            watched, age = here - since[row.process, row.seen], now - row.seen
-            silent = watched > (self.lease if age < self.lease else self.lease / 2)
-            if silent and not row.closed:
-                gone.append(f"{row.name} for {max(watched, age):.0f} s")
-        return f"; no heartbeat from: {', '.join(gone)}" if gone else ""
+        names = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in gone.items())
+        return f"; no heartbeat from: {names}" if names else ""
 
     def leave(self, connection: Connection, failure: str | None = None) -> None:
         """Record that this party has ended, with the cause of a failure."""
@@ -207,12 +193,36 @@ class Parties:
         connection.execute(mine.values(wanted=number))
 
     def wanted(self, connection: Connection) -> int:
-        """Return the largest number that a reader waits for."""
-        return connection.scalar(select(func.max(self._table.c.wanted))) or 0
+        """Return the largest number that a reader waits for, of those that are there."""
+        table, gone = self._table, self._gone(connection, "train")
+        most = select(func.max(table.c.wanted)).where(table.c.name.not_in(list(gone)))
+        return connection.scalar(most.where(table.c.closed.is_(False))) or 0
 
-    def _of_now(self, *columns: Column[Any]) -> Select[Any]:
-        """Select columns of all parties but those that had ended before this one entered."""
-        return select(*columns).where(self._table.c.process.not_in(self._ended_before))
+    def _gone(self, connection: Connection, role: str) -> dict[str, float]:
+        """Return the parties of that side that went without a word, and for how many seconds they
+        have been silent.
+
+        Half a lease without a heartbeat is enough if the last one is older than a lease by the
+        database's clock.
+        """
+        now, here, table = database_time(connection), self._clock.now(), self._table
+        rows = select(table.c.name, table.c.process, table.c.seen)
+        rows = rows.where(table.c.role == role, table.c.closed.is_(False))
+        parties = connection.execute(rows).all()
+        before = self._watched.get(role, {})
+        self._watched[role] = since = {
+            (row.process, row.seen): before.get((row.process, row.seen), here) for row in parties
+        }
+        gone: dict[str, float] = {}
+        for row in parties:
+            watched, age = here - since[row.process, row.seen], now - row.seen
+            if watched > (self.lease if age < self.lease else self.lease / 2):
+                gone[row.name] = max(watched, age)
+        return gone
+
+    def _of_now(self, column: Column[Any]) -> Select[Any]:
+        """Select a column of all parties but those that had ended before this one entered."""
+        return select(column).where(self._table.c.process.not_in(self._ended_before))
 
     def _row(self, role: str) -> tuple[Any, ...]:
         return self._table.c.name == self.name, self._table.c.role == role
