@@ -158,12 +158,18 @@ class PartFiles(logging.Handler):
         super().close()
 
 
-class ConsoleLines(logging.Handler):
-    """Shows warnings and errors on stderr, one line each."""
+def on_stderr(text: str) -> None:
+    """Show a line on stderr, which is looked up each time: a live display replaces it."""
+    say(text, file=sys.stderr)
 
-    def __init__(self, folder: Path) -> None:
+
+class ConsoleLines(logging.Handler):
+    """Shows warnings and errors, one line each."""
+
+    def __init__(self, folder: Path, show: Callable[[str], None] = on_stderr) -> None:
         super().__init__(logging.WARNING)
         self.folder = folder
+        self._show = show
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -182,5 +188,4 @@ class ConsoleLines(logging.Handler):
             more = f"\n  {where}\ndetails: {self.folder / f'{part}.log'}"
         elif self._seen[kind] == SHOWN_REPEATS:
             more = f" (more of these: {self.folder / f'{part}.log'})"
-        # sys.stderr is looked up for each line: a live display replaces it
-        say(f"{record.levelname.lower()}: {line}{more}", file=sys.stderr)
+        self._show(f"{record.levelname.lower()}: {line}{more}")

@@ -28,6 +28,7 @@ import torch
 import yaml
 
 from trireme.buffer.buffer import OtherSideFailed
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import load_config
 from trireme.config.gpus import Gpus
 from trireme.config.schema import ClusterConfig
@@ -53,6 +54,7 @@ from trireme.launch import GC_THRESHOLDS
 from trireme.launch.check import make_plans
 from trireme.launch.explorer_side import polled_sync
 from trireme.launch.stage import open_stage
+from trireme.log import get_logger
 from trireme.monitor.console import Console
 from trireme.monitor.events import (
     Evaluated,
@@ -133,9 +135,9 @@ def test_a_side_answers_what_its_part_does_not() -> None:
 
 
 def test_a_side_in_an_actor_collects_garbage_rarely_as_in_one_process(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = SimpleNamespace(old_report=None)
+    stage = SimpleNamespace(old_report=None, folder=JobFolder(tmp_path))
     monkeypatch.setattr("trireme.ext.ray.actors.open_stage", lambda *_: nullcontext(stage))
     plan = SimpleNamespace(engine=SimpleNamespace(urls=()))
     spec = SimpleNamespace(plan=plan, plugins=(), model_path="", old_report=None)
@@ -256,6 +258,35 @@ def test_events_are_kept_until_they_were_heard_and_cross_whole() -> None:
         assert await outbox.events(6, 0.0) == []
 
     asyncio.run(main())
+
+
+def test_a_worker_s_warnings_reach_the_console_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker: SideWorker[Any] = SideWorker()
+    stage: Any = SimpleNamespace(folder=JobFolder(tmp_path), plan=None, emit=None)
+    worker._forward_warnings(stage)
+    logger = get_logger("explorer")
+    for part in range(5):
+        logger.warning("2 of %d rollouts failed", part)
+    logger.info("no line of the console")
+    logger.error("the cause of the end, which the command says itself")
+
+    class Handle:
+        """Ray's, which can be a key."""
+
+        class call:
+            @staticmethod
+            async def remote(name: str, *args: Any) -> Any:
+                return await worker.method(name)(*args)
+
+    asyncio.run(Actors(stage)._show(Handle, 0.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [f"warning: 2 of {part} rollouts failed" for part in range(2)]
+    assert len(lines) == 3 and f"(more of these: {tmp_path}" in lines[2]
+    asyncio.run(worker.stop())
+    logger.warning("after the end")
+    assert asyncio.run(worker._outbox.events(3, 0.0)) == []
 
 
 class Cut(Exception):

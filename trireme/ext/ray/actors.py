@@ -36,7 +36,7 @@ from trireme.launch.resume import refuse_other_run
 from trireme.launch.run import rare_collections
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.trainer_side import TrainerSide
-from trireme.log import setup_logging
+from trireme.log import ROOT, ConsoleLines, setup_logging
 from trireme.serialize import decode, encode
 from trireme.sync.synchronizer import is_due
 from trireme.trainer.ranks import free_address
@@ -91,11 +91,20 @@ class SideWorker(Worker, Generic[Side]):
         plan = spec.plan
         opening = open_stage(plan, spec.model_path, self._device, self._outbox)
         stage = await asyncio.to_thread(self._held.enter_context, opening)
+        self._forward_warnings(stage)
         stage.old_report = spec.old_report
         if plan.engine.urls:
             self._engine = RemoteServers().engine(plan, plan.engine.urls, plan.engine.key)
             self._engine.servers.restarted = spec.restarted
         return stage
+
+    def _forward_warnings(self, stage: Stage) -> None:
+        """Send warnings to the run's console; errors reach it as the cause of its end."""
+        lines = ConsoleLines(stage.folder.log, self._outbox.warn)
+        lines.addFilter(lambda record: record.levelno == logging.WARNING)
+        root = logging.getLogger(ROOT)
+        root.addHandler(lines)
+        self._held.callback(root.removeHandler, lines)
 
     def method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Return the worker's own method, or else the servers', or else the side's. `stop` cancels

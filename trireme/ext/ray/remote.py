@@ -194,7 +194,14 @@ class Outbox:
         crosses = light(event)
         if crosses is None or isinstance(event, Ended):  # the run emits its own end
             return
-        self._kept.append(encode_event(crosses))
+        self._keep(encode_event(crosses))
+
+    def warn(self, text: str) -> None:
+        """Store a line for the run's console."""
+        self._keep(encode_event(Warned(text)))
+
+    def _keep(self, encoded: bytes) -> None:
+        self._kept.append(encoded)
         if (waiting := self._waiting) is not None:
             loop, new = waiting
             with suppress(RuntimeError):  # the worker's loop has ended
@@ -214,10 +221,17 @@ class Outbox:
         return list(self._kept)
 
 
-_EVENTS = {kind.__name__: kind for kind in (Noted, StepDone, Evaluated, RolloutDone, Saved)}
+@dataclass(frozen=True)
+class Warned:
+    """A worker's warning, as the console of one process shows it."""
+
+    text: str
 
 
-def encode_event(event: Event) -> bytes:
+_EVENTS = {kind.__name__: kind for kind in (Noted, StepDone, Evaluated, RolloutDone, Saved, Warned)}
+
+
+def encode_event(event: Event | Warned) -> bytes:
     """Encode an event as a line of JSON, with its experience if it has one."""
     fields, data = dict(vars(event)), b""
     fields.pop("rollouts", None)
@@ -228,7 +242,7 @@ def encode_event(event: Event) -> bytes:
     return json.dumps([type(event).__name__, fields]).encode() + b"\n" + data
 
 
-def decode_event(encoded: bytes) -> Event:
+def decode_event(encoded: bytes) -> Event | Warned:
     """Decode the event that `encode_event` wrote."""
     line, _, data = encoded.partition(b"\n")
     kind, fields = json.loads(line)

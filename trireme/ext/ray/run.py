@@ -42,6 +42,7 @@ from trireme.ext.ray.engines import EngineActor, EngineWorker, ServersOfSides
 from trireme.ext.ray.remote import (
     PLACES,
     RayActor,
+    Warned,
     Watched,
     Worker,
     decode_event,
@@ -59,6 +60,7 @@ from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.stop import Stop
 from trireme.launch.trainer_side import TrainerSide
+from trireme.log import on_stderr
 from trireme.monitor.console import Console
 from trireme.monitor.events import Noted
 from trireme.monitor.terminal import Terminal
@@ -324,7 +326,11 @@ class Actors:
         heard = self._heard.get(handle, 0)
         for encoded in await remote(SideWorker, handle).events(heard, wait):
             self._heard[handle] = heard = heard + 1
-            self._stage.emit(decode_event(encoded))
+            event = decode_event(encoded)
+            if isinstance(event, Warned):
+                on_stderr(event.text)
+            else:
+                self._stage.emit(event)
 
 
 _FORWARDED = (
