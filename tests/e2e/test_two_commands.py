@@ -138,7 +138,7 @@ def without_memory() -> None:
     def load(stage: object) -> None:
         raise MemoryError("no room for the model")
 
-    run.load_models = load  # pyright: ignore[reportAttributeAccessIssue]
+    run.load_models = load
 
 
 def test_a_trainer_sends_heartbeats_before_it_loads_its_model(tmp_path: Path) -> None:
