@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import pytest
 import torch
@@ -533,5 +533,6 @@ def test_how_a_batch_is_cut_is_no_option_of_a_loss():
 
 
 def test_a_part_that_is_neither_name_nor_function_is_refused():
+    section: Any = {"name": "grpo"}
     with pytest.raises(ValueError, match=r"advantage_fn is \{'name': 'grpo'\}: expected a name or"):
-        algorithm("mine", advantage={"name": "grpo"})
+        algorithm("mine", advantage=section)
