@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,17 @@ def test_a_mixer_takes_its_cache_by_the_name_of_any_version(name: str) -> None:
 
     out = mixer(torch.tensor([[[1.0], [2.0], [4.0]]]), rows=TwoCalls(), cache=None)
     assert out.flatten().tolist() == [4.0, 5.0, 11.0]
+
+
+def test_a_transformers_that_is_too_old_for_layers_with_a_state_is_named(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.32 takes none above 5.19: one environment for both has it."""
+    installed = metadata.version
+    versions = {"transformers": "5.19.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or installed(name))
+    expected = "layers with a state, which need transformers 5.22 or later: 5.19.0 is installed"
+    with pytest.raises(ValueError, match=expected):
+        prove_architecture(folders("lfm2"))
+    with pytest.raises(ValueError, match=expected):
+        load_shell(folders("lfm2"), device="cpu", dtype="float32")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
+from importlib import metadata
 from types import FunctionType
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -220,7 +221,15 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def refuse_unknown(config: PreTrainedConfig) -> None:
-    """Raise ValueError if layers of the language model are of a kind that is not known here."""
+    """Raise ValueError if layers of the language model are of a kind that is not known here, or not
+    with this version of transformers.
+    """
+    installed = metadata.version("transformers")
+    if is_recurrent(config) and [int(part) for part in installed.split(".")[:2]] < _LOWEST:
+        raise ValueError(
+            f"model_type '{config.model_type}' has layers with a state, which need transformers "
+            f"{'.'.join(map(str, _LOWEST))} or later: {installed} is installed"
+        )
     text = config.get_text_config()
     if others := unknown_layers(lambda key: getattr(text, key, None)):
         raise ValueError(
@@ -307,6 +316,8 @@ class _OneToken:
         return out
 
 
+_LOWEST = [5, 22]
+"""The first transformers whose mixers take any cache with the methods of `States`."""
 _CACHES = "cache", "cache_params", "past_key_values"
 """Names of a mixer's cache: transformers 5.24's, and those that 5.22 and 5.23 have."""
 
