@@ -104,7 +104,8 @@ def forced_gradients(
 
         def forward(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
             flat = hidden.reshape(-1, hidden.shape[-1])
-            logits = F.linear(flat, router.weight, getattr(router, "bias", None))
+            weight = router.weight.to(flat.dtype)  # float32 in any model, by transformers 5.24
+            logits = F.linear(flat, weight, getattr(router, "bias", None))
             chosen = plain(hidden, *rest)[-1]
             if (rows := recorded[0]) is not None:
                 for t, experts in enumerate(rows[:, layer].tolist()):

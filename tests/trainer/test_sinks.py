@@ -276,6 +276,13 @@ def test_a_copy_of_mxfp4_in_bfloat16_is_that_model_and_one_without_experts_is_re
         make_tokenizer().save_pretrained(tmp_path / name)
     [scored] = backend_of(tmp_path / "right").score([row])
     assert scored[1:] == pytest.approx(expected.tolist(), abs=1e-5)
+    names = {
+        name for file in (tmp_path / "wrong").glob("*.safetensors") for name in load_file(file)
+    }
+    if "model.layers.0.mlp.experts.down_proj" in names:  # transformers writes it from 5.24 on
+        [scored] = backend_of(tmp_path / "wrong").score([row])
+        assert scored[1:] == pytest.approx(expected.tolist(), abs=1e-5)
+        return
     for load in (backend_of, lambda path: load_shell(path, device="cpu", dtype="float32")):
         with pytest.raises(ValueError, match=r"wrong lacks 4 tensors of GptOssForCausalLM \(model"):
             load(tmp_path / "wrong")

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import regex
 
 from tests.ext.chat_formats.test_formats import CALLS, HEAD, TAIL, TEMPLATES
 from tests.ext.openai.test_tool_calls import ARGUMENTS, TOOLS, Telling, ask
@@ -154,6 +155,14 @@ def test_a_pattern_that_takes_too_long_is_one_error(monkeypatch: pytest.MonkeyPa
         read = format_of("response_template", tokenizer=tokenizer).read
         _, [call] = read(text, TOOLS)
         assert "response template takes too long" in str(call.error)
+
+
+def test_a_match_ends_at_the_deadline_as_a_search_does() -> None:
+    """transformers matches a field's pattern from 5.24 on."""
+    timed = response_template._Timed(regex.compile(r"(x|xx)+$"), lambda: 0.2)
+    assert timed.match("axxx", 1).span() == (1, 4)
+    with pytest.raises(TimeoutError):
+        timed.match("x" * 5000 + "z", 0)
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -143,7 +143,7 @@ class _Left:
 
 
 class _Timed:
-    """A pattern whose searches end at a deadline."""
+    """A pattern whose searches and matches end at a deadline."""
 
     def __init__(self, pattern: Any, left: Callable[[], float]) -> None:
         self._pattern, self._left = pattern, left
@@ -151,3 +151,7 @@ class _Timed:
     def search(self, text: str, start: int, **options: Any) -> Any:
         """Search as the pattern does. Raises TimeoutError at the deadline."""
         return self._pattern.search(text, start, timeout=self._left(), **options)
+
+    def match(self, text: str, start: int) -> Any:
+        """Match at `start` as the pattern does. Raises TimeoutError at the deadline."""
+        return self._pattern.match(text, start, timeout=self._left())
