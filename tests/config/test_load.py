@@ -363,7 +363,9 @@ def test_a_broken_yaml_is_told_by_its_line(tmp_path):
     assert said.endswith("as YAML: line 2, column 1: found duplicate key mode while constructing a "
                          "mapping that begins in line 1")  # fmt: skip
     (said,) = problems_of(tmp_path, "model:\n  model_path: x\n max_model_len: 3\n")
-    assert "as YAML: line 3, column 2: did not find expected key while parsing" in said
+    # libyaml's words, or those of PyYAML alone, which omegaconf before 2.4 calls
+    cause = "(did not find expected key|expected <block end>.*) while parsing"
+    assert re.search(f"as YAML: line 3, column 2: {cause}", said)
 
 
 def test_an_empty_section_holds_its_defaults(tmp_path):

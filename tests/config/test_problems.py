@@ -1007,7 +1007,7 @@ def test_a_tab_in_the_yaml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="as YAML: line 3 is indented with a tab: expected spac"):
         load_config(path)
     path.write_text("name: x\nmodel: [\n")
-    with pytest.raises(ConfigError, match="as YAML: line 3, column 1: did not find"):
+    with pytest.raises(ConfigError, match=r"as YAML: line 3, column 1: (did not find|expected)"):
         load_config(path)
 
 
