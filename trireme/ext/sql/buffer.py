@@ -417,7 +417,7 @@ class SqlBuffer:
         def look(connection: Connection) -> tuple[Result | None, int]:
             if (result := attempt(connection)) is not None:
                 return result, 0
-            self._parties.missing(connection, other)  # which it watches from now on
+            self._parties.gone(connection, other)  # which it watches from now on
             return None, self._claims.changes(connection)
 
         while True:

@@ -156,13 +156,35 @@ class Parties:
 
     def missing(self, connection: Connection, role: str) -> str:
         """Return the end of an error sentence: that no party of that side has connected, or which
-        ones stopped sending heartbeats; or nothing. It watches them from one call to the next.
+        ones stopped sending heartbeats; or nothing.
         """
-        gone, table = self._gone(connection, role), self._table
+        gone, table = self.gone(connection, role), self._table
         if connection.scalar(self._of_now(table.c.name).where(table.c.role == role)) is None:
             return f"; no command with mode: {role} uses this buffer"
         names = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in gone.items())
         return f"; no heartbeat from: {names}" if names else ""
+
+    def gone(self, connection: Connection, role: str) -> dict[str, float]:
+        """Return the parties of that side that went without a word, and for how many seconds they
+        have been silent. It watches them from one call to the next.
+
+        Half a lease without a heartbeat is enough if the last one is older than a lease by the
+        database's clock.
+        """
+        now, here, table = database_time(connection), self._clock.now(), self._table
+        rows = select(table.c.name, table.c.process, table.c.seen)
+        rows = rows.where(table.c.role == role, table.c.closed.is_(False))
+        parties = connection.execute(rows).all()
+        before = self._watched.get(role, {})
+        self._watched[role] = since = {
+            (row.process, row.seen): before.get((row.process, row.seen), here) for row in parties
+        }
+        gone: dict[str, float] = {}
+        for row in parties:
+            watched, age = here - since[row.process, row.seen], now - row.seen
+            if watched > (self.lease if age < self.lease else self.lease / 2):
+                gone[row.name] = max(watched, age)
+        return gone
 
     def leave(self, connection: Connection, failure: str | None = None) -> None:
         """Record that this party has ended, with the cause of a failure."""
@@ -194,31 +216,9 @@ class Parties:
 
     def wanted(self, connection: Connection) -> int:
         """Return the largest number that a reader waits for, of those that are there."""
-        table, gone = self._table, self._gone(connection, "train")
+        table, gone = self._table, self.gone(connection, "train")
         most = select(func.max(table.c.wanted)).where(table.c.name.not_in(list(gone)))
         return connection.scalar(most.where(table.c.closed.is_(False))) or 0
-
-    def _gone(self, connection: Connection, role: str) -> dict[str, float]:
-        """Return the parties of that side that went without a word, and for how many seconds they
-        have been silent.
-
-        Half a lease without a heartbeat is enough if the last one is older than a lease by the
-        database's clock.
-        """
-        now, here, table = database_time(connection), self._clock.now(), self._table
-        rows = select(table.c.name, table.c.process, table.c.seen)
-        rows = rows.where(table.c.role == role, table.c.closed.is_(False))
-        parties = connection.execute(rows).all()
-        before = self._watched.get(role, {})
-        self._watched[role] = since = {
-            (row.process, row.seen): before.get((row.process, row.seen), here) for row in parties
-        }
-        gone: dict[str, float] = {}
-        for row in parties:
-            watched, age = here - since[row.process, row.seen], now - row.seen
-            if watched > (self.lease if age < self.lease else self.lease / 2):
-                gone[row.name] = max(watched, age)
-        return gone
 
     def _of_now(self, column: Column[Any]) -> Select[Any]:
         """Select a column of all parties but those that had ended before this one entered."""
