@@ -22,6 +22,7 @@ from trireme.engines.torch.linear import (
 )
 
 CHOOSES = module.is_quicker
+WIDENED = module._widened
 ASKS = {name: getattr(module, name) for name in ("_processor", "_is_wide")}
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
@@ -187,6 +188,46 @@ def test_products_by_packed_weights_are_those_of_float64(
     # bfloat16 sums in float32, and rounds once
     within = 1e-4 if dtype == torch.float32 else 2**-8 * float(expected.abs().max())
     assert float((got.double() - expected).abs().max()) < within
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_rows_of_bfloat16_are_widened_where_a_processor_cannot_multiply_them(
+    biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of the matrix; with a gradient, and for few rows, the product is torch's own."""
+    monkeypatch.setattr(module, "widens", lambda: True)
+    monkeypatch.setattr(module, "_MOST_WIDENED", 130 * 64)
+    widened: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        widened.append(x.numel() // x.shape[-1])
+        return WIDENED(x, weight, bias)
+
+    monkeypatch.setattr(module, "_widened", counted)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, given = (
+        torch.randn(*size, generator=generator).bfloat16()
+        for size in ((2, 40, 130), (199, 130), (199,))
+    )
+    bias = given if biased else None
+    got = linear(x, weight, bias)
+    assert got.dtype == torch.bfloat16 and widened == [80]
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5)
+    linear(x[0, :15], weight, bias)
+    linear(x.clone().requires_grad_(), weight, bias).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(x, weight, bias)
+    assert len(widened) == 1
+
+
+@pytest.mark.parametrize(("wide", "half"), [(True, False), (True, True), (False, False)])
+def test_they_are_widened_with_avx2_alone(
+    wide: bool, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_is_wide", lambda: wide)
+    monkeypatch.setattr(module, "packs", lambda _: half)
+    assert module.widens() == (wide and not half)
 
 
 def test_only_what_gains_by_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def pack_all(monkeypatch: pytest.MonkeyPatch, *, by_us: bool) -> None:
     width = NativeOps(torch.float32).panel_width if by_us else -1
     monkeypatch.setattr(native_module, "OF_AVX2", width)
     monkeypatch.setattr(native_module, "is_quicker", lambda: not by_us)
+    monkeypatch.setattr(native_module, "widens", lambda: by_us)
     monkeypatch.setattr(linear_module, "_is_wide", lambda: True)
     monkeypatch.setattr(linear_module, "is_quicker", lambda: True)
     monkeypatch.setattr(linear_module, "_LEAST_WEIGHTS", 0)
@@ -452,17 +453,22 @@ def by_calls(
 
 @pytest.mark.parametrize(("width", "out"), [(64, 96), (70, 199), (128, 16)])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_by_our_panels_are_those_of_float64_and_a_row_has_the_bits_that_it_has_alone(
-    width: int, out: int, biased: bool
+    width: int, out: int, biased: bool, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, bias = (torch.randn(*s, generator=generator) for s in ((out, width), (out,)))
-    product = Panels(NativeOps(torch.float32), weight, bias if biased else None)
-    rows = torch.randn(40, width, generator=generator)
+    weight, bias, rows = (
+        torch.randn(*size, generator=generator).to(dtype)
+        for size in ((out, width), (out,), (80, width))
+    )
+    product = Panels(NativeOps(dtype), weight, bias if biased else None)
     expected = F.linear(rows.double(), weight.double(), bias.double() if biased else None)
-    alone = torch.cat([product(rows[n : n + 1]) for n in range(40)])
-    torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-5)
-    for count in range(41):
+    alone = torch.cat([product(rows[n : n + 1]) for n in range(80)])
+    # bfloat16 sums in float32, and rounds once
+    rtol = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(alone.double(), expected, rtol=rtol, atol=1e-5)
+    for count in range(81):
         assert torch.equal(product(rows[:count]), alone[:count])
     assert torch.equal(product(rows.t().contiguous().t()), alone)  # whose rows are not in one piece
 

@@ -221,8 +221,6 @@ class Lean:
         ops, layers, head = self._ops, self._layers, self._head
         if not self._may_compile or not isinstance(ops, NativeOps):
             return None
-        if not ops.panel_width:  # only float32 has it
-            return None
         if not CompiledStep.suits(layers, head):
             return None
         return CompiledStep(

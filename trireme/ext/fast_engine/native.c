@@ -12,25 +12,6 @@
 
 #include "products.h"
 
-#ifdef BF16
-typedef uint16_t real;
-static inline float load(real x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float out;
-    memcpy(&out, &bits, 4);
-    return out;
-}
-static inline real store(float x) { /* to the nearest, ties to even */
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return x == x ? (real)rounded : (real)0x7fc0;
-}
-#else
-typedef float real;
-static inline float load(real x) { return x; }
-static inline real store(float x) { return x; }
-#endif
 static inline float rounded(float x) { return load(store(x)); }
 
 static void norm_row(const float *x, const real *weight, float *out, int64_t n, float eps) {
@@ -303,7 +284,40 @@ int attend(const Work *w, const real *q, const real *k, const real *v, real *out
     return (int)failed;
 }
 
-#ifndef BF16
+/* Columns of a panel. */
+int panel_width(void) { return PANEL; }
+
+#ifdef BF16
+/* y [rows, out] = x [rows, in] W' + bias of a large matrix, its columns shared among threads. Sums
+   are float32, each rounded once. */
+int product(const Matrix *m, const real *x, real *y, int64_t rows, int64_t threads) {
+    const int64_t K = m->in;
+    float *wide = malloc((size_t)(rows * K) * sizeof(float));
+    if (!wide) return 1;
+    for (int64_t i = 0; i < rows * K; i++) wide[i] = load(x[i]);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t n = 0; n < m->out; n += PANEL) {
+        float sums[CHUNK * PANEL];
+        const int64_t width = m->out - n < PANEL ? m->out - n : PANEL;
+        for (int64_t first = 0; first < rows; first += CHUNK) {
+            const int64_t some = rows - first < CHUNK ? rows - first : CHUNK;
+            by_panel(m, wide + first * K, sums, PANEL, some, n, first == 0);
+            for (int64_t r = 0; r < some; r++)
+                for (int64_t i = 0; i < width; i++)
+                    y[(first + r) * m->out + n + i] = store(sums[r * PANEL + i]);
+        }
+    }
+    free(wide);
+    return 0;
+}
+#else
+/* y [rows, out] = x [rows, in] W' + bias of a large matrix, its columns shared among threads. */
+int product(const Matrix *m, const float *x, float *y, int64_t rows, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t n = 0; n < m->out; n += PANEL) by_panel(m, x, y + n, m->out, rows, n, 1);
+    return 0;
+}
+
 /* A whole decode step. A row's results do not depend on the other rows: a chunk of them goes
    through all layers on one thread, and threads do not wait for each other. */
 
@@ -324,16 +338,6 @@ typedef struct {
     int64_t num_blocks, width;
     float eps;
 } Step;
-
-/* Columns of a panel. */
-int panel_width(void) { return PANEL; }
-
-/* The same for a large matrix, its columns shared among threads. */
-int product(const Matrix *m, const float *x, float *y, int64_t rows, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t n = 0; n < m->out; n += PANEL) by_panel(m, x, y, rows, n, 1);
-    return 0;
-}
 
 /* Rows first .. first + rows - 1 through all layers. `room` is the memory of the chunk. */
 static int advance(const Step *s, int64_t first, int64_t rows, float *room, float *buffer) {

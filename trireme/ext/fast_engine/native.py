@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trireme.engines.spin import openmp
-from trireme.engines.torch.linear import is_quicker, multiply, pack, packs
+from trireme.engines.torch.linear import is_quicker, multiply, pack, packs, widens
 from trireme.engines.torch.rows import RowStore
 from trireme.ext.fast_engine.where import Where
 from trireme.log import get_logger
@@ -51,12 +51,12 @@ _SIGNATURES = {
     "attend": [_POINTER] * 5,
     "log_probabilities": [_POINTER] + [_INT] * 3,
     "inverse_cdf": [_POINTER] * 3 + [_INT] * 3,
+    "product": [_POINTER] * 3 + [_INT] * 2,
+    "panel_width": [],
 }
 _OF_FLOAT32 = {
     "decode_step": [_POINTER],
     "decode_steps": [_POINTER] * 2,
-    "product": [_POINTER] * 3 + [_INT] * 2,
-    "panel_width": [],
 }
 OF_AVX2 = 16
 """The width of a panel where this processor has AVX2 and no AVX-512, or is held to it."""
@@ -120,15 +120,19 @@ class NativeOps:
             self._library = load(SOURCE, _SIGNATURES, "-DBF16")
         else:
             self._library = load(SOURCE, _SIGNATURES | _OF_FLOAT32)
-        self.panel_width: int = self._library.panel_width() if dtype == torch.float32 else 0
+        self.panel_width: int = self._library.panel_width()
+        self._dtype = dtype
 
     @property
     def multiplies(self) -> bool:
         """Return whether products by packed weights are compiled ones. With AVX2, and on Intel's
         processors with AVX-512, these take half (16 rows) to 0.85 (64 rows) of the time of
-        oneDNN's; on AMD's with AVX-512 oneDNN's were quicker.
+        oneDNN's; on AMD's with AVX-512 oneDNN's were quicker. In bfloat16 they are where oneDNN has
+        none.
         """
-        ours = self.panel_width == OF_AVX2 or (self.panel_width > 0 and not is_quicker())
+        if self._dtype == torch.bfloat16:
+            return self.panel_width == OF_AVX2 and widens()
+        ours = self.panel_width == OF_AVX2 or not is_quicker()
         return ours and packs(torch.float32)
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> PackedProduct | None:
