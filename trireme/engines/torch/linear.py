@@ -148,6 +148,8 @@ def _is_half(x: Tensor, weight: Tensor) -> bool:
         and x.numel() >= _LEAST_ROWS * x.shape[-1]
         and x.numel() * weight.shape[0] >= _LEAST_PRODUCT
         and x.device.type == weight.device.type == "cpu"
+        and type(x) in (Tensor, nn.Parameter)
+        and type(weight) in (Tensor, nn.Parameter)
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not torch.is_autocast_enabled("cpu")
     )
